@@ -1,0 +1,74 @@
+# Every target works from a fresh clone: the virtual environment is made on first use.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(VENV)/bin/pip --disable-pip-version-check
+TORCH := torch==2.13.0
+# An index for torch alone, e.g. https://download.pytorch.org/whl/cpu for the small CPU build.
+TORCH_INDEX ?=
+READY := $(VENV)/.ready
+PEERS := $(VENV)/.peers
+
+# One thread per rank: two ranks on two cores otherwise fight over them, and the number of threads decides
+# the order of some sums. The oneDNN limit is explained in docs/troubleshooting.md.
+export OMP_NUM_THREADS := 1
+export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE
+
+.PHONY: help demo test lint patterns bench clean
+
+help:
+	@echo "make demo      train a small GPT on 2 ranks, stage 3, and compare it with plain torch"
+	@echo "make test      lint, strict types, all tests"
+	@echo "make lint      ruff and mypy only"
+	@echo "make patterns  run the free-form backward matrix and put its table into README.md"
+	@echo "make bench     time retrograde and its peers, and put the table into README.md"
+	@echo "make clean     remove the virtual environment and everything built"
+
+# The first interpreter that runs and is new enough; a name on PATH alone may be a shim that does not.
+define find_python
+for p in python3.11 python3; do \
+	if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$p; exit 0; fi; \
+done; \
+echo "Python 3.11 or newer is needed (python3.11 or python3 on PATH)" >&2; exit 1
+endef
+
+# torch goes first and alone, so that its version is ours and not what the other requirements resolve to.
+$(READY): pyproject.toml
+	@python=$$($(find_python)); echo "creating $(VENV) with $$($$python --version)"; $$python -m venv $(VENV)
+	@echo "installing $(TORCH)"
+	@$(PIP) install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH)"
+	@echo "installing retrograde and its development tools"
+	@$(PIP) install --quiet "$(TORCH)" --editable ".[dev]"
+	@touch $@
+
+# DeepSpeed's build imports the installed torch, hence no isolation. The benchmark runs without it too.
+$(PEERS): $(READY)
+	@echo "installing DeepSpeed for comparison"
+	@if $(PIP) install --quiet --no-build-isolation "$(TORCH)" --editable ".[bench]"; then touch $@; \
+	else echo "DeepSpeed could not be installed: the benchmark leaves it out"; fi
+
+demo: $(READY)
+	@$(VENV)/bin/torchrun --standalone --nproc-per-node=2 examples/train_gpt.py
+
+lint: $(READY)
+	@echo "ruff"; $(PY) -m ruff check .
+	@echo "mypy"; $(PY) -m mypy
+
+test: lint
+	@$(PY) -m pytest
+
+patterns: $(READY)
+	@mkdir -p build
+	@$(PY) -m tests.patterns.table | tee build/patterns.md
+	@$(PY) tools/fill_readme.py patterns build/patterns.md
+
+bench: $(PEERS)
+	@$(PY) -m benchmarks.run
+	@$(PY) tools/fill_readme.py benchmarks benchmarks/results/latest.md
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""The benchmark harness: retrograde and its peers on the same model, batch and machine, interleaved."""

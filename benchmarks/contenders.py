@@ -1,0 +1,149 @@
+"""The engines compared. Each takes the same model and makes a `Training` of it.
+
+All use fused AdamW and their documented way of wrapping a transformer; none is slowed by debug flags.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.model import GPT, Workload
+
+Step = Callable[[Tensor, Tensor], float]
+
+
+@dataclass(frozen=True)
+class Training:
+    step: Step
+    # The engine's own totals of what it exchanged so far, for one that does not use collectives.
+    exchanges: Callable[[], dict[str, int]] = dict
+
+
+Setup = Callable[[GPT, Workload], Training]
+
+
+@dataclass(frozen=True)
+class Contender:
+    name: str
+    setup: Setup
+    package: str = "torch"  # imported before memory is first read, so that it counts as the base
+    install: str = ""
+
+    def missing(self) -> str | None:
+        """Why this contender cannot run here, or None."""
+        if importlib.util.find_spec(self.package) is not None:
+            return None
+        return f"{self.package} is not installed" + (f" ({self.install})" if self.install else "")
+
+
+def _adamw(model: nn.Module, work: Workload) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=work.lr, fused=True)
+
+
+def _torch_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    def step(tokens: Tensor, targets: Tensor) -> float:
+        loss = model(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    return step
+
+
+def _alone(model: GPT, work: Workload) -> Training:
+    """The limit: what every rank would do if nothing had to be communicated."""
+    return Training(_torch_step(model, _adamw(model, work)))
+
+
+def _ddp(model: GPT, work: Workload) -> Training:
+    from torch.nn.parallel import DistributedDataParallel
+
+    return Training(_torch_step(DistributedDataParallel(model), _adamw(model, work)))
+
+
+def _ddp_zero(model: GPT, work: Workload) -> Training:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.nn.parallel import DistributedDataParallel
+
+    wrapped = DistributedDataParallel(model)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=work.lr, fused=True)
+    return Training(_torch_step(wrapped, optimizer))
+
+
+def _fsdp2(reshard: bool) -> Setup:
+    def setup(model: GPT, work: Workload) -> Training:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        # None is torch's default: every unit but the root, which backward needs at once, drops its weights.
+        policy = None if reshard else False
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, reshard_after_forward=policy)
+        fully_shard(model, mesh=mesh, reshard_after_forward=policy)
+        return Training(_torch_step(model, _adamw(model, work)))
+
+    return setup
+
+
+def _deepspeed(stage: int) -> Setup:
+    def setup(model: GPT, work: Workload) -> Training:
+        import deepspeed
+
+        # Its shared-memory operator would leave a segment per rank in /dev/shm.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+        config = {
+            "train_micro_batch_size_per_gpu": work.batch,
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": 0.0,  # the default of 1.0 would be work that nobody else does
+            "steps_per_print": 10**9,
+            "zero_optimization": {"stage": stage},
+        }
+        engine, *_ = deepspeed.initialize(model=model, optimizer=_adamw(model, work), config=config)
+
+        def step(tokens: Tensor, targets: Tensor) -> float:
+            loss = engine(tokens, targets)
+            engine.backward(loss)
+            engine.step()
+            return float(loss.detach())
+
+        return Training(step)
+
+    return setup
+
+
+def _retrograde(stage: int) -> Setup:
+    def setup(model: GPT, work: Workload) -> Training:
+        import retrograde as rg
+
+        ledger = rg.shard(model, stage=stage).ledger
+
+        def exchanges() -> dict[str, int]:
+            return {kind: ledger.count(kind) for kind in ("gather", "reduce", "join", "agree")}
+
+        return Training(_torch_step(model, _adamw(model, work)), exchanges)
+
+    return setup
+
+
+_PIP_DEEPSPEED = "pip install --no-build-isolation deepspeed==0.19.8"
+
+CONTENDERS: dict[str, Contender] = {
+    contender.name: contender
+    for contender in (
+        Contender("alone", _alone),
+        *(Contender(f"retrograde-{stage}", _retrograde(stage), "retrograde") for stage in (1, 2, 3)),
+        Contender("ddp", _ddp),
+        Contender("ddp-zero", _ddp_zero),
+        Contender("fsdp2", _fsdp2(reshard=False)),
+        Contender("fsdp2-reshard", _fsdp2(reshard=True)),
+        *(Contender(f"deepspeed-{n}", _deepspeed(n), "deepspeed", _PIP_DEEPSPEED) for n in (1, 2, 3)),
+    )
+}

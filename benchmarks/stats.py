@@ -1,0 +1,136 @@
+"""From turns to figures. Ratios are taken between turns of the same repeat, minutes at most apart, so a
+machine that slows down for a while slows both sides of a ratio."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from statistics import median
+
+from benchmarks.protocol import Counted, Ready, TurnTaken
+
+LIMIT = "alone"
+_LONG_ENOUGH = 5.0  # seconds asleep, before a share of them says anything
+_LOSS_TOLERANCE = 1e-3  # relative; engines sum in other orders, but nobody may train something else
+
+
+@dataclass(frozen=True)
+class Spread:
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> Spread:
+        return cls(median(values), min(values), max(values))
+
+
+@dataclass
+class Record:
+    """Everything one contender's ranks reported; `turns` is indexed by repeat, then rank."""
+
+    name: str
+    ready: list[Ready]
+    turns: list[list[TurnTaken]] = field(default_factory=list)
+    counted: list[Counted] = field(default_factory=list)
+
+    def turn_seconds(self) -> list[float]:
+        """The median step of each repeat. A step ends when its last rank ends it."""
+        return [
+            median(max(ranks) for ranks in zip(*(rank.seconds for rank in turn), strict=True))
+            for turn in self.turns
+        ]
+
+    def step_seconds(self) -> Spread:
+        return Spread.of(self.turn_seconds())
+
+    def over(self, other: Record) -> Spread:
+        """How many times longer a step takes than the other's."""
+        pairs = zip(self.turn_seconds(), other.turn_seconds(), strict=False)
+        return Spread.of([mine / theirs for mine, theirs in pairs])
+
+    def losses(self) -> list[float]:
+        """The loss of every step, averaged over ranks."""
+        steps = (ranks for turn in self.turns for ranks in zip(*(rank.losses for rank in turn), strict=True))
+        return [sum(ranks) / len(ranks) for ranks in steps]
+
+    def sent_bytes(self) -> float:
+        """Bytes per step of the rank that sends most."""
+        by_rank = zip(*self.turns, strict=True)
+        return max(median(turn.sent_bytes_per_step for turn in turns) for turns in by_rank)
+
+    def calls(self) -> dict[str, int]:
+        return self.counted[0].calls if self.counted else {}
+
+    def exchanges(self) -> dict[str, int]:
+        return self.counted[0].exchanges if self.counted else {}
+
+    def peak_rss(self) -> int:
+        return max(rank.peak_rss for turn in self.turns for rank in turn)
+
+    def own_peak(self) -> int:
+        """Peak beyond what the process held before the model existed: python, torch, the engine's imports."""
+        last = self.turns[-1]
+        return max(rank.peak_rss - ready.base_rss for rank, ready in zip(last, self.ready, strict=True))
+
+    def idle_load(self) -> float:
+        """CPU used between turns, as a share of one core: it would slow everybody else's turns."""
+        later = [rank for turn in self.turns[1:] for rank in turn]
+        idle = sum(rank.idle_seconds for rank in later)
+        return sum(rank.idle_cpu_seconds for rank in later) / idle if idle > _LONG_ENOUGH else 0.0
+
+
+@dataclass(frozen=True)
+class Bar:
+    claim: str
+    ours: float
+    theirs: float
+
+    @property
+    def met(self) -> bool:
+        return self.ours < self.theirs
+
+
+_FASTER_THAN = {
+    "retrograde-3": ("fsdp2-reshard", "deepspeed-3"),
+    "retrograde-2": ("fsdp2", "deepspeed-2"),
+}
+_SMALLER_THAN = {"retrograde-3": ("fsdp2-reshard", "fsdp2", "deepspeed-3")}
+
+
+def bars(records: dict[str, Record]) -> list[Bar]:
+    """What the project promises, for the contenders that ran. Times in ms, memory in MiB."""
+    found = []
+    for ours, peers in _FASTER_THAN.items():
+        for peer in peers:
+            if ours in records and peer in records:
+                mine, theirs = records[ours].step_seconds().median, records[peer].step_seconds().median
+                found.append(Bar(f"{ours} is faster than {peer}", 1e3 * mine, 1e3 * theirs))
+    for ours, peers in _SMALLER_THAN.items():
+        for peer in peers:
+            if ours in records and peer in records:
+                mine, theirs = records[ours].peak_rss() / 2**20, records[peer].peak_rss() / 2**20
+                found.append(Bar(f"{ours} peaks below {peer}", mine, theirs))
+    return found
+
+
+@dataclass(frozen=True)
+class LossCheck:
+    reference: str
+    deviation: dict[str, float]  # largest relative difference over all steps
+
+    def wrong(self) -> list[str]:
+        return [name for name, far in self.deviation.items() if not far <= _LOSS_TOLERANCE]
+
+
+def check_losses(records: dict[str, Record]) -> LossCheck | None:
+    """Everybody must have trained the same thing. `alone` does not average gradients and is left out."""
+    trained = {name: record.losses() for name, record in records.items() if name != LIMIT}
+    if not trained:
+        return None
+    reference = "ddp" if "ddp" in trained else next(iter(trained))
+    expected = trained[reference]
+    deviation = {
+        name: max(abs(got - want) / abs(want) for got, want in zip(losses, expected, strict=False))
+        for name, losses in trained.items()
+    }
+    return LossCheck(reference, deviation)

@@ -1,0 +1,269 @@
+"""One engine's end of the mesh: read a shard, put a gradient, meet the others.
+
+A *meeting* is the only point at which ranks wait for each other's main thread. Every rank brings its
+position (why it came and what it has to offer) and leaves with everybody's, so all ranks see the same
+sequence of meetings and can draw the same conclusions from it. That replaces an agreed order of
+collectives: positions need not be equal, they only have to be reconcilable (engine/council.py).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from enum import StrEnum
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from retrograde.comm.mesh import Mesh
+from retrograde.errors import DivergenceError
+
+
+class Kind(StrEnum):
+    """Why a rank came to a meeting, most urgent first (see engine/council.py)."""
+
+    BACKWARD = "the end of a backward"
+    FENCE = "an edit of the weights"
+    FLUSH = "a reduction of pending gradients"
+    STEP = "an optimizer step"
+    TOTAL = "a value over all ranks"
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    kind: Kind
+    label: str
+    offers: Any = None
+
+
+class Stamp(NamedTuple):
+    """Which state of a unit's shards a reader needs: see residency/gate.py."""
+
+    clock: int
+    edits: int
+    stray: int
+
+
+class Key(NamedTuple):
+    """A put gradient: unit and the sender's own launch number, so that nothing has to be counted in step."""
+
+    unit: int
+    launch: int
+
+
+class Owner(Protocol):
+    """The engine behind a station, asked from the service thread."""
+
+    def shard_for(self, unit: int, stamp: Stamp) -> torch.Tensor | str:
+        """The shard if it is in the state the reader needs, else the reason why it is not (yet)."""
+        ...
+
+    def unit_name(self, unit: int) -> str: ...
+
+
+@dataclass(slots=True)
+class Reading:
+    """A page-in under way. `wait()` returns when every part has arrived."""
+
+    station: "Station"
+    unit: int
+    works: list[tuple[int, Any, int]]
+
+    def wait(self) -> None:
+        works, self.works = self.works, []
+        for src, work, tag in works:
+            try:
+                work.wait(timedelta(seconds=self.station.timeout))
+            except RuntimeError as error:
+                reason = self.station.notices.get(tag, "it did not answer")
+                self.station.fail(
+                    f"rank {self.station.mesh.rank} waited {self.station.timeout:g} s to page in unit "
+                    f"{self.station.owner.unit_name(self.unit)} from rank {src}: {reason}",
+                    error,
+                )
+
+
+@dataclass(slots=True)
+class _Request:
+    src: int
+    unit: int
+    stamp: Stamp
+    tag: int
+
+
+@dataclass(slots=True)
+class _Arrival:
+    chunk: torch.Tensor
+    work: Any
+    steps: int  # how many steps the sender had done
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class Station:
+    mesh: Mesh
+    owner: Owner
+    timeout: float
+    number: int = -1
+    failure: str | None = None
+    notices: dict[int, str] = field(default_factory=dict)
+    where: str = "not started"
+    _round: int = 0
+    _met: dict[int, dict[int, Position]] = field(default_factory=dict)
+    _told: dict[int, str] = field(default_factory=dict)
+    _requests: list[_Request] = field(default_factory=list)
+    steps: int = 0
+    _arrivals: dict[tuple[Key, int], _Arrival] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.number = self.mesh.attach(self)
+        self.mesh.open(self.number)
+
+    # ---- reading pages
+    def read(self, unit: int, stamp: Stamp, into: Callable[[int], torch.Tensor]) -> Reading:
+        """Start reading every peer's shard of `unit` into `into(rank)`."""
+        self.check()
+        works = []
+        for src in self.mesh.peers:
+            tag = self.mesh.next_tag()
+            works.append((src, self.mesh.irecv(into(src), src, tag), tag))
+            self.mesh.send(src, "read", self.number, unit, tuple(stamp), tag)
+        return Reading(self, unit, works)
+
+    def answer_waiting(self) -> None:
+        """The main thread changed something a reader may be waiting for."""
+        if self._requests:
+            with self.mesh.changed:
+                self._requests = [request for request in self._requests if not self._answer(request)]
+
+    def _answer(self, request: _Request) -> bool:
+        found = self.owner.shard_for(request.unit, request.stamp)
+        if isinstance(found, str):
+            self.mesh.send(request.src, "notice", self.number, request.tag, found)
+            return False
+        self.mesh.send_and_forget(found, request.src, request.tag)
+        return True
+
+    # ---- putting gradients
+    def put(self, key: Key, dst: int, chunk: torch.Tensor) -> Any:
+        """Start sending `chunk` to `dst`, whose service thread takes it; the work is done when it is sent."""
+        tag = self.mesh.next_tag()
+        self.mesh.send(dst, "put", self.number, tuple(key), chunk.numel(), chunk.dtype, self.steps, tag)
+        return self.mesh.isend(chunk, dst, tag)
+
+    def take(self, key: Key, src: int) -> torch.Tensor:
+        """What `src` put under `key`; it said so at a meeting, so it is there or on its way."""
+        self._wait_until(lambda: (key, src) in self._arrivals, lambda: [src], f"its gradient of {key}")
+        with self.mesh.changed:
+            arrival = self._arrivals.pop((key, src))
+        arrival.work.wait()
+        return arrival.chunk
+
+    def discard_arrivals(self) -> None:
+        """At a step: gradients nobody took belong to backwards that were given up."""
+        with self.mesh.changed:
+            stale = [place for place, arrival in self._arrivals.items() if arrival.steps <= self.steps]
+            given_up = [self._arrivals.pop(place) for place in stale]
+        for arrival in given_up:
+            arrival.work.wait()
+        self.steps += 1
+
+    # ---- meeting
+    def meet(self, position: Position) -> list[Position]:
+        """Wait for every rank to come to its next meeting; returns everybody's position by rank."""
+        self._round += 1
+        number = self._round
+        self.where = f"waiting for the other ranks at {position.kind} ({position.label})"
+        for peer in self.mesh.peers:
+            self.mesh.send(peer, "meet", self.number, number, position)
+
+        def missing() -> list[int]:
+            return [p for p in self.mesh.peers if p not in self._met.get(number, {})]
+
+        self._wait_until(lambda: not missing(), missing, f"{position.kind} ({position.label})")
+        self.where = f"outside retrograde, after {position.kind} ({position.label})"
+        met = self._met.pop(number, {})
+        met[self.mesh.rank] = position
+        return [met[rank] for rank in range(self.mesh.world)]
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise DivergenceError(self.failure)
+
+    def fail(self, text: str, cause: BaseException | None = None) -> None:
+        """Give up on every rank: tell the others, then raise."""
+        if self.failure is None:
+            self.failure = text
+            for peer in self.mesh.peers:
+                self.mesh.send(peer, "fail", self.number, text)
+        raise DivergenceError(self.failure) from cause
+
+    def _wait_until(self, done: Callable[[], bool], missing: Callable[[], list[int]], what: str) -> None:
+        self.check()
+        with self.mesh.changed:
+            if self.mesh.changed.wait_for(lambda: done() or self.failure is not None, self.timeout):
+                self.check()
+                return
+            absent = missing()
+        self._told.clear()
+        for peer in absent:
+            self.mesh.send(peer, "ask", self.number)
+        with self.mesh.changed:
+            self.mesh.changed.wait_for(lambda: all(p in self._told for p in absent), 1.0)
+        places = "; ".join(f"rank {p} is {self._told.get(p, 'not answering')}" for p in absent)
+        self.fail(
+            f"rank {self.mesh.rank} waited {self.timeout:g} s for rank(s) {', '.join(map(str, absent))} "
+            f"at {what}, but {places}. Let every rank come to the same steps (they may skip units, "
+            f"reorder them or do fewer backwards), or raise shard(timeout=...)"
+        )
+
+    # ---- the service thread's side
+    def on_message(self, src: int, op: str, args: tuple[Any, ...]) -> None:
+        _HANDLERS[op](self, src, *args)
+
+    def on_lost(self, cause: str) -> None:
+        self.failure = self.failure or f"rank {self.mesh.rank}: {cause}"
+
+    def _on_read(self, src: int, unit: int, stamp: tuple[int, int, int], tag: int) -> None:
+        request = _Request(src, unit, Stamp(*stamp), tag)
+        with self.mesh.changed:
+            if not self._answer(request):
+                self._requests.append(request)
+
+    def _on_put(
+        self, src: int, key: tuple[int, int], numel: int, dtype: torch.dtype, steps: int, tag: int
+    ) -> None:
+        chunk = torch.empty(numel, dtype=dtype)
+        with self.mesh.changed:
+            self._arrivals[Key(*key), src] = _Arrival(chunk, self.mesh.irecv(chunk, src, tag), steps)
+            self.mesh.changed.notify_all()
+
+    def _on_meet(self, src: int, number: int, position: Position) -> None:
+        with self.mesh.changed:
+            self._met.setdefault(number, {})[src] = position
+            self.mesh.changed.notify_all()
+
+    def _on_notice(self, src: int, tag: int, reason: str) -> None:
+        self.notices[tag] = reason
+
+    def _on_ask(self, src: int) -> None:
+        self.mesh.send(src, "tell", self.number, self.where)
+
+    def _on_tell(self, src: int, where: str) -> None:
+        with self.mesh.changed:
+            self._told[src] = where
+            self.mesh.changed.notify_all()
+
+    def _on_fail(self, src: int, text: str) -> None:
+        with self.mesh.changed:
+            self.failure = self.failure or text
+            self.mesh.changed.notify_all()
+
+
+_HANDLERS: dict[str, Callable[..., None]] = {
+    "read": Station._on_read,
+    "put": Station._on_put,
+    "meet": Station._on_meet,
+    "notice": Station._on_notice,
+    "ask": Station._on_ask,
+    "tell": Station._on_tell,
+    "fail": Station._on_fail,
+}

@@ -1,0 +1,231 @@
+"""The engine: the parts of one sharded model, wired together, and what users ask of them."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from retrograde.comm import Kind, Mesh, Stamp, Station
+from retrograde.engine.describe import explain, report
+from retrograde.errors import ShardingError
+from retrograde.layout import Policy, parse_bytes
+from retrograde.ledger import Ledger
+from retrograde.optim import ShardedGradient, ShardedParameter
+from retrograde.optim.pieces import raw_grad
+from retrograde.reduction import Council, Exchange, Reducer
+from retrograde.residency import BufferPool, Gate, Pager, Phase, SavedTensors, Unit
+
+_graph_task = torch._C._current_graph_task_id
+
+
+class Engine:
+    """Made by `shard()`. The model's modules hold it, so it lives as long as the model."""
+
+    def __init__(self, model: nn.Module, units: list[Unit], policy: Policy, mesh: Mesh, timeout: float) -> None:
+        self.model, self.units, self.policy = model, units, policy
+        self.ledger = Ledger()
+        self._steps = 0
+        self._norms: dict[int, tuple[int, float, torch.Tensor]] = {}
+        self.station = Station(mesh, self, timeout)
+        self.council = Council(self.station, self, self.ledger)
+        self.gate = Gate(self.station, units, self.fence)
+        self.pager = Pager(policy)
+        two = sum(sorted((unit.layout.page_bytes for unit in units), reverse=True)[:2])
+        self._pages = BufferPool(two + policy.resident, self.ledger)
+        exchange = Exchange(self.station, policy, BufferPool(two, Ledger()), self.ledger)
+        self.reducer = Reducer(units, exchange, self.council, self.station, self.pager)
+        self.reducer.hold = policy.until_step
+
+    def connect(self) -> SavedTensors:
+        """The units have their values: give them their graph and make their parameters leaves of it."""
+        for unit in self.units:
+            unit.connect(self.gate, self.station, self.reducer, self._pages, self.ledger)
+            for index, leaf in enumerate(unit.leaves):
+                ShardedParameter.adopt(leaf, unit, index, self)
+        return SavedTensors(self.pager, self.units)
+
+    # ---- users
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep the gradients of the backwards inside; the next backward outside takes them along."""
+        with self._window():
+            yield
+
+    @contextlib.contextmanager
+    def coalesce(self, budget: int | str | None = None) -> Iterator[None]:
+        """Keep the gradients of the backwards inside and reduce them once, at the end.
+
+        At stage 1 the end is the step, as always. If the body raises, what was kept is dropped.
+        """
+        with self._window(parse_bytes(budget, "budget") if budget is not None else None):
+            yield
+        if not self.reducer.hold:
+            self.council.flush("the end of coalesce()")
+
+    @contextlib.contextmanager
+    def _window(self, budget: float | None = None) -> Iterator[None]:
+        self.reducer.recover()
+        with self.reducer.window(budget):
+            yield
+
+    @contextlib.contextmanager
+    def full_params(self, *modules: nn.Module, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+        """The full tensors of the given modules (all, if none is given), by name, held while inside.
+
+        With `write=True` edits in place are allowed, and every rank makes the same ones.
+        """
+        wanted = {id(p) for module in modules or (self.model,) for p in module.parameters()}
+        held: dict[str, torch.Tensor] = {}
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not write):
+            for unit in self.units:
+                for index, leaf in enumerate(unit.leaves):
+                    if id(leaf) in wanted:
+                        held[unit.layout.slots[index].name] = self.access(unit, index)
+            yield held if write else {name: tensor.detach() for name, tensor in held.items()}
+        held.clear()
+        for unit in self.units:
+            unit.write_back_if_edited()
+        self.pager.release()
+
+    def iter_full_params(self, budget: int | str = "1GiB") -> Iterator[tuple[str, torch.Tensor]]:
+        """Stream (name, full tensor), a unit at a time; a tensor is valid until the next one is asked for."""
+        limit = parse_bytes(budget, "budget")
+        for unit in self.units:
+            if unit.layout.page_bytes > limit and not unit.at_home:
+                raise ShardingError(
+                    f"budget={budget!r}: unit {unit.name} needs {unit.layout.page_bytes} bytes; give at least that, "
+                    f"or shard with smaller units"
+                )
+            for index, slot in enumerate(unit.layout.slots):
+                yield slot.name, self.access(unit, index).detach()
+        self.pager.release()
+
+    def full_grad(self, which: nn.Parameter | str) -> torch.Tensor | None:
+        """The whole gradient of a parameter, on every rank; None where no rank has one."""
+        leaf = self._leaf(which)
+        self.before_grad_read()
+        grad = raw_grad(leaf)
+        pieces = self.council.values(f"full_grad({leaf.slot.name})", None if grad is None else grad.detach().clone())
+        if all(piece is None for piece in pieces):
+            return None
+        return torch.cat([piece for piece in pieces if piece is not None]).view(leaf.slot.shape)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """`torch.nn.utils.clip_grad_norm_` over this engine's parameters."""
+        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
+
+    def explain(self) -> str:
+        return explain(self.units, self.policy, self.station.mesh.world)
+
+    def report(self) -> str:
+        return report(self.units, self.ledger, self.station.mesh.rank, self.station.mesh.world)
+
+    def _leaf(self, which: nn.Parameter | str) -> ShardedParameter:
+        for unit in self.units:
+            for slot, leaf in zip(unit.layout.slots, unit.leaves, strict=True):
+                if leaf is which or slot.name == which:
+                    assert isinstance(leaf, ShardedParameter)
+                    return leaf
+        names = dict(self.model.named_parameters(remove_duplicate=False))
+        if isinstance(which, str) and which in names:
+            return self._leaf(names[which])  # a tied parameter under its other name
+        raise ShardingError(f"{which!r} is not a parameter of this engine's model")
+
+    # ---- leaves (Holder)
+    def access(self, unit: Unit, slot: int) -> torch.Tensor:
+        self.reducer.recover()
+        return self.pager.access(unit, slot)
+
+    def before_grad_read(self) -> None:
+        """`.grad` shows what torch would: gradients still pending are reduced first."""
+        if self.reducer.pending and _graph_task() == -1:
+            self.council.flush("p.grad was read")
+
+    def before_grad_write(self, unit: Unit, slot: int) -> None:
+        self.reducer.forget(unit, slot)
+
+    def norms(self, tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
+        """Norms of whole parameters or gradients from their pieces.
+
+        Code that loops over parameters asks one by one: the first question is answered for all of them.
+        """
+        if not all(self._known(tensor, order) for tensor in tensors):
+            family = self._family(tensors)
+            local = torch.stack([_power_sum(tensor, order) for tensor in family])
+            combine = torch.maximum if order == float("inf") else torch.add
+            whole = self.total(f"norm {order:g} of {len(family)} tensors", local, combine)
+            whole = whole if order == float("inf") else whole ** (1.0 / order)
+            values = whole.to(family[0].dtype).unbind()
+            self._norms = {id(t): (t._version, order, v) for t, v in zip(family, values, strict=True)}
+        return [self._norms[id(tensor)][2].clone() for tensor in tensors]
+
+    def _known(self, tensor: torch.Tensor, order: float) -> bool:
+        known = self._norms.get(id(tensor))
+        return known is not None and known[:2] == (tensor._version, order)
+
+    def _family(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        leaves = [leaf for unit in self.units for leaf in unit.leaves]
+        if isinstance(tensors[0], ShardedGradient):
+            family = [grad for leaf in leaves if (grad := raw_grad(leaf)) is not None]
+        else:
+            family = list(leaves)
+        known = {id(tensor) for tensor in family}
+        return family if all(id(tensor) in known for tensor in tensors) else list(tensors)
+
+    def total(self, label: str, value: torch.Tensor, combine: Callable[..., torch.Tensor]) -> torch.Tensor:
+        first, *rest = self.council.values(label, value)
+        result: torch.Tensor = first
+        for other in rest:
+            result = combine(result, other)
+        return result
+
+    # ---- optimizers (Stepped)
+    def before_step(self) -> None:
+        self.reducer.recover()
+        self.pager.quiesce()
+        self.council.step(f"step {self._steps + 1}")
+
+    def after_step(self, leaves: list[ShardedParameter]) -> None:
+        for leaf in leaves:
+            if raw_grad(leaf) is not None:
+                torch.autograd.graph.increment_version(leaf)  # an optimizer may write memory torch does not see
+        self._steps += 1
+        self._norms.clear()
+        self.gate.end_step()
+        self.pager.release()
+
+    # ---- meetings (Member)
+    def fence(self, what: str) -> None:
+        self.pager.quiesce()
+        self.council.fence(what)
+
+    def offers(self) -> dict[int, object]:
+        return self.reducer.offers()
+
+    def join(self, offers: dict[int, dict[int, object]]) -> None:
+        self.reducer.join(offers)
+
+    def flush(self, offers: dict[int, dict[int, object]]) -> None:
+        self.reducer.flush(offers)
+
+    def advance(self, kind: Kind) -> None:
+        self.reducer.advance(kind)
+        self.gate.advance({Kind.STEP: Phase.STEP, Kind.FENCE: Phase.EDIT}.get(kind, Phase.READ))
+
+    # ---- the service thread (Owner)
+    def shard_for(self, unit: int, stamp: Stamp) -> torch.Tensor | str:
+        reason = self.gate.admit(self.units[unit], stamp)
+        return self.units[unit].shard if reason is None else reason
+
+    def unit_name(self, unit: int) -> str:
+        return self.units[unit].name
+
+
+def _power_sum(tensor: torch.Tensor, order: float) -> torch.Tensor:
+    """In double precision, so that the order of adding pieces is not seen in the result's dtype."""
+    with torch._C.DisableTorchFunctionSubclass():
+        plain = tensor.detach().as_subclass(torch.Tensor)
+        if order == float("inf"):
+            return plain.abs().max().double() if plain.numel() else torch.zeros((), dtype=torch.float64)
+        return plain.double().abs().pow(order).sum()

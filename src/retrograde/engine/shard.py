@@ -1,0 +1,166 @@
+"""`shard()`: turn a model into a sharded one, in place.
+
+The data path from here: `find_units` says which parameters go together (layout), `_home` gives each unit its
+memory on this rank, `Engine.connect` connects pages (residency) and gradients (reduction), and `patch` makes
+`module.weight` reach the page. From then on everything is driven by access and by autograd.
+"""
+
+import zlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from retrograde.comm import Mesh
+from retrograde.engine.engine import Engine
+from retrograde.engine.materialize import materialize
+from retrograde.errors import ShardingError
+from retrograde.layout import Layout, Policy, UnitSpec, find_units
+from retrograde.layout.units import Units
+from retrograde.optim import ShardedParameter, watch_steps
+from retrograde.optim.pieces import set_data
+from retrograde.residency import Unit, patch, tend
+
+
+def shard(
+    model: nn.Module,
+    stage: int = 3,
+    *,
+    units: Units = "auto",
+    process_group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    precision: None = None,
+    reduce: str = "mean",
+    resident: int | str = 0,
+    offload: None = None,
+    trace: None = None,
+    prefetch: bool = True,
+    timeout: float = 60.0,
+) -> Engine:
+    """Shard `model` over the ranks of a process group, in place. Collective: every rank calls it.
+
+    `units`: "auto" (repeated blocks), module classes, or a predicate. `resident`: bytes of pages that may stay at
+    stage 3 beyond the one in use and the one being prefetched. `timeout`: seconds after which waiting for a rank
+    that never comes becomes a `DivergenceError` on every rank.
+    """
+    for name, value in (("precision", precision), ("offload", offload), ("trace", trace)):
+        if value is not None:
+            raise ShardingError(f"{name}={value!r} is not available in this version; leave it None")
+    policy = Policy.of(stage, resident, reduce, prefetch)
+    ranks = Mesh.of(_group(process_group, mesh))
+    _check_unsharded(model)
+    specs = find_units(model, units)
+    if not specs:
+        raise ShardingError(f"{type(model).__name__} has no parameters to shard")
+    made = [_make(index, spec, policy, ranks) for index, spec in enumerate(specs)]
+    engine = Engine(model, made, policy, ranks, timeout)
+    _check_same(engine, specs)
+    _fill(engine, model, specs, made)
+    saved = engine.connect()
+    tend(ShardedParameter)
+    watch_steps()
+    inner = {spec.module for spec in specs}
+    for module in model.modules():
+        names = tuple(name for name, p in module._parameters.items() if p is not None)
+        if names or module in inner or module is model:
+            patch(module, saved, names, engine)
+    return engine
+
+
+def _group(process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> dist.ProcessGroup:
+    if process_group is not None and mesh is not None:
+        raise ShardingError("give process_group or mesh, not both")
+    if not dist.is_initialized():
+        raise ShardingError(
+            "no process group: call torch.distributed.init_process_group() first (torchrun sets the environment; "
+            "one process works too, as a world of 1)"
+        )
+    if mesh is not None:
+        if mesh.ndim != 1:
+            raise ShardingError(f"mesh has dimensions {mesh.mesh_dim_names}; give one of them, as mesh['dp']")
+        return mesh.get_group()
+    return process_group if process_group is not None else dist.group.WORLD  # type: ignore[return-value]
+
+
+def _check_unsharded(model: nn.Module) -> None:
+    params = dict(model.named_parameters())
+    sharded = [name for name, param in params.items() if isinstance(param, ShardedParameter)]
+    if sharded and len(sharded) == len(params):
+        raise ShardingError(f"{type(model).__name__} is already sharded; keep the engine of the first shard() call")
+    if sharded:
+        raise ShardingError(
+            f"parameter {sharded[0]} already belongs to another engine; a parameter has one owner: shard the model "
+            f"that contains both users of it, once"
+        )
+
+
+def _check_same(engine: Engine, specs: list[UnitSpec]) -> None:
+    """All ranks must shard the same model in the same way; say what differs, by name."""
+    mine = [(s.name, [(n, tuple(p.shape), str(p.dtype)) for n, p in s.params]) for s in specs]
+    mine.append(("(policy)", [(str(engine.policy), (), "")]))
+    everybody = engine.council.values("shard()", mine)
+    for rank, theirs in enumerate(everybody):
+        if theirs != everybody[0]:
+            ours = {item for _, params in everybody[0] for item in params}
+            others = {item for _, params in theirs for item in params}
+            odd = sorted(ours ^ others) or [(name, (), "") for name, _ in theirs]
+            listed = ", ".join(f"{name}{list(shape)}" for name, shape, _ in odd[:6])
+            raise ShardingError(
+                f"rank {engine.station.mesh.rank}: the model on rank {rank} differs from the one on rank 0 in {listed}; "
+                f"build the same model with the same arguments on every rank"
+            )
+
+
+def _make(index: int, spec: UnitSpec, policy: Policy, ranks: Mesh) -> Unit:
+    """Allocate a unit on this rank; values come later."""
+    first = spec.params[0][1]
+    layout = Layout.of([(name, param.shape) for name, param in spec.params], first.dtype, ranks.world)
+    device = torch.device("cpu") if first.device.type == "meta" else first.device
+    whole = policy.keeps_pages or ranks.world == 1
+    home = torch.zeros(layout.padded_numel if whole else layout.shard_numel, dtype=layout.dtype, device=device)
+    return Unit(index, spec.name, layout, [param for _, param in spec.params], home, ranks.rank)
+
+
+def _fill(engine: Engine, model: nn.Module, specs: list[UnitSpec], units: list[Unit]) -> None:
+    """Copy each parameter's piece into its shard and point the parameter there, a parameter at a time."""
+    places: dict[int, tuple[Unit, int]] = {
+        id(param): (unit, index) for unit in units for index, param in enumerate(unit.leaves)
+    }
+
+    def settle(param: nn.Parameter, value: torch.Tensor) -> None:
+        unit, index = places[id(param)]
+        slot, rank = unit.layout.slots[index], unit.rank
+        piece = unit.shard[unit.layout.piece(slot, rank)]
+        piece.copy_(value.detach().reshape(-1)[unit.layout.within(slot, rank)])
+        wanted = param.requires_grad
+        if param.device.type == "meta":
+            torch.utils.swap_tensors(param, nn.Parameter(piece, wanted))
+        else:
+            set_data(param, piece)
+
+    on_meta = {id(p) for spec in specs for _, p in spec.params if p.device.type == "meta"}
+    for spec in specs:
+        real = [(name, param) for name, param in spec.params if id(param) not in on_meta]
+        _same_values(engine, real)
+        for _, param in real:
+            settle(param, param)
+    _same_values(engine, [(n, b) for n, b in model.named_buffers() if b.device.type != "meta"])
+    if on_meta:
+        materialize(model, on_meta, settle)
+
+
+def _same_values(engine: Engine, named: list[tuple[str, Any]]) -> None:
+    """Rank 0's values are everybody's, as in DDP; nothing travels when they are equal already."""
+    mesh = engine.station.mesh
+    if mesh.world == 1 or not named:
+        return
+    sums = [zlib.crc32(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()) for _, t in named]
+    everybody = engine.council.values(f"values of {named[0][0]}", sums)
+    for index, (_, tensor) in enumerate(named):
+        if any(other[index] != everybody[0][index] for other in everybody):
+            value = tensor.detach().contiguous()
+            dist.broadcast(value, group_src=0, group=mesh.group)
+            with torch.no_grad():
+                tensor.copy_(value)

@@ -1,0 +1,17 @@
+"""The errors users see. Each names the parameter or argument, the rank, the cause and the fix."""
+
+
+class RetrogradeError(RuntimeError):
+    """Base of every error raised by retrograde."""
+
+
+class ShardingError(RetrogradeError, ValueError):
+    """`shard()` was called with a model, argument or process group it cannot use."""
+
+
+class UnsupportedError(RetrogradeError, TypeError):
+    """Something torch allows on a plain module that has no meaning on a sharded one."""
+
+
+class DivergenceError(RetrogradeError):
+    """Ranks did things that cannot be reconciled; raised on every rank that takes part."""

@@ -1,0 +1,87 @@
+"""Which parameters are gathered and reduced together.
+
+Automatic units are the repeated blocks of the model: siblings of one class, two or more, that have
+submodules with parameters, outermost first. Everything else is the root unit. A parameter belongs to the
+first unit in which it is met, so a tied weight has one home however many modules use it.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from retrograde.errors import ShardingError
+
+Units = str | type[nn.Module] | tuple[type[nn.Module], ...] | list[type[nn.Module]] | Callable[[nn.Module], bool]
+
+ROOT = "(root)"
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    name: str
+    module: nn.Module
+    params: tuple[tuple[str, nn.Parameter], ...]
+
+
+def find_units(model: nn.Module, units: Units) -> list[UnitSpec]:
+    """Partition the model's parameters, in module order; the root unit comes first."""
+    chosen = _chosen(model, units)
+    root: list[tuple[str, nn.Parameter]] = []
+    members: dict[str, list[tuple[str, nn.Parameter]]] = {}
+    seen: set[int] = set()
+
+    def walk(module: nn.Module, prefix: str, home: list[tuple[str, nn.Parameter]]) -> None:
+        for name, param in module._parameters.items():
+            if param is not None and id(param) not in seen:
+                seen.add(id(param))
+                home.append((prefix + name, param))
+        for name, child in module.named_children():
+            path = prefix + name
+            walk(child, path + ".", members.setdefault(path, []) if child in chosen else home)
+
+    walk(model, "", root)
+    modules = dict(model.named_modules())
+    found = [(ROOT, model, root)] + [(path, modules[path], params) for path, params in members.items()]
+    return [part for name, module, params in found if params for part in _by_dtype(name, module, params)]
+
+
+def _by_dtype(
+    name: str, module: nn.Module, params: list[tuple[str, nn.Parameter]]
+) -> Iterator[UnitSpec]:
+    """A flat buffer has one dtype and device, so a mixed unit becomes one unit for each."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
+    for item in params:
+        kinds.setdefault((item[1].dtype, item[1].device), []).append(item)
+    for (dtype, device), part in kinds.items():
+        label = name if len(kinds) == 1 else f"{name}[{str(dtype).removeprefix('torch.')}@{device}]"
+        yield UnitSpec(label, module, tuple(part))
+
+
+def _chosen(model: nn.Module, units: Units) -> set[nn.Module]:
+    if units == "auto":
+        return set(_repeated_blocks(model))
+    if isinstance(units, str):
+        raise ShardingError(f'units={units!r} is not known; give "auto", module classes or a predicate')
+    if isinstance(units, type | tuple | list):
+        classes = units if isinstance(units, tuple | list) else (units,)
+        for cls in classes:
+            if not any(isinstance(m, cls) for m in model.modules()):
+                raise ShardingError(
+                    f"units: no module of class {cls.__name__} in {type(model).__name__}; "
+                    f"its classes are {', '.join(sorted({type(m).__name__ for m in model.modules()}))}"
+                )
+        return {m for m in model.modules() if isinstance(m, tuple(classes)) and m is not model}
+    return {m for m in model.modules() if m is not model and units(m)}
+
+
+def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    children = [c for c in module.children() if any(True for _ in c.parameters())]
+    kinds = Counter(type(c) for c in children if any(True for _ in c.children()))
+    for child in children:
+        if kinds[type(child)] >= 2:
+            yield child
+        else:
+            yield from _repeated_blocks(child)

@@ -1,0 +1,69 @@
+"""The ledger: what was paged in, dropped, exchanged and agreed, in order, with bytes.
+
+One record serves the tests, the planner's checks, traces and error messages. `bytes` of an event is what
+crossed the wire *into or out of this rank* for it; `resident` and `peak` count bytes of pages in memory
+beyond the shards.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+HISTORY = 100_000
+
+
+class Kind(StrEnum):
+    GATHER = "gather"  # a page was requested from the other ranks
+    DROP = "drop"  # a page's memory was given back
+    REDUCE = "reduce"  # a unit's gradient was exchanged and summed into the shard
+    JOIN = "join"  # a unit's gradient came from other ranks only
+    AGREE = "agree"  # ranks met (a few bytes): end of a backward, a step, a fence, a norm
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    kind: Kind
+    unit: str
+    bytes: int
+
+
+class Ledger:
+    """An append-only list of events with running totals. Events beyond `HISTORY` keep only their totals."""
+
+    def __init__(self) -> None:
+        self.events: deque[Event] = deque(maxlen=HISTORY)
+        self.resident = 0
+        self.peak = 0
+        self._counts: Counter[tuple[Kind, str]] = Counter()
+        self._bytes: Counter[tuple[Kind, str]] = Counter()
+
+    def record(self, kind: Kind, unit: str, nbytes: int = 0) -> None:
+        self.events.append(Event(kind, unit, nbytes))
+        self._counts[kind, unit] += 1
+        self._bytes[kind, unit] += nbytes
+
+    def hold(self, nbytes: int) -> None:
+        """Page memory was taken (positive) or given back (negative)."""
+        self.resident += nbytes
+        self.peak = max(self.peak, self.resident)
+
+    def count(self, kind: str, unit: str | None = None) -> int:
+        return self._total(self._counts, kind, unit)
+
+    def bytes(self, kind: str, unit: str | None = None) -> int:
+        return self._total(self._bytes, kind, unit)
+
+    def clear(self) -> None:
+        """Forget events and totals; what is resident now becomes the peak."""
+        self.events.clear()
+        self._counts.clear()
+        self._bytes.clear()
+        self.peak = self.resident
+
+    def __iter__(self) -> Iterator[Event]:
+        return iter(self.events)
+
+    @staticmethod
+    def _total(counter: Counter[tuple[Kind, str]], kind: str, unit: str | None) -> int:
+        return sum(n for (k, u), n in counter.items() if k == kind and unit in (None, u))

@@ -1,0 +1,93 @@
+"""What ranks conclude from a meeting.
+
+Ranks come to a meeting for different reasons: one ends its third backward, another is already at the step. The
+most urgent reason goes first; ranks that came for another take part as far as they are needed and meet again.
+All ranks see the same positions, so all go through the same sequence.
+
+| some rank is at       | the others                                                        |
+|-----------------------|-------------------------------------------------------------------|
+| the end of a backward | join its reductions with what they have (nothing counts as zero)  |
+| an edit               | note that the weights change (the clock moves) and wait           |
+| a flush               | bring their own pending gradients                                 |
+| a step                | all must be here                                                  |
+| a value over ranks    | all must be here, for the same value                              |
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from retrograde.comm import Kind, Position, Station
+from retrograde.ledger import Kind as Event
+from retrograde.ledger import Ledger
+from retrograde.reduction.exchange import Offer
+
+Offers = dict[int, Offer]  # by unit
+URGENCY = tuple(Kind)
+
+
+class Member(Protocol):
+    """What a rank can do for others at a meeting."""
+
+    def offers(self) -> Offers: ...
+
+    def join(self, offers: dict[int, Offers]) -> None: ...
+
+    def flush(self, offers: dict[int, Offers]) -> None: ...
+
+    def advance(self, kind: Kind) -> None: ...
+
+
+class Council:
+    def __init__(self, station: Station, member: Member, ledger: Ledger) -> None:
+        self._station, self._member, self._ledger = station, member, ledger
+
+    def end_backward(self, label: str, offers: Offers) -> dict[int, Offers]:
+        """Meet at the end of a backward; returns what each rank that is also at one has put."""
+        positions = self._meet(Position(Kind.BACKWARD, label, offers))
+        return {rank: p.offers for rank, p in enumerate(positions) if p.kind is Kind.BACKWARD}
+
+    def fence(self, label: str) -> None:
+        self._attend(Kind.FENCE, label, None)
+
+    def flush(self, label: str) -> None:
+        self._attend(Kind.FLUSH, label, None)
+
+    def step(self, label: str) -> None:
+        self._attend(Kind.STEP, label, None)
+
+    def values(self, label: str, value: Any) -> list[Any]:
+        """Everybody's value, by rank."""
+        return [p.offers[1] for p in self._attend(Kind.TOTAL, label, value)]
+
+    def _attend(self, kind: Kind, label: str, value: Any) -> list[Position]:
+        actions: dict[Kind, Callable[[dict[int, Offers]], None]] = {
+            Kind.BACKWARD: self._member.join,
+            Kind.FENCE: lambda _: self._member.advance(Kind.FENCE if kind is Kind.FENCE else Kind.TOTAL),
+            Kind.FLUSH: self._member.flush,
+            Kind.STEP: lambda offers: (self._member.flush(offers), self._member.advance(Kind.STEP))[-1],
+            Kind.TOTAL: lambda _: None,
+        }
+        while True:
+            positions = self._meet(Position(kind, label, (self._member.offers(), value)))
+            first = min((p.kind for p in positions), key=URGENCY.index)
+            if first in (Kind.STEP, Kind.TOTAL):
+                self._require_same(positions)
+            if first is Kind.BACKWARD:
+                offers = {r: p.offers for r, p in enumerate(positions) if p.kind is Kind.BACKWARD}
+            else:
+                offers = {r: p.offers[0] for r, p in enumerate(positions)}
+            actions[first](offers)
+            if first is kind:
+                return positions
+
+    def _meet(self, position: Position) -> list[Position]:
+        self._ledger.record(Event.AGREE, position.kind.name.lower())
+        return self._station.meet(position)
+
+    def _require_same(self, positions: list[Position]) -> None:
+        mine = positions[self._station.mesh.rank]
+        odd = [p for p in positions if p.kind is not mine.kind]
+        labels = {p.label for p in positions} if mine.kind is Kind.TOTAL else {mine.label}
+        if odd or len(labels) > 1:
+            places = "; ".join(f"rank {r} is at {p.kind} ({p.label})" for r, p in enumerate(positions))
+            self._station.fail(f"rank {self._station.mesh.rank}: ranks cannot be reconciled: {places}")

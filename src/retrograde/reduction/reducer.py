@@ -1,0 +1,302 @@
+"""The reducer: what happens to a gradient between its page's node and `.grad`.
+
+[Note: the life of a gradient]
+Gather's backward hands over the full gradients of a unit. Either they are *launched*: copied once into a bucket
+and put to their owners while backward goes on, or they are *pending*: added up in a local bucket until a step, a
+flush or the next backward outside a window launches them. The first Pack of a backward (all Gathers have run) is
+its end: ranks meet, each learns who put what, sums its shard's part and hands the pieces to autograd, so that
+hooks, `inputs=`, `autograd.grad` and accumulation into `.grad` are torch's own.
+
+Rule 1: a backward is a graph task. Nested backwards have their own and meet at their own end.
+Rule 2: nothing waits for another rank's main thread before the end of the backward.
+Rule 3: gradients that come from other ranks only, or from a flush, are delivered through Pack as well.
+Rule 4: what a backward that raised has left is dropped at the next entry.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from retrograde.comm import Kind, Station
+from retrograde.reduction.council import Council, Offers
+from retrograde.reduction.exchange import Exchange, Launch, Offer, Use, union
+from retrograde.residency import Pager, Unit
+
+_graph_task = torch._C._current_graph_task_id
+_queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+
+
+@dataclass(slots=True)
+class Task:
+    """One backward of ours: what it launched and whether its end has been met."""
+
+    launches: dict[int, Launch] = field(default_factory=dict)
+    joined: list[tuple[Unit, torch.Tensor, tuple[bool, ...]]] = field(default_factory=list)
+    met: bool = False
+
+
+@dataclass(slots=True)
+class Pending:
+    """Gradients added up locally: a bucket in the unit's layout, and which parts hold something."""
+
+    bucket: torch.Tensor
+    present: list[bool]
+
+
+class Reducer:
+    def __init__(self, units: list[Unit], exchange: Exchange, council: Council, station: Station, pager: Pager) -> None:
+        self._units, self._exchange, self._council = units, exchange, council
+        self._station, self._pager = station, pager
+        self._tasks: dict[int, Task] = {}
+        self._pending: dict[int, Pending] = {}
+        self._offered: dict[int, Offer] = {}
+        self._delivering: dict[int, tuple[bool, ...]] = {}
+        self.hold = False  # a window, or a policy, keeps gradients pending
+        self.backwards = 0
+
+    # ---- autograd calls these (Sink)
+    def gathered(self, unit: Unit, grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        """All gradients of `unit` in this backward have arrived."""
+        self._pager.retire(unit)
+        uses = self._uses(unit, grads)
+        if torch.is_grad_enabled():
+            return _Reduce.apply(self, unit, uses, self._task(), *grads)  # type: ignore[no-any-return, no-untyped-call]
+        if Use.CAPTURED not in uses:
+            if self.hold:
+                self._keep(unit, grads, uses)
+                return None
+            if unit.index in self._pending:
+                return self._launch_pending(unit, grads, uses)
+        return self._launch(unit, grads, uses).own
+
+    def packed(self, unit: Unit, grad: torch.Tensor) -> Sequence[torch.Tensor | None]:
+        """The pieces of a reduced gradient, for the leaves."""
+        present = self._delivering.get(unit.index)
+        if present is None:
+            task = self._task()
+            if not task.met:
+                self._end_backward(task)
+            present = task.launches[unit.index].present
+        assert present is not None
+        layout, rank = unit.layout, unit.rank
+        return [grad[layout.piece(s, rank)] if p else None for s, p in zip(layout.slots, present, strict=True)]
+
+    # ---- a backward
+    def _task(self) -> Task:
+        number = _graph_task()
+        task = self._tasks.get(number)
+        if task is None:
+            task = self._tasks[number] = Task()
+            _queue_callback(lambda: self._finish(number))
+        return task
+
+    def _uses(self, unit: Unit, grads: Sequence[torch.Tensor | None]) -> tuple[Use, ...]:
+        uses = []
+        for node, grad in zip(unit.accumulators, grads, strict=True):
+            if grad is None:
+                uses.append(Use.NONE)
+                continue
+            try:
+                runs = torch._C._will_engine_execute_node(node)
+            except RuntimeError:  # torch says so when the leaf is captured by autograd.grad()
+                uses.append(Use.CAPTURED)
+                continue
+            uses.append(Use.ACCUMULATED if runs else Use.NONE)
+        return tuple(uses)
+
+    def _launch(self, unit: Unit, grads: Sequence[torch.Tensor | None], uses: tuple[Use, ...]) -> Launch:
+        bucket = self._exchange.fill(unit, [g if u else None for g, u in zip(grads, uses, strict=True)])
+        launch = self._exchange.launch(unit, bucket, Offer(self._exchange.number(), uses))
+        self._task().launches[unit.index] = launch
+        return launch
+
+    def _launch_pending(self, unit: Unit, grads: Sequence[torch.Tensor | None], uses: tuple[Use, ...]) -> torch.Tensor:
+        """The first backward after `no_sync()` takes along what was kept."""
+        self._keep(unit, grads, uses)
+        pending = self._pending.pop(unit.index)
+        offer = Offer(self._exchange.number(), _uses_of(pending))
+        launch = self._exchange.launch(unit, pending.bucket, offer)
+        self._task().launches[unit.index] = launch
+        return launch.own
+
+    def _end_backward(self, task: Task) -> None:
+        task.met = True
+        self._exchange.settle_sending()
+        self.backwards += 1
+        offers = self._council.end_backward(
+            f"backward {self.backwards} since the last step", {i: launch.offer for i, launch in task.launches.items()}
+        )
+        for index, by_rank in _by_unit(offers).items():
+            launch = task.launches.get(index)
+            total = self._exchange.total(self._units[index], by_rank, None if launch is None else launch.own)
+            uses = union(by_rank)
+            if launch is not None:
+                launch.present = tuple(bool(use) for use in uses)
+            else:
+                task.joined.append((self._units[index], total, tuple(use is Use.ACCUMULATED for use in uses)))
+
+    def _finish(self, number: int) -> None:
+        task = self._tasks.pop(number, None)
+        if task is not None:
+            for unit, total, present in task.joined:
+                self._deliver(unit, total, present)
+
+    def _deliver(self, unit: Unit, total: torch.Tensor, present: tuple[bool, ...]) -> None:
+        """Run Pack for a gradient that no backward of this rank brings."""
+        if any(present):
+            self._delivering[unit.index] = present
+            try:
+                torch.autograd.backward([unit.flat], [total])
+            finally:
+                del self._delivering[unit.index]
+
+    def recover(self) -> None:
+        """Outside any backward: tasks still here belong to backwards that raised."""
+        if self._tasks and _graph_task() == -1:
+            self._tasks.clear()
+            self._exchange.settle_sending()
+
+    # ---- pending gradients
+    @contextlib.contextmanager
+    def window(self, budget: float | None) -> Iterator[None]:
+        """Keep gradients pending inside; if the body raises, drop what is pending."""
+        before, self.hold = self.hold, True
+        try:
+            yield
+        except BaseException:
+            for pending in self._pending.values():
+                self._exchange.recycle(pending.bucket)
+            self._pending.clear()
+            raise
+        finally:
+            self.hold = before
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._pending)
+
+    def forget(self, unit: Unit, slot: int) -> None:
+        """`.grad` was set: what is pending for this parameter has no place to go."""
+        pending = self._pending.get(unit.index)
+        if pending is not None:
+            pending.present[slot] = False
+            if not any(pending.present):
+                self._exchange.recycle(self._pending.pop(unit.index).bucket)
+
+    def _keep(self, unit: Unit, grads: Sequence[torch.Tensor | None], uses: tuple[Use, ...]) -> None:
+        pending = self._pending.get(unit.index)
+        if pending is None:
+            pending = Pending(self._exchange.bucket(unit), [False] * len(unit.leaves))
+            self._pending[unit.index] = pending
+        for index, (slot, grad, use) in enumerate(zip(unit.layout.slots, grads, uses, strict=True)):
+            if grad is not None and use:
+                part = pending.bucket[slot.offset : slot.end]
+                part.add_(grad.reshape(-1)) if pending.present[index] else part.copy_(grad.reshape(-1))
+                pending.present[index] = True
+
+    # ---- meetings (Member)
+    def offers(self) -> Offers:
+        self._offered = {
+            index: Offer(self._exchange.number(), _uses_of(pending)) for index, pending in sorted(self._pending.items())
+        }
+        return self._offered
+
+    def join(self, offers: dict[int, Offers]) -> None:
+        """Another rank ended a backward that this one did not do."""
+        for index, by_rank in _by_unit(offers).items():
+            unit = self._units[index]
+            total = self._exchange.total(unit, by_rank, None)
+            self._deliver(unit, total, tuple(use is Use.ACCUMULATED for use in union(by_rank)))
+
+    def flush(self, offers: dict[int, Offers]) -> None:
+        """Reduce what is pending on any rank."""
+        for index, by_rank in _by_unit(offers).items():
+            unit, pending = self._units[index], self._pending.pop(index, None)
+            own = None
+            if pending is not None:
+                _clear_absent(unit, pending)
+                own = self._exchange.launch(unit, pending.bucket, self._offered[index]).own
+            total = self._exchange.total(unit, by_rank, own)
+            self._deliver(unit, total, tuple(bool(use) for use in union(by_rank)))
+        self._exchange.settle_sending()
+
+    def advance(self, kind: Kind) -> None:
+        """A fence was passed (the engine moves its clock)."""
+        if kind is Kind.STEP:
+            self.backwards = 0
+            self._station.discard_arrivals()
+
+    # ---- create_graph
+    def reduce_now(
+        self, unit: Unit, grads: Sequence[torch.Tensor | None], uses: tuple[Use, ...], task: Task | None
+    ) -> torch.Tensor:
+        """Launch and collect at once, for a reduction that is itself part of a graph."""
+        alone = Task()
+        bucket = self._exchange.fill(unit, grads)
+        launch = self._exchange.launch(unit, bucket, Offer(self._exchange.number(), uses))
+        alone.launches[unit.index] = launch
+        self._end_backward(alone)
+        if task is not None:
+            task.met = True
+            task.launches[unit.index] = launch
+            task.joined += alone.joined
+        return launch.own
+
+    def gather_now(self, unit: Unit, shard: torch.Tensor) -> torch.Tensor:
+        """All ranks' `shard`s end to end (the transpose of a reduction)."""
+        parts = self._council.values(f"second derivative of unit {unit.name}", shard.detach().clone())
+        return torch.cat(parts)
+
+    @property
+    def scale(self) -> float:
+        return self._exchange.scale
+
+
+def _uses_of(pending: Pending) -> tuple[Use, ...]:
+    return tuple(Use.ACCUMULATED if present else Use.NONE for present in pending.present)
+
+
+def _clear_absent(unit: Unit, pending: Pending) -> None:
+    """Parts nobody wrote (or that were dropped by zero_grad) travel as zeros."""
+    end = 0
+    for slot, present in zip(unit.layout.slots, pending.present, strict=True):
+        if not present:
+            pending.bucket[slot.offset : slot.end].zero_()
+        end = slot.end
+    pending.bucket[end:].zero_()
+
+
+def _by_unit(offers: dict[int, Offers]) -> dict[int, dict[int, Offer]]:
+    """rank -> unit -> offer, turned into unit -> rank -> offer, in unit order."""
+    units = sorted({index for by_unit in offers.values() for index in by_unit})
+    return {i: {rank: by_unit[i] for rank, by_unit in offers.items() if i in by_unit} for i in units}
+
+
+class _Reduce(torch.autograd.Function):
+    """The reduction as a differentiable operation: its transpose is a gather."""
+
+    @staticmethod
+    def forward(ctx, reducer, unit, uses, task, *grads):  # type: ignore[no-untyped-def]
+        ctx.set_materialize_grads(False)
+        ctx.reducer, ctx.unit, ctx.present = reducer, unit, [grad is not None for grad in grads]
+        return reducer.reduce_now(unit, grads, uses, task)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        return (None, None, None, None, *_Regather.apply(ctx.reducer, ctx.unit, ctx.present, grad))
+
+
+class _Regather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, reducer, unit, present, shard):  # type: ignore[no-untyped-def]
+        ctx.set_materialize_grads(False)
+        ctx.reducer, ctx.unit = reducer, unit
+        flat = reducer.gather_now(unit, shard) * reducer.scale
+        return tuple(view if p else None for view, p in zip(unit.layout.views(flat), present, strict=True))
+
+    @staticmethod
+    def backward(ctx, *grads):  # type: ignore[no-untyped-def]
+        uses = tuple(Use.NONE if grad is None else Use.CAPTURED for grad in grads)
+        return None, None, None, _Reduce.apply(ctx.reducer, ctx.unit, uses, None, *grads)

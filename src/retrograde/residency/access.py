@@ -1,0 +1,160 @@
+"""How code reaches full parameters: a property for each parameter on a generated subclass of the module's class.
+
+The module keeps its class's name, its `_parameters` and its hooks; `isinstance` holds. Reading `module.weight`
+pages the unit in; `forward` runs with the saved-tensor hooks active; what a sharded module cannot do raises.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from retrograde.errors import UnsupportedError
+from retrograde.residency.saved import SavedTensors
+
+
+class Leaf(Protocol):
+    """A sharded parameter, as modules see it (optim/pieces.py)."""
+
+    def full(self) -> torch.Tensor: ...
+
+
+_leaf_type: type[Any] | None = None
+
+
+def tend(leaf_type: type[Any]) -> None:
+    """Tell which class of leaves is read through its full tensor."""
+    global _leaf_type
+    _leaf_type = leaf_type
+
+
+def patch(module: nn.Module, saved: SavedTensors, names: tuple[str, ...], engine: object) -> None:
+    """Give `module` the generated class: properties for its own parameters `names`, hooks around `forward`.
+
+    The class holds the engine, so that it lives as long as the model.
+    """
+    cls = type(module)
+    body: dict[str, Any] = {name: _property(name) for name in names}
+    body |= {
+        "forward": _forward(cls, saved),
+        "_apply": _apply,
+        "_save_to_state_dict": _save_to_state_dict,
+        "_load_from_state_dict": _load_from_state_dict,
+        "__reduce_ex__": _refuse_copy,
+        "_retrograde_engine": engine,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+    }
+    if isinstance(module, nn.RNNBase):
+        body["_flat_weights"] = property(_flat_weights, lambda self, value: None)
+        body["flatten_parameters"] = lambda self: None  # the weights are contiguous in the page
+    module.__class__ = type(cls.__name__, (cls,), body)
+
+
+def _property(name: str) -> property:
+    def get(self: nn.Module) -> Any:
+        leaf = self._parameters.get(name)
+        if type(leaf) is _leaf_type:
+            return leaf.full()  # type: ignore[union-attr, operator]
+        if name in self._parameters:
+            return leaf
+        if name in self.__dict__:
+            return self.__dict__[name]
+        return nn.Module.__getattr__(self, name)
+
+    def put(self: nn.Module, value: Any) -> None:
+        self.__dict__[name] = value  # nn.Module takes Parameters itself; this is `del m.w; m.w = tensor`
+
+    def delete(self: nn.Module) -> None:
+        self.__dict__.pop(name, None)
+
+    return property(get, put, delete)
+
+
+def _forward(cls: type[nn.Module], saved: SavedTensors) -> Callable[..., Any]:
+    base = cls.forward
+
+    @functools.wraps(base)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not saved.enter():
+            return base(self, *args, **kwargs)
+        try:
+            return base(self, *args, **kwargs)
+        finally:
+            saved.leave()
+
+    return forward
+
+
+def _flat_weights(self: nn.RNNBase) -> list[torch.Tensor]:
+    return [getattr(self, name) for name in self._flat_weights_names]
+
+
+def _sharded(self: nn.Module) -> dict[str, Any]:
+    return {name: leaf for name, leaf in self._parameters.items() if type(leaf) is _leaf_type}
+
+
+def _apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    for name, leaf in self.named_parameters(recurse=recurse):
+        if type(leaf) is _leaf_type:
+            probe = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
+            if (after := fn(probe)).dtype != probe.dtype or after.device != probe.device:
+                raise UnsupportedError(
+                    f"{type(self).__name__}.to(): parameter {name} is sharded as {leaf.dtype} on {leaf.device} and "
+                    f"cannot become {after.dtype} on {after.device} in place; convert the model before rg.shard(), "
+                    f"or load a state_dict() of this model into a converted one"
+                )
+    own = dict(self._parameters)
+    self._parameters.clear()  # nothing to change in the leaves; buffers are the module's own
+    try:
+        for child in self.children() if recurse else ():
+            child._apply(fn)
+        return nn.Module._apply(self, fn, recurse=False)
+    finally:
+        self._parameters.update(own)
+
+
+def _save_to_state_dict(self: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
+    for name, leaf in _sharded(self).items():
+        full = leaf.full()
+        destination[prefix + name] = full if keep_vars else full.detach().clone()
+
+
+def _load_from_state_dict(
+    self: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    if local_metadata.get("assign_to_params_buffers", False) and _sharded(self):
+        error_msgs.append(f"{prefix or 'model'}: assign=True would replace sharded parameters; load with assign=False")
+        return
+    for name, leaf in _sharded(self).items():
+        given = state_dict.get(prefix + name)
+        if given is None:
+            continue
+        if given.shape != leaf.slot.shape:
+            error_msgs.append(
+                f"size mismatch for {prefix + name}: copying a param with shape {tuple(given.shape)} from "
+                f"checkpoint, the shape in current model is {tuple(leaf.slot.shape)}."
+            )
+            return
+        state_dict[prefix + name] = leaf.piece_of(given)
+    nn.Module._load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    )
+
+
+def _refuse_copy(self: nn.Module, protocol: Any) -> Any:
+    raise UnsupportedError(
+        f"a sharded {type(self).__name__} cannot be copied or pickled: its shards live on all ranks. Build a new "
+        f"model and load_state_dict(model.state_dict()), or save model.state_dict()"
+    )

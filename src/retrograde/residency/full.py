@@ -1,0 +1,81 @@
+"""What `module.weight` returns: a full-shaped tensor that tells its unit before it is edited."""
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from retrograde.residency.unit import Unit
+
+_set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class FullTensor(torch.Tensor):
+    """A view of a page. Operations on it give plain tensors; only in-place edits are different.
+
+    An edit (`w.clamp_()`, `w.data.fill_()`) is written back to the shard, where torch's own parameter would
+    have it. `data` shares the version counter, unlike torch's, so that no edit goes unseen.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    _unit: "weakref.ref[Unit]"
+    _slot: int
+
+    @staticmethod
+    def of(data: torch.Tensor, unit: "Unit", slot: int) -> "FullTensor":
+        full = torch.Tensor._make_subclass(FullTensor, data)
+        full._unit, full._slot = weakref.ref(unit), slot
+        return full
+
+    def point_to(self, data: torch.Tensor) -> None:
+        """Swap the memory behind this tensor; its place in the autograd graph stays."""
+        _set_data(self, data)
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        with torch.no_grad():
+            self.copy_(value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.detach().clone().requires_grad_(self.requires_grad)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().clone().__reduce_ex__(protocol)
+
+
+def _reporting(name: str) -> Callable[..., Any]:
+    method = getattr(torch.Tensor, name)
+
+    @functools.wraps(method)
+    def edit(self: FullTensor, *args: Any, **kwargs: Any) -> Any:
+        unit = self._unit()
+        if unit is None:
+            return method(self, *args, **kwargs)
+        if torch.is_grad_enabled() and self.requires_grad:
+            raise RuntimeError(
+                f"parameter {unit.layout.slots[self._slot].name} requires grad and is used in an in-place "
+                f"operation ({name}); edit weights under torch.no_grad()"
+            )
+        unit.gate.before_write(f"{name} on {unit.layout.slots[self._slot].name}")
+        result = method(self, *args, **kwargs)
+        unit.write_back(self._slot)
+        return result
+
+    return edit
+
+
+_NOT_EDITS = {"requires_grad_", "detach_", "share_memory_", "rename_", "retain_grad_"}
+for _name in dir(torch.Tensor):
+    _in_place = _name.endswith("_") and not _name.startswith("_") and _name not in _NOT_EDITS
+    _operator = _name.startswith("__i") and _name.endswith("__") and _name[3:-2] in {
+        "add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"
+    }
+    if (_in_place or _operator or _name == "__setitem__") and callable(getattr(torch.Tensor, _name)):
+        setattr(FullTensor, _name, _reporting(_name))

@@ -1,0 +1,155 @@
+"""Which pages are in memory. Decides speed and memory only: any page is paged in on demand.
+
+The pager learns, for every pair of units used one after the other, which unit came next (forward and
+backward apart). Following those successors gives the next page to prefetch and, with a resident budget,
+the order in which pages will be needed again, so that the one needed last is evicted (Belady's rule).
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from retrograde.layout import Policy
+from retrograde.residency.unit import State, Unit
+
+_graph_task = torch._C._current_graph_task_id
+HORIZON = 256  # how far ahead of now the forecast is followed when choosing what to evict
+
+
+class Forecast:
+    """What is used after what. A first-order model of pairs: learns in one pass, forgets in one."""
+
+    def __init__(self) -> None:
+        self._next: dict[tuple[Unit | None, Unit, bool], tuple[Unit, bool]] = {}
+        self._before: Unit | None = None
+        self._now: Unit | None = None
+        self._backward = False
+
+    def use(self, unit: Unit, backward: bool) -> None:
+        if self._now is not None:
+            self._next[self._before, self._now, self._backward] = (unit, backward)
+        self._before, self._now, self._backward = self._now, unit, backward
+
+    def forget_position(self) -> None:
+        """The weights change now: what comes after is not what follows."""
+        self._before = self._now = None
+
+    def ahead(self, limit: int) -> Iterator[Unit]:
+        """Units expected next. Stops at the end of a backward: a step may come before the next forward."""
+        before, now, backward = self._before, self._now, self._backward
+        for _ in range(limit):
+            if now is None or (before, now, backward) not in self._next:
+                return
+            following, then = self._next[before, now, backward]
+            if backward and not then:
+                return
+            yield following
+            before, now, backward = now, following, then
+
+
+class Pager:
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._forecast = Forecast()
+        self._current: Unit | None = None
+        self._previous: Unit | None = None
+        self._resident: list[Unit] = []
+        self.live: dict[int, Unit] = {}  # storage of a READY page -> its unit (saved.py looks here)
+
+    def access(self, unit: Unit, slot: int) -> torch.Tensor:
+        """The full tensor of a parameter, paged in if need be: the hot path."""
+        if torch._C._functorch.peek_interpreter_stack() is None:
+            self.open(unit)
+            return unit.full(slot)
+        from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+        with temporarily_clear_interpreter_stack():  # a page belongs to no torch.func transform
+            self.open(unit)
+            return unit.full(slot)
+
+    def open(self, unit: Unit) -> None:
+        """Make `unit` READY and valid, and start what is expected next."""
+        if unit is self._current and unit.state is State.READY and unit.valid:
+            return
+        if not unit.valid:
+            unit.write_back_if_edited()
+            self._make_room(unit)
+            unit.start()
+        if unit not in self._resident:
+            self._resident.append(unit)
+        if unit.state is State.LOADING:
+            unit.finish()
+            assert unit.buffer is not None
+            self.live[unit.buffer.untyped_storage()._cdata] = unit
+        if unit is not self._current:
+            self._use(unit)
+
+    def retire(self, unit: Unit) -> None:
+        """A backward has made its last use of this page."""
+        if not self._policy.keeps_pages and (self._policy.resident == 0 or not self._fits()):
+            self._drop(unit)
+
+    def quiesce(self) -> None:
+        """Before the weights change: no read may be under way."""
+        for unit in self._resident:
+            if unit.state is State.LOADING:
+                unit.finish()
+                assert unit.buffer is not None
+                self.live[unit.buffer.untyped_storage()._cdata] = unit
+            unit.write_back_if_edited()
+        self._forecast.forget_position()
+
+    def release(self) -> None:
+        """Let go of every page that is not kept: after a step they are stale, after a failure they are leftovers."""
+        self._current = self._previous = None
+        if not self._policy.keeps_pages:
+            for unit in list(self._resident):
+                if not unit.valid or self._policy.resident == 0:
+                    self._drop(unit)
+
+    def _use(self, unit: Unit) -> None:
+        self._forecast.use(unit, _graph_task() != -1)
+        self._previous, self._current = self._current, unit
+        if self._policy.keeps_pages and not self._policy.prefetch:
+            return
+        following = next(self._forecast.ahead(1), None) if self._policy.prefetch else None
+        if following is not None and following is not unit and not following.valid:
+            self._make_room(following)
+            following.start()
+            self._resident.append(following) if following not in self._resident else None
+
+    def _make_room(self, coming: Unit) -> None:
+        """Evict until what is idle fits the budget. In use: the page coming, the current one, one expected."""
+        if self._policy.keeps_pages:
+            return
+        expected = next(self._forecast.ahead(1), None) if self._policy.prefetch else None
+        spared = {coming}
+        if self._policy.prefetch and self._current is not None:
+            # Two pages: the one coming and either the one in use or, when that is being left, the next.
+            spared.add(self._current if coming is expected or expected is None else expected)
+        for unit in self._by_next_use():
+            if self._idle_bytes(spared) <= self._policy.resident:
+                return
+            if unit not in spared:
+                self._drop(unit)
+
+    def _by_next_use(self) -> list[Unit]:
+        """Resident units, the one needed last first; never needed again counts as last."""
+        when = {unit: index for index, unit in reversed(list(enumerate(self._forecast.ahead(HORIZON))))}
+        return sorted(self._resident, key=lambda unit: when.get(unit, HORIZON), reverse=True)
+
+    def _idle_bytes(self, spared: set[Unit]) -> int:
+        return sum(unit.layout.page_bytes for unit in self._resident if unit not in spared and not unit.at_home)
+
+    def _fits(self) -> bool:
+        return self._idle_bytes(set()) <= self._policy.resident
+
+    def _drop(self, unit: Unit) -> None:
+        storage = None if unit.buffer is None else unit.buffer.untyped_storage()._cdata
+        if unit.drop() and unit.buffer is None:
+            if unit in self._resident:
+                self._resident.remove(unit)
+            if storage is not None:
+                self.live.pop(storage, None)
+            if self._current is unit:
+                self._current = None

@@ -1,0 +1,118 @@
+"""Saved tensors as handles: what autograd keeps of a page is where to find it again.
+
+[Note: saved tensors]
+While a sharded module computes, saved-tensor hooks replace every tensor that aliases a page by a handle and
+leave the rest alone. Unpacking pages it in again, whoever asks and however often. That is all a retained
+graph, a second backward, a backward by hand, an exception or a skipped frame needs.
+
+Rule 1: hooks that were active outside (checkpointing, save_on_cpu, the user's own) keep seeing every tensor
+        that is not of a page: ours call theirs.
+Rule 2: a handle replaces autograd's version check, so it makes that check itself.
+Rule 3: where torch forbids hooks (torch.func.grad) there are none; the graph then holds the page itself.
+"""
+
+import bisect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from retrograde.residency.pager import Pager
+from retrograde.residency.unit import Unit
+
+_push = torch._C._autograd._push_saved_tensors_default_hooks
+_pop = torch._C._autograd._pop_saved_tensors_default_hooks
+_top = torch._C._autograd._top_saved_tensors_default_hooks
+_forbidden = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
+
+Hook = Callable[[Any], Any]
+
+
+class Handle(NamedTuple):
+    unit: Unit
+    slot: int
+    version: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Chained(NamedTuple):
+    """Something the hooks outside ours packed."""
+
+    unpack: Hook
+    packed: Any
+
+
+class SavedTensors:
+    """The pack and unpack hooks of one engine."""
+
+    def __init__(self, pager: Pager, units: list[Unit]) -> None:
+        self._pager = pager
+        self._live = pager.live
+        self._offsets = {unit: [slot.offset for slot in unit.layout.slots] for unit in units}
+        self._ours = (self._pack, self._unpack)
+
+    def enter(self) -> bool:
+        """Activate the hooks; False (and nothing to leave) where they are active, useless or forbidden."""
+        if not torch.is_grad_enabled() or _forbidden() is not None:
+            return False
+        outer = _top(True)
+        if outer is None:
+            _push(*self._ours)
+            return True
+        # A bound method is a new object each time it is read: compare what it is bound to.
+        if getattr(outer[0], "__self__", None) is self:
+            return False
+        chain = _Chain(self, outer[0], outer[1])
+        _push(chain.pack, self._unpack)
+        return True
+
+    @staticmethod
+    def leave() -> None:
+        _pop()
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        handle = self.handle(tensor)
+        return tensor if handle is None else handle
+
+    def handle(self, tensor: torch.Tensor) -> Handle | None:
+        if not self._live or tensor.layout is not torch.strided:
+            return None
+        unit = self._live.get(tensor.untyped_storage()._cdata)
+        if unit is None or tensor.dtype is not unit.layout.dtype:
+            return None
+        offset = tensor.storage_offset()
+        slot = bisect.bisect_right(self._offsets[unit], offset) - 1
+        return Handle(unit, slot, unit.leaves[slot]._version, tensor.size(), tensor.stride(), offset)
+
+    def _unpack(self, packed: Any) -> Any:
+        if type(packed) is Handle:
+            return self._page_in(packed)
+        if type(packed) is Chained:
+            return packed.unpack(packed.packed)
+        return packed
+
+    def _page_in(self, handle: Handle) -> torch.Tensor:
+        unit, leaf = handle.unit, handle.unit.leaves[handle.slot]
+        if leaf._version != handle.version:
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been modified by an inplace "
+                f"operation: parameter {unit.layout.slots[handle.slot].name} is at version {leaf._version}; "
+                f"expected version {handle.version} instead. Hint: an optimizer step or an edit of the "
+                f"weights came between this graph's forward and its backward"
+            )
+        self._pager.open(unit)
+        assert unit.buffer is not None
+        with torch.no_grad():
+            return unit.buffer.as_strided(handle.size, handle.stride, handle.offset)
+
+
+class _Chain:
+    def __init__(self, saved: SavedTensors, pack: Hook, unpack: Hook) -> None:
+        self.__self__ = saved
+        self._handle, self._pack, self._unpack = saved.handle, pack, unpack
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        handle = self._handle(tensor)
+        return Chained(self._unpack, self._pack(tensor)) if handle is None else handle

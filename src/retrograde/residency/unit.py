@@ -1,0 +1,255 @@
+"""A unit: the parameters gathered and reduced together, their shard, their page and their graph.
+
+[Note: the graph of a unit]
+
+    leaf pieces -> Pack -> flat shard -> Gather -> full tensors
+
+Both nodes are made once and live as long as the unit, as AccumulateGrad lives as long as its parameter. The
+full tensors are outputs of Gather and are permanent too; what changes is the memory behind them: a page
+while it is resident, a stub of one element when it is not (`FullTensor.point_to`). So gradients of all uses
+of a parameter in one backward, over however many openings of the page, arrive in one input buffer, in the
+order in which torch itself would add them, and a unit is reduced once.
+
+Gather has the highest sequence number, so the engine runs it the moment the last gradient has arrived
+("this backward needs this page no more"). Pack has the lowest: all Gathers of a backward run before the
+first Pack, so reductions are left in flight and collected there.
+
+Rule 1: a page is dropped only when nothing but the unit refers to it; whoever holds a full tensor or a view
+        of one keeps it. Saved tensors do not count: they are handles (saved.py).
+Rule 2: a page is valid while the leaves' version counters are those it was read at.
+"""
+
+import sys
+import weakref
+from collections.abc import Sequence
+from enum import Enum, auto
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from retrograde.comm import Reading, Station
+from retrograde.errors import RetrogradeError
+from retrograde.layout import Layout
+from retrograde.ledger import Kind, Ledger
+from retrograde.residency.buffers import BufferPool
+from retrograde.residency.full import FullTensor
+from retrograde.residency.gate import Gate
+
+AS_SOON_AS_READY = 2**64 - 2
+AFTER_ALL_ELSE = 0
+
+
+class Sink(Protocol):
+    """Where a unit's gradients go (reduction)."""
+
+    def gathered(self, unit: "Unit", grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None: ...
+
+    def packed(self, unit: "Unit", grad: torch.Tensor) -> Sequence[torch.Tensor | None]: ...
+
+
+class Pack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, unit: "Unit", *leaves: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.unit = weakref.ref(unit)  # the unit owns its nodes: a strong reference would keep both for ever
+        return unit.shard.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        unit = _alive(ctx.unit)
+        pieces = unit.sink.packed(unit, grad) if grad is not None else [None] * len(unit.leaves)
+        return (None, *pieces)
+
+
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, unit: "Unit", flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.unit = weakref.ref(unit)
+        return tuple(unit.outs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, torch.Tensor | None]:
+        unit = _alive(ctx.unit)
+        return None, unit.sink.gathered(unit, grads)
+
+
+def _alive(reference: "weakref.ref[Unit]") -> "Unit":
+    if (unit := reference()) is None:
+        raise RetrogradeError("backward through a sharded model that is gone; keep the model until its last backward")
+    return unit
+
+
+class State(Enum):
+    ABSENT = auto()
+    LOADING = auto()
+    READY = auto()
+
+
+class Unit:
+    """One unit on one rank."""
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        layout: Layout,
+        leaves: Sequence[nn.Parameter],
+        home: torch.Tensor,
+        rank: int,
+    ) -> None:
+        """`home` is the shard, or the whole page with the shard inside it when pages stay (or world is 1)."""
+        self.index, self.name, self.layout, self.rank = index, name, layout, rank
+        self.leaves = tuple(leaves)
+        self.at_home = home.numel() == layout.padded_numel
+        self.shard = home[layout.span(rank)] if self.at_home else home
+        self.state = State.ABSENT
+        self.buffer: torch.Tensor | None = home if self.at_home else None
+        self.edits = 0
+        self.settled = 0
+        self.gate: Gate
+        self.station: Station
+        self.sink: Sink
+        self._ledger: Ledger
+        self._pool: BufferPool
+        self._reading: Reading | None = None
+        self._read_at = -1
+        self._stubs = [torch.empty((), dtype=layout.dtype, device=home.device).expand(s.shape) for s in layout.slots]
+        self.outs: tuple[FullTensor, ...] = ()
+
+    def connect(self, gate: Gate, station: Station, sink: Sink, pool: BufferPool, ledger: Ledger) -> None:
+        self.gate, self.station, self.sink, self._pool, self._ledger = gate, station, sink, pool, ledger
+        self.settled = self.version
+        self.outs = tuple(FullTensor.of(stub.clone(), self, i) for i, stub in enumerate(self._stubs))
+        self._edits_seen = 0
+        if self.differentiable:
+            self._build_graph()
+        self._point(self._stubs)
+
+    @property
+    def differentiable(self) -> bool:
+        return self.layout.dtype.is_floating_point or self.layout.dtype.is_complex
+
+    def _build_graph(self) -> None:
+        wanted = [leaf.requires_grad for leaf in self.leaves]
+        for leaf in self.leaves:
+            leaf.requires_grad_(True)  # edges for all: a frozen parameter may be unfrozen at any time
+        with torch.enable_grad():
+            self.flat = Pack.apply(self, *self.leaves)
+            Gather.apply(self, self.flat)
+        assert self.flat.grad_fn is not None and self.outs[0].grad_fn is not None
+        self.accumulators = [node for node, _ in self.flat.grad_fn.next_functions]
+        self.flat.grad_fn._set_sequence_nr(AFTER_ALL_ELSE)
+        self.outs[0].grad_fn._set_sequence_nr(AS_SOON_AS_READY)
+        for leaf, want in zip(self.leaves, wanted, strict=True):
+            leaf.requires_grad_(want)
+
+    @property
+    def version(self) -> int:
+        return sum(leaf._version for leaf in self.leaves)
+
+    @property
+    def trainable(self) -> bool:
+        return any(leaf.requires_grad for leaf in self.leaves)
+
+    @property
+    def valid(self) -> bool:
+        return self.state is not State.ABSENT and self._read_at == self.version
+
+    # ---- the page's life
+    def start(self) -> None:
+        """Begin paging in (ABSENT or stale -> LOADING)."""
+        if self.state is State.LOADING:
+            self.finish()
+        if self.buffer is None:
+            self.buffer = self._pool.take(self.layout.padded_numel, self.layout.dtype, self.shard.device)
+        stamp = self.gate.stamp(self)
+        buffer, span = self.buffer, self.layout.span(self.rank)
+        if not self.at_home:
+            buffer[span].copy_(self.shard)
+        self._read_at = self.version
+        self._reading = self.station.read(self.index, stamp, lambda rank: buffer[self.layout.span(rank)])
+        self.state = State.LOADING
+        self._ledger.record(Kind.GATHER, self.name, self.layout.page_bytes - self.layout.shard_bytes)
+
+    def finish(self) -> None:
+        """LOADING -> READY: the full tensors show the page."""
+        if self.state is not State.LOADING or self._reading is None or self.buffer is None:
+            raise RetrogradeError(f"unit {self.name}: finish() in state {self.state.name}")
+        self._reading.wait()
+        self._reading = None
+        self.state = State.READY
+        self._point(list(self.layout.views(self.buffer)))
+        for out in self.outs:
+            torch.autograd.graph.increment_version(out)  # what was saved from the memory before is stale
+        self._edits_seen = self._edit_counter()
+
+    def drop(self) -> bool:
+        """READY -> ABSENT if nobody else refers to the page; says whether it did."""
+        if self.state is State.LOADING:
+            self.finish()
+        if self.state is State.READY and not self.at_home:
+            self.write_back_if_edited()
+            if not self._alone():
+                return False
+            assert self.buffer is not None
+            self._point(self._stubs)
+            self._pool.give(self.buffer)
+            self.buffer = None
+            self.state = State.ABSENT
+            self._ledger.record(Kind.DROP, self.name)
+        return True
+
+    def full(self, slot: int) -> torch.Tensor:
+        """The full tensor of a parameter; the page is READY."""
+        if self.leaves[slot].requires_grad:
+            return self.outs[slot]
+        assert self.buffer is not None
+        place = self.layout.slots[slot]
+        return FullTensor.of(self.buffer[place.offset : place.end].view(place.shape), self, slot)
+
+    def _point(self, memory: Sequence[torch.Tensor]) -> None:
+        for out, data in zip(self.outs, memory, strict=True):
+            out.point_to(data)
+
+    def _alone(self) -> bool:
+        """Does nothing but this unit refer to the page? Counts references in Python, autograd and views."""
+        assert self.buffer is not None
+        storage = self.buffer.untyped_storage()
+        if torch._C._storage_Use_Count(storage._cdata) > len(self.outs) + _STORAGE_REFERENCES:
+            return False
+        return all(sys.getrefcount(out) <= _OUT_REFERENCES and out._use_count() == 1 for out in self.outs)
+
+    # ---- edits through full tensors
+    def _edit_counter(self) -> int:
+        assert self.buffer is not None
+        return self.buffer._version + sum(out._version for out in self.outs)
+
+    def write_back_if_edited(self) -> None:
+        """An edit that was not reported (through an alias of a full tensor) reaches the shard here."""
+        if self.state is State.READY and self._edit_counter() != self._edits_seen:
+            self.gate.before_write(f"an edit of unit {self.name}")
+            for slot in range(len(self.leaves)):
+                self.write_back(slot)
+
+    def write_back(self, slot: int) -> None:
+        """A full tensor was edited: its part on this rank goes into the shard. The page stays valid."""
+        assert self.buffer is not None
+        place = self.layout.slots[slot]
+        mine = self.buffer[place.offset : place.end][self.layout.within(place, self.rank)]
+        leaf = self.leaves[slot]
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            if self.at_home:
+                torch.autograd.graph.increment_version(leaf)
+            else:
+                leaf.copy_(mine)
+        self._read_at = self.version
+        self._edits_seen = self._edit_counter()
+        self.gate.after_write(self)
+
+
+# References to the page's storage when only the unit refers to it: the buffer and Python's storage object
+# made to ask, beside one for each full tensor. And to a full tensor: the tuple, the loop and the argument.
+_STORAGE_REFERENCES = 2
+_OUT_REFERENCES = 4

@@ -1,0 +1,80 @@
+"""The benchmark harness from its command line, on a very small model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.crew import Crew, CrewError
+from benchmarks.model import TINY
+from benchmarks.protocol import Turn
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(module: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Runs it in a session of its own, so that what it leaves behind can be found, and ended."""
+    command = [sys.executable, "-m", module, "--tiny", *options]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        said, _ = process.communicate(timeout=100)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        said, _ = process.communicate()
+        pytest.fail(f"no end after 100 s\n{said}")
+    assert _ends_soon(process.pid), f"processes were left behind\n{said}"
+    return subprocess.CompletedProcess(command, process.returncode, said)
+
+
+def _ends_soon(group: int) -> bool:
+    """multiprocessing's resource tracker outlives its parent by a moment; nobody else may."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    os.killpg(group, 9)
+    return False
+
+
+def test_contenders_are_timed_and_written_down(tmp_path: Path) -> None:
+    ours = [f"retrograde-{stage}" for stage in (1, 2, 3)]
+    names = ",".join([*ours, "ddp", "fsdp2-reshard"])
+    done = run("benchmarks.run", "--contenders", names, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout
+    (stored,) = tmp_path.glob("tiny-*.json")
+    found = json.loads(stored.read_text())
+    assert list(found["contenders"]) == ["alone", *ours, "ddp", "fsdp2-reshard"]
+    assert found["contenders"]["alone"]["calls_per_step"] == {}
+    assert found["contenders"]["ddp"]["calls_per_step"] == {"all-reduce": 1}
+    assert stored.with_suffix(".md").read_text().startswith("**Per step and rank")
+    assert not list(tmp_path.glob("latest*"))  # a smoke test is no result
+
+
+def test_the_cost_of_hooks_is_measured(tmp_path: Path) -> None:
+    done = run("benchmarks.hooks_cost", "--repeats", "3", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout
+    found = json.loads((tmp_path / "tiny-hooks.json").read_text())
+    assert found["saved_tensors"] > 0
+    assert "retrograde, stage 3" in found["over_plain"]
+
+
+def test_a_rank_that_dies_is_named_and_takes_its_crew_along(tmp_path: Path) -> None:
+    with Crew("alone", TINY, world=2, logs=tmp_path, limit=60.0) as crew:
+        assert len(crew.ask(Turn(steps=1, settle=0))) == 2
+        victim, other = crew._processes
+        victim.kill()
+        victim.join()
+        with pytest.raises(CrewError, match=r"alone, rank 0: (died while idle|process ended)"):
+            crew.ask(Turn(steps=1, settle=0))
+    assert not other.is_alive()

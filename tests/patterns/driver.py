@@ -1,0 +1,143 @@
+"""Trains a case: four steps, on a rank of a sharded model or on plain torch."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.patterns.context import Context, EngineContext, NaturalContext
+from tests.patterns.registry import Case
+from tests.patterns.trace import Grads, Trace
+
+STEPS = 4
+PLAIN = 0  # the "stage" of plain torch
+
+
+def build(case: Case) -> nn.Module:
+    torch.manual_seed(7)
+    return case.spec.build()
+
+
+def seed_phase(rank: int, step: int, phase: int) -> None:
+    torch.manual_seed(100 * step + 10 * rank + phase)
+
+
+def optimizers(case: Case, model: nn.Module) -> dict[str, torch.optim.Optimizer]:
+    """One per scope. Powers of two: their products are exact, so that a fused multiply-add, which the
+    kernels use or not depending on where a tensor starts, cannot make a difference."""
+    chosen = {}
+    for scope in {phase.scope for phase in case.phases}:
+        params = [p for name, p in model.named_parameters() if name.startswith(scope)]
+        chosen[scope] = torch.optim.SGD(params, lr=2**-4, momentum=2**-1)
+    return chosen
+
+
+def snapshot(tensors: Mapping[str, Tensor | None]) -> Any:
+    return {name: None if value is None else value.detach().clone() for name, value in tensors.items()}
+
+
+class Player:
+    """One rank's model, its engines and optimizers."""
+
+    def __init__(self, case: Case, rank: int, world: int, stage: int) -> None:
+        self.case = case
+        self.model = build(case)
+        early = optimizers(case, self.model) if case.optimizer_first else None
+        self.engines: dict[str, Any] = {}
+        self.context: Context
+        if stage == PLAIN:
+            self.context = NaturalContext(case.spec, self.model)
+        else:
+            self._shard(stage)
+            self.context = EngineContext(case.spec, rank, world, self.model, list(self.engines.values()))
+        if case.setup is not None:
+            case.setup(self.model, self.context)
+        if case.leaf_hook is not None:
+            for leaf in self.model.parameters():
+                leaf.register_post_accumulate_grad_hook(case.leaf_hook)
+        self.optimizers = early or optimizers(case, self.model)
+
+    def _shard(self, stage: int) -> None:
+        import retrograde as rg
+
+        for name in self.case.sharded:
+            self.engines[name] = rg.shard(self.model.get_submodule(name), stage=stage, timeout=15.0)
+
+    def play(self) -> Trace:
+        grads: list[Grads] = []
+        held: list[int] = []
+        for step in range(STEPS):
+            self.context.step = step
+            for index in range(len(self.case.phases)):
+                grads.append(self._phase(step, index))
+            if self.engines and step >= STEPS - 2:
+                mine = [t for step_grads in grads for t in step_grads.values()]
+                mine += [value for _, value in self.context.records]
+                held.append(live_bytes() - sum(_nbytes(value) for value in mine))
+        leftovers = [f"saved-tensor hooks {hooks}"] if (hooks := _default_hooks()) else []
+        if held and held[-1] > held[-2]:
+            leftovers.append(f"{held[-1] - held[-2]} bytes more than after the step before")
+        return Trace(grads, self._state(), self.context.records, leftovers)
+
+    def _phase(self, step: int, index: int) -> Grads:
+        phase = self.case.phases[index]
+        seed_phase(self.context.rank, step, index)
+        phase.run(self.model, self.case.spec.batch(self.context.rank, step), self.context)
+        if self.case.edit is not None:
+            self.case.edit(self.model, self.context)
+        if self.case.optimizer_steps:
+            self.optimizers[phase.scope].step()
+        grads = self._grads()
+        if self.case.after is not None:
+            self.case.after(self.model, self.context)
+        if not self.case.keep_grads:
+            self.model.zero_grad()
+        return grads
+
+    def _grads(self) -> Grads:
+        """After the step, so that it is the step itself that has to finish what is still in flight."""
+        names = [name for name, _ in self.model.named_parameters()]
+        return snapshot({name: self._grad(name) for name in names})
+
+    def _grad(self, name: str) -> Tensor | None:
+        for prefix, engine in self.engines.items():
+            if name.startswith(prefix):
+                return engine.full_grad(name.removeprefix(prefix).removeprefix("."))
+        return self.model.get_parameter(name).grad
+
+    def _state(self) -> dict[str, Tensor]:
+        state = {}
+        for name in self.engines or ("",):
+            part = self.model.get_submodule(name).state_dict()
+            state.update({f"{name}.{key}" if name else key: value for key, value in part.items()})
+        return snapshot(state)
+
+
+def _nbytes(value: Any) -> int:
+    return value.untyped_storage().nbytes() if isinstance(value, Tensor) else 0
+
+
+def live_bytes() -> int:
+    """Bytes of the storages that Python can reach, each counted once."""
+    gc.collect()
+    storages = {}
+    for item in gc.get_objects():
+        if issubclass(type(item), Tensor):
+            storage = item.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _default_hooks() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def play_rank(rank: int, world: int, case_id: str, stage: int) -> Trace:
+    """A task for the pool."""
+    from tests.patterns.rows import CASES
+
+    return Player(CASES[case_id], rank, world, stage).play()

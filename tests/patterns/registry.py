@@ -1,0 +1,78 @@
+"""What a row of the matrix is, and the list of all of them.
+
+Vocabulary: a *row* is a way to use backward. A *case* is a row with a model. A *phase* is the stretch of a
+step between two optimizer steps; most rows have one, a GAN has two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from tests.patterns.context import Context
+from tests.patterns.models import SPECS, Batch, Spec
+
+Run = Callable[[nn.Module, Batch, Context], None]
+ModelHook = Callable[[nn.Module, Context], None]
+Together = Callable[[Sequence[nn.Module], Sequence[Batch], Sequence[Context]], None]
+LeafHook = Callable[[nn.Parameter], None]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """`run` fills gradients; then the parameters whose names start with `scope` take a step."""
+
+    run: Run
+    scope: str = ""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Everything about a row that both sides, ours and plain torch's, have to know."""
+
+    key: str
+    title: str
+    model: str
+    phases: tuple[Phase, ...]
+    setup: ModelHook | None = None  # once, after sharding
+    edit: ModelHook | None = None  # between the gradients and the optimizer's step
+    after: ModelHook | None = None  # after the optimizer's step
+    leaf_hook: LeafHook | None = None  # register_post_accumulate_grad_hook on every leaf
+    together: Together | None = None  # the reference, where one rank's gradient depends on all ranks' data
+    sharded: tuple[str, ...] = ("",)  # the submodules that are sharded, each by an engine of its own
+    optimizer_steps: bool = True
+    optimizer_first: bool = False  # the optimizer is made before sharding
+    keep_grads: bool = False  # no zero_grad between steps
+    rtol: float = 0.0  # whoever sets it says why
+
+    @property
+    def id(self) -> str:
+        return f"{self.key}-{self.phases[0].run.__name__}-{self.model}"
+
+    @property
+    def spec(self) -> Spec:
+        return SPECS[self.model]
+
+
+CASES: dict[str, Case] = {}
+
+
+def row(key: str, title: str, models: Iterable[str] = ("mlp",), **options: Any) -> Callable[[Run], Run]:
+    """Registers the decorated function as row `key`, once per model."""
+
+    def register(run: Run) -> Run:
+        base = Case(key, title, "", (Phase(run),), **options)
+        for model in models:
+            add(replace(base, model=model))
+        return run
+
+    return register
+
+
+def add(case: Case) -> None:
+    assert case.id not in CASES, f"two cases are called {case.id}"
+    assert case.model in SPECS, f"{case.id}: there is no such model"
+    CASES[case.id] = case

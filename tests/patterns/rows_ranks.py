@@ -1,0 +1,86 @@
+"""Rows in which ranks do not do the same."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from tests.patterns.context import Context
+from tests.patterns.models import Batch
+from tests.patterns.registry import row
+
+BOTH = ("mlp", "gpt")
+
+
+@row("11", "a unit used in some steps only", BOTH)
+def unit_in_some_steps(model: nn.Module, batch: Batch, ctx: Context) -> None:
+    path = (0, 1, 2) if ctx.step % 2 == 0 else (0, 2)
+    ctx.loss(model(batch.x, path), batch).backward()
+
+
+@row("11", "a unit used in no step")
+def unit_never_used(model: nn.Module, batch: Batch, ctx: Context) -> None:
+    ctx.loss(model(batch.x, (0, 2)), batch).backward()
+
+
+@row("11b", "a unit used on rank 0 only", BOTH)
+def unit_on_first_rank(model: nn.Module, batch: Batch, ctx: Context) -> None:
+    path = (0, 1, 2) if ctx.rank == 0 else (0, 2)
+    ctx.loss(model(batch.x, path), batch).backward()
+
+
+@row("11b", "a unit used on the last rank only, in every second step")
+def unit_on_last_rank(model: nn.Module, batch: Batch, ctx: Context) -> None:
+    path = (0, 1, 2) if ctx.rank == ctx.world - 1 and ctx.step % 2 == 0 else (0, 2)
+    ctx.loss(model(batch.x, path), batch).backward()
+
+
+@row("11b", "a unit used on rank 0 only, kept for two backwards")
+def unit_on_first_rank_retained(model: nn.Module, batch: Batch, ctx: Context) -> None:
+    out = model(batch.x, (0, 1, 2) if ctx.rank == 0 else (0, 2))
+    ctx.aux(out).backward(retain_graph=True)
+    ctx.loss(out, batch).backward()
+
+
+@row("11c", "ranks use different units of the same shape", BOTH)
+def different_units(model: nn.Module, batch: Batch, ctx: Context) -> None:
+    path = (0, 1) if ctx.rank % 2 == 0 else (0, 2)
+    ctx.loss(model(batch.x, path), batch).backward()
+
+
+@row("11c", "ranks use different units, others in every step")
+def changing_units(model: nn.Module, batch: Batch, ctx: Context) -> None:
+    ctx.loss(model(batch.x, ((ctx.rank + ctx.step) % 3,)), batch).backward()
+
+
+@row("11d", "same units, other order per rank", BOTH)
+def other_order(model: nn.Module, batch: Batch, ctx: Context) -> None:
+    first = ctx.rank % 3
+    ctx.loss(model(batch.x, (first, (first + 1) % 3, (first + 2) % 3)), batch).backward()
+
+
+@row("11e", "unequal number of backwards per rank", BOTH)
+def unequal_backwards(model: nn.Module, batch: Batch, ctx: Context) -> None:
+    for index in range(1 + (ctx.rank + ctx.step) % 3):
+        part = ctx.micro(index)
+        ctx.loss(model(part.x), part).backward()
+
+
+@row("11e", "a rank without any backward")
+def backward_on_first_rank(model: nn.Module, batch: Batch, ctx: Context) -> None:
+    loss = ctx.loss(model(batch.x), batch)
+    if ctx.rank == 0:
+        loss.backward()
+
+
+@row("11e", "a rank without forward and backward")
+def work_on_first_rank(model: nn.Module, batch: Batch, ctx: Context) -> None:
+    if ctx.rank == 0:
+        ctx.loss(model(batch.x), batch).backward()
+
+
+@row("11e", "unequal number of backwards over one kept graph")
+def unequal_retained(model: nn.Module, batch: Batch, ctx: Context) -> None:
+    loss = ctx.loss(model(batch.x), batch)
+    for _ in range((ctx.rank + ctx.step) % 3):
+        loss.backward(retain_graph=True)
+    loss.backward()

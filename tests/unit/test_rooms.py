@@ -1,0 +1,227 @@
+"""The house rules of src/retrograde: who may import whom, what an __init__ holds, how large things get."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src" / "retrograde"
+
+# A room imports only rooms of earlier columns, and of its own column itself alone.
+COLUMNS = (
+    ("errors",),
+    ("ledger",),
+    ("layout",),
+    ("comm",),
+    ("residency", "reduction"),
+    ("optim",),
+    ("engine",),
+    ("pipeline",),
+    ("checkpoint",),
+    ("planning", "tracing"),
+    ("integrations", "cli"),
+)
+COLUMN = {room: number for number, column in enumerate(COLUMNS) for room in column}
+
+FILE_LINES = 500
+ENGINE_LINES = 2_500
+NOT_ENGINE = {"pipeline", "checkpoint", "integrations"}
+
+
+class Import(NamedTuple):
+    line: int
+    module: str  # absolute and dotted; for "from a import b" it is a.b, whether b is a module or a name
+
+
+def modules(root: Path) -> list[Path]:
+    return sorted(root.rglob("*.py"))
+
+
+def room_of(path: Path, root: Path) -> str:
+    """The first folder below the package, or the name of a top-level module."""
+    return path.relative_to(root).with_suffix("").parts[0]
+
+
+def imports(path: Path, root: Path) -> Iterator[Import]:
+    """Every import at any depth: inside functions and under TYPE_CHECKING an import is a dependency too."""
+    package = (root.name, *path.relative_to(root).parts[:-1])
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+        if isinstance(node, ast.Import):
+            yield from (Import(node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            base = [*above, *([node.module] if node.module else [])]
+            yield from (Import(node.lineno, ".".join([*base, alias.name])) for alias in node.names)
+
+
+def may_import(here: str, there: str) -> bool:
+    if there in COLUMN:
+        return COLUMN[there] < COLUMN[here]
+    # Anything else is a name of the package's face, and only the last column uses the public interface.
+    return here in COLUMNS[-1]
+
+
+def order_faults(root: Path) -> list[str]:
+    faults = []
+    for path in modules(root):
+        here = room_of(path, root)
+        if here == "__init__":
+            continue  # the package's own face re-exports from every room
+        if here not in COLUMN:
+            faults.append(f"{path.relative_to(root)}: room '{here}' has no place in the order")
+            continue
+        for line, module in imports(path, root):
+            top, _, rest = module.partition(".")
+            there = rest.partition(".")[0]
+            if top != root.name or there == here:
+                continue
+            if not may_import(here, there):
+                faults.append(f"{path.relative_to(root)}:{line}: '{here}' may not import '{module}'")
+    return faults
+
+
+def is_declaration(node: ast.stmt) -> bool:
+    match node:
+        case ast.Import() | ast.ImportFrom() | ast.Expr(value=ast.Constant(value=str())):
+            return True
+        case ast.Assign(targets=[ast.Name(id="__all__" | "__version__")], value=value):
+            return isinstance(value, ast.Constant | ast.List | ast.Tuple)
+    return False
+
+
+def init_faults(root: Path) -> list[str]:
+    return [
+        f"{path.relative_to(root)}:{node.lineno}: an __init__ holds a docstring, imports and __all__ only"
+        for path in modules(root)
+        if path.name == "__init__.py"
+        for node in ast.parse(path.read_text(encoding="utf-8"), str(path)).body
+        if not is_declaration(node)
+    ]
+
+
+def line_count(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def size_faults(root: Path) -> list[str]:
+    counts = {path: line_count(path) for path in modules(root)}
+    faults = [
+        f"{path.relative_to(root)}: {count} lines, at most {FILE_LINES}"
+        for path, count in counts.items()
+        if count > FILE_LINES
+    ]
+    engine = sum(count for path, count in counts.items() if room_of(path, root) not in NOT_ENGINE)
+    if engine >= ENGINE_LINES:
+        faults.append(f"the engine has {engine} lines, which must stay under {ENGINE_LINES}")
+    return faults
+
+
+def layout_faults(root: Path) -> list[str]:
+    return [
+        f"{path.relative_to(root)}:{line}: layout is arithmetic and does not import '{module}'"
+        for path in modules(root)
+        if room_of(path, root) == "layout"
+        for line, module in imports(path, root)
+        if (module + ".").startswith("torch.distributed.")
+    ]
+
+
+def test_source_is_there() -> None:
+    assert (SOURCE / "__init__.py").is_file()
+
+
+def test_rooms_import_to_the_left_only() -> None:
+    assert order_faults(SOURCE) == []
+
+
+def test_init_files_hold_no_logic() -> None:
+    assert init_faults(SOURCE) == []
+
+
+def test_files_and_engine_stay_small() -> None:
+    assert size_faults(SOURCE) == []
+
+
+def test_layout_has_no_collectives() -> None:
+    assert layout_faults(SOURCE) == []
+
+
+# The rules themselves, on small wrong houses: each check must be able to fail.
+
+
+def house(tmp_path: Path, files: dict[str, str]) -> Path:
+    root = tmp_path / "retrograde"
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("layout/flat.py", "from retrograde.comm import Comm"),
+        ("layout/flat.py", "import retrograde.comm.protocol"),
+        ("layout/flat.py", "from ..comm.protocol import Comm"),
+        ("layout/flat.py", "from .. import comm"),
+        ("layout/deep/flat.py", "from ...engine import Engine"),
+        ("comm/torch.py", "def late():\n    from retrograde.engine import Engine"),
+        ("comm/torch.py", "if TYPE_CHECKING:\n    from retrograde.reduction import Bucket"),
+        ("residency/page.py", "from retrograde.reduction import Bucket"),
+        ("errors.py", "from retrograde.ledger import Ledger"),
+        ("engine/api.py", "import retrograde"),
+        ("engine/api.py", "from retrograde import shard"),
+        ("cli/main.py", "from retrograde.integrations import deepspeed"),
+        ("attic/old.py", "import torch"),
+    ],
+)
+def test_wrong_imports_are_found(tmp_path: Path, file: str, text: str) -> None:
+    assert len(order_faults(house(tmp_path, {file: text}))) == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("__init__.py", "from retrograde.engine import Engine"),
+        ("engine/api.py", "from retrograde.layout import flat\nfrom .core import C\nfrom ..errors import E"),
+        ("engine/__init__.py", "from .api import shard\nfrom retrograde.engine.core import Core"),
+        ("reduction/bucket.py", "import torch.distributed\nfrom retrograde.comm.protocol import Comm"),
+        ("integrations/hf.py", "from retrograde.engine import Engine\nfrom retrograde import planning"),
+        ("cli/main.py", "import retrograde as rg\nfrom retrograde import shard"),
+    ],
+)
+def test_right_imports_pass(tmp_path: Path, file: str, text: str) -> None:
+    assert order_faults(house(tmp_path, {file: text})) == []
+
+
+@pytest.mark.parametrize(
+    "text", ["def f(): ...", "x = 1", "__all__ = make()", "if True:\n    import torch", "print()"]
+)
+def test_logic_in_an_init_is_found(tmp_path: Path, text: str) -> None:
+    faults = init_faults(house(tmp_path, {"comm/__init__.py": f'"""Doc."""\nimport torch\n{text}\n'}))
+    assert [fault.split(" ")[0] for fault in faults] == ["comm/__init__.py:3:"]
+
+
+def test_a_plain_init_passes(tmp_path: Path) -> None:
+    text = '"""Doc."""\nfrom .api import shard\n__all__ = ["shard"]\n__version__ = "0.1.0"\n'
+    assert init_faults(house(tmp_path, {"__init__.py": text})) == []
+
+
+def test_sizes_are_counted(tmp_path: Path) -> None:
+    full = "pass\n" * FILE_LINES
+    assert size_faults(house(tmp_path, {"engine/a.py": full, "pipeline/b.py": full})) == []
+    assert size_faults(house(tmp_path, {"engine/a.py": full + "pass\n"})) == [
+        "engine/a.py: 501 lines, at most 500"
+    ]
+    many = {f"engine/{number}.py": full for number in range(5)}
+    assert size_faults(house(tmp_path / "many", many)) == [
+        "the engine has 2500 lines, which must stay under 2500"
+    ]
+
+
+def test_collectives_in_layout_are_found(tmp_path: Path) -> None:
+    text = "import torch.distributed as dist\nfrom torch import distributed\nimport torch\n"
+    assert len(layout_faults(house(tmp_path, {"layout/flat.py": text}))) == 2
