@@ -22,7 +22,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,7 @@ class Receiver(Protocol):
 class Mesh:
     """Point-to-point messages between the ranks of a group. Use `Mesh.of(group)`: one per group."""
 
-    _meshes: dict[dist.ProcessGroup, "Mesh"] = {}
+    _meshes: ClassVar[dict[dist.ProcessGroup, "Mesh"]] = {}
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> "Mesh":

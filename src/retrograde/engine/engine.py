@@ -13,7 +13,7 @@ from retrograde.layout import Policy, parse_bytes
 from retrograde.ledger import Ledger
 from retrograde.optim import ShardedGradient, ShardedParameter
 from retrograde.optim.pieces import raw_grad
-from retrograde.reduction import Council, Exchange, Reducer
+from retrograde.reduction import Council, Exchange, Offers, Reducer
 from retrograde.residency import BufferPool, Gate, Pager, Phase, SavedTensors, Unit
 
 _graph_task = torch._C._current_graph_task_id
@@ -200,13 +200,13 @@ class Engine:
         self.pager.quiesce()
         self.council.fence(what)
 
-    def offers(self) -> dict[int, object]:
+    def offers(self) -> Offers:
         return self.reducer.offers()
 
-    def join(self, offers: dict[int, dict[int, object]]) -> None:
+    def join(self, offers: dict[int, Offers]) -> None:
         self.reducer.join(offers)
 
-    def flush(self, offers: dict[int, dict[int, object]]) -> None:
+    def flush(self, offers: dict[int, Offers]) -> None:
         self.reducer.flush(offers)
 
     def advance(self, kind: Kind) -> None:

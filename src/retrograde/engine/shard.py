@@ -108,7 +108,7 @@ def _check_same(engine: Engine, specs: list[UnitSpec]) -> None:
             odd = sorted(ours ^ others) or [(name, (), "") for name, _ in theirs]
             listed = ", ".join(f"{name}{list(shape)}" for name, shape, _ in odd[:6])
             raise ShardingError(
-                f"rank {engine.station.mesh.rank}: the model on rank {rank} differs from the one on rank 0 in {listed}; "
+                f"rank {engine.station.mesh.rank}: the model on rank {rank} differs from that on rank 0 in {listed}; "
                 f"build the same model with the same arguments on every rank"
             )
 
@@ -136,7 +136,7 @@ def _fill(engine: Engine, model: nn.Module, specs: list[UnitSpec], units: list[U
         piece.copy_(value.detach().reshape(-1)[unit.layout.within(slot, rank)])
         wanted = param.requires_grad
         if param.device.type == "meta":
-            torch.utils.swap_tensors(param, nn.Parameter(piece, wanted))
+            torch.utils.swap_tensors(param, nn.Parameter(piece, wanted))  # type: ignore[no-untyped-call]
         else:
             set_data(param, piece)
 

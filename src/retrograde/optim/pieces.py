@@ -23,9 +23,9 @@ from retrograde.errors import UnsupportedError
 from retrograde.layout import Slot
 from retrograde.residency import Unit
 
-_get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
-_set_grad = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
-set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_get_grad = cast(Any, torch.Tensor.grad).__get__
+_set_grad = cast(Any, torch.Tensor.grad).__set__
+set_data = cast(Any, torch.Tensor.data).__set__
 raw_grad = _get_grad  # without what reading `.grad` does
 
 
@@ -83,7 +83,7 @@ class _Alias(Piece):
         return alias
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         return self.detach()
 
     @data.setter
@@ -93,14 +93,14 @@ class _Alias(Piece):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(torch.Tensor).clone().__reduce_ex__(protocol)
+            return self.as_subclass(torch.Tensor).clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
-class ShardedParameter(Piece, nn.Parameter):  # type: ignore[misc]
+class ShardedParameter(Piece, nn.Parameter):
     """The class of a parameter after sharding. `p.full()` is the whole of it; `p` itself is this rank's piece."""
 
     slot: Slot
-    index: int
+    place: int
     _unit: "weakref.ref[Unit]"
 
     @property
@@ -116,17 +116,17 @@ class ShardedParameter(Piece, nn.Parameter):  # type: ignore[misc]
         param.__class__ = ShardedParameter
         leaf = cast(ShardedParameter, param)
         leaf._unit, leaf.holder = weakref.ref(unit), weakref.ref(holder)
-        leaf.index, leaf.slot = index, unit.layout.slots[index]
+        leaf.place, leaf.slot = index, unit.layout.slots[index]
 
     def full(self) -> torch.Tensor:
-        return _alive(self).access(self.unit, self.index)
+        return _alive(self).access(self.unit, self.place)
 
     def piece_of(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's piece of a full-shaped tensor."""
         return full.reshape(-1)[self.unit.layout.within(self.slot, self.unit.rank)]
 
     @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+    def grad(self) -> torch.Tensor | None:
         holder = self.holder()
         if holder is not None:
             holder.before_grad_read()
@@ -141,7 +141,7 @@ class ShardedParameter(Piece, nn.Parameter):  # type: ignore[misc]
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         if holder := self.holder():
-            holder.before_grad_write(self.unit, self.index)
+            holder.before_grad_write(self.unit, self.place)
         if value is not None and value.shape == self.slot.shape != self.shape:
             value = self.piece_of(value)
         _set_grad(self, value)
@@ -151,7 +151,7 @@ class ShardedParameter(Piece, nn.Parameter):  # type: ignore[misc]
         self.grad = None
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         return self.detach()
 
     @data.setter
@@ -159,7 +159,7 @@ class ShardedParameter(Piece, nn.Parameter):  # type: ignore[misc]
         with torch.no_grad():
             self.copy_(value)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         where = f"piece {tuple(self.shape)} of {tuple(self.slot.shape)} on rank {self.unit.rank}"
         return f"ShardedParameter({self.slot.name}: {where}, {self.dtype}, requires_grad={self.requires_grad})"
 
@@ -180,7 +180,7 @@ class ShardedGradient(Piece):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(torch.Tensor).clone().__reduce_ex__(protocol)
+            return self.as_subclass(torch.Tensor).clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         with torch._C.DisableTorchFunctionSubclass():
@@ -213,7 +213,7 @@ def _written(name: str, args: Any, kwargs: Any) -> list[Any]:
 
 def _in_place(name: str) -> bool:
     if name.startswith("__"):
-        return name == "__setitem__" or name.startswith("__i") and name not in ("__index__", "__int__", "__invert__")
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__index__", "__int__", "__invert__"))
     return name.endswith("_")
 
 

@@ -64,7 +64,7 @@ class Council:
             Kind.BACKWARD: self._member.join,
             Kind.FENCE: lambda _: self._member.advance(Kind.FENCE if kind is Kind.FENCE else Kind.TOTAL),
             Kind.FLUSH: self._member.flush,
-            Kind.STEP: lambda offers: (self._member.flush(offers), self._member.advance(Kind.STEP))[-1],
+            Kind.STEP: self._step,
             Kind.TOTAL: lambda _: None,
         }
         while True:
@@ -79,6 +79,10 @@ class Council:
             actions[first](offers)
             if first is kind:
                 return positions
+
+    def _step(self, offers: dict[int, Offers]) -> None:
+        self._member.flush(offers)
+        self._member.advance(Kind.STEP)
 
     def _meet(self, position: Position) -> list[Position]:
         self._ledger.record(Event.AGREE, position.kind.name.lower())

@@ -285,7 +285,8 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return (None, None, None, None, *_Regather.apply(ctx.reducer, ctx.unit, ctx.present, grad))
+        grads = _Regather.apply(ctx.reducer, ctx.unit, ctx.present, grad)  # type: ignore[no-untyped-call]
+        return (None, None, None, None, *grads)
 
 
 class _Regather(torch.autograd.Function):
@@ -299,4 +300,4 @@ class _Regather(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
         uses = tuple(Use.NONE if grad is None else Use.CAPTURED for grad in grads)
-        return None, None, None, _Reduce.apply(ctx.reducer, ctx.unit, uses, None, *grads)
+        return None, None, None, _Reduce.apply(ctx.reducer, ctx.unit, uses, None, *grads)  # type: ignore[no-untyped-call]

@@ -58,7 +58,7 @@ def _property(name: str) -> property:
     def get(self: nn.Module) -> Any:
         leaf = self._parameters.get(name)
         if type(leaf) is _leaf_type:
-            return leaf.full()  # type: ignore[union-attr, operator]
+            return leaf.full()  # type: ignore[union-attr]
         if name in self._parameters:
             return leaf
         if name in self.__dict__:
@@ -111,8 +111,9 @@ def _apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse:
     self._parameters.clear()  # nothing to change in the leaves; buffers are the module's own
     try:
         for child in self.children() if recurse else ():
-            child._apply(fn)
-        return nn.Module._apply(self, fn, recurse=False)
+            child._apply(fn)  # type: ignore[no-untyped-call]
+        nn.Module._apply(self, fn, recurse=False)  # type: ignore[no-untyped-call]
+        return self
     finally:
         self._parameters.update(own)
 

@@ -20,7 +20,7 @@ class FullTensor(torch.Tensor):
     have it. `data` shares the version counter, unlike torch's, so that no edit goes unseen.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _unit: "weakref.ref[Unit]"
     _slot: int
 
@@ -35,7 +35,7 @@ class FullTensor(torch.Tensor):
         _set_data(self, data)
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         return self.detach()
 
     @data.setter
@@ -47,7 +47,7 @@ class FullTensor(torch.Tensor):
         return self.detach().clone().requires_grad_(self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.detach().clone().__reduce_ex__(protocol)
+        return self.detach().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 def _reporting(name: str) -> Callable[..., Any]:

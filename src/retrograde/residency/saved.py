@@ -57,7 +57,7 @@ class SavedTensors:
         """Activate the hooks; False (and nothing to leave) where they are active, useless or forbidden."""
         if not torch.is_grad_enabled() or _forbidden() is not None:
             return False
-        outer = _top(True)
+        outer: tuple[Hook, Hook] | None = _top(True)
         if outer is None:
             _push(*self._ours)
             return True
@@ -82,7 +82,7 @@ class SavedTensors:
         unit = self._live.get(tensor.untyped_storage()._cdata)
         if unit is None or tensor.dtype is not unit.layout.dtype:
             return None
-        offset = tensor.storage_offset()
+        offset = int(tensor.storage_offset())
         slot = bisect.bisect_right(self._offsets[unit], offset) - 1
         return Handle(unit, slot, unit.leaves[slot]._version, tensor.size(), tensor.stride(), offset)
 

@@ -56,7 +56,7 @@ class Pack(torch.autograd.Function):
         return unit.shard.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         unit = _alive(ctx.unit)
         pieces = unit.sink.packed(unit, grad) if grad is not None else [None] * len(unit.leaves)
         return (None, *pieces)
@@ -136,12 +136,13 @@ class Unit:
         for leaf in self.leaves:
             leaf.requires_grad_(True)  # edges for all: a frozen parameter may be unfrozen at any time
         with torch.enable_grad():
-            self.flat = Pack.apply(self, *self.leaves)
-            Gather.apply(self, self.flat)
-        assert self.flat.grad_fn is not None and self.outs[0].grad_fn is not None
-        self.accumulators = [node for node, _ in self.flat.grad_fn.next_functions]
-        self.flat.grad_fn._set_sequence_nr(AFTER_ALL_ELSE)
-        self.outs[0].grad_fn._set_sequence_nr(AS_SOON_AS_READY)
+            self.flat: torch.Tensor = Pack.apply(self, *self.leaves)  # type: ignore[no-untyped-call]
+            Gather.apply(self, self.flat)  # type: ignore[no-untyped-call]
+        pack: Any = self.flat.grad_fn
+        gather: Any = self.outs[0].grad_fn
+        self.accumulators = [node for node, _ in pack.next_functions]
+        pack._set_sequence_nr(AFTER_ALL_ELSE)
+        gather._set_sequence_nr(AS_SOON_AS_READY)
         for leaf, want in zip(self.leaves, wanted, strict=True):
             leaf.requires_grad_(want)
 
@@ -219,7 +220,7 @@ class Unit:
         storage = self.buffer.untyped_storage()
         if torch._C._storage_Use_Count(storage._cdata) > len(self.outs) + _STORAGE_REFERENCES:
             return False
-        return all(sys.getrefcount(out) <= _OUT_REFERENCES and out._use_count() == 1 for out in self.outs)
+        return all(sys.getrefcount(out) <= _OUT_REFERENCES and _owners(out) == 1 for out in self.outs)
 
     # ---- edits through full tensors
     def _edit_counter(self) -> int:
@@ -248,6 +249,8 @@ class Unit:
         self._edits_seen = self._edit_counter()
         self.gate.after_write(self)
 
+
+_owners = torch.Tensor._use_count  # type: ignore[attr-defined]
 
 # References to the page's storage when only the unit refers to it: the buffer and Python's storage object
 # made to ask, beside one for each full tensor. And to a full tensor: the tuple, the loop and the argument.
