@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,8 @@ class Crew:
         spawn = multiprocessing.get_context("spawn")
         try:
             for rank in range(world):
-                seat = Seat(contender, work, rank, world, self._store.port, str(self._logs[rank]), limit)
+                log, harness = str(self._logs[rank]), os.getpid()
+                seat = Seat(contender, work, rank, world, self._store.port, log, harness, limit)
                 ours, theirs = spawn.Pipe()
                 process = spawn.Process(target=worker.main, args=(seat, theirs), daemon=True)
                 process.start()

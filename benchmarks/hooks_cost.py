@@ -20,13 +20,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks.crew import ENVIRONMENT
 from benchmarks.model import FULL, TINY, Batches, Workload, build
-from benchmarks.report import Grid
+from benchmarks.report import Grid, wide_console
 from benchmarks.stats import Spread
 
 RESULTS = Path(__file__).parent / "results"
@@ -88,19 +87,26 @@ def step_costs(work: Workload, repeats: int, engine: bool) -> dict[str, list[flo
     return taken
 
 
-def saved_per_step(work: Workload) -> int:
+@dataclass(frozen=True)
+class Saved:
     """How many tensors autograd saves in one forward of the model."""
-    count = 0
+
+    weights: int  # aliases of parameters: these become handles
+    others: int
+
+
+def saved_per_step(work: Workload) -> Saved:
+    model, batches = build(work), Batches(work, rank=0)
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    packed: list[bool] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        nonlocal count
-        count += 1
+        packed.append(tensor.untyped_storage().data_ptr() in parameters)
         return tensor
 
-    model, batches = build(work), Batches(work, rank=0)
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         model(*batches.take())
-    return count
+    return Saved(weights=sum(packed), others=len(packed) - sum(packed))
 
 
 class Chain(nn.Module):
@@ -121,14 +127,28 @@ class Chain(nn.Module):
         return y.sum()
 
 
-def per_tensor_costs(engine: bool) -> dict[str, float]:
-    """Seconds per saved tensor. By the weight, a link saves two tensors: the product and the weight."""
-    costs = {"empty hooks": _chain_cost(False, _empty_hooks) / _LINKS}
+@dataclass(frozen=True)
+class PerTensor:
+    """Microseconds to pack and unpack one saved tensor."""
+
+    weight: float
+    other: float
+
+    def milliseconds(self, saved: Saved) -> float:
+        return (self.weight * saved.weights + self.other * saved.others) / 1e3
+
+
+def per_tensor_costs(engine: bool) -> dict[str, PerTensor]:
+    costs = {"empty hooks": _per_tensor(_empty_hooks)}
     if engine:
-        other = _chain_cost(False, nullcontext, sharded=True) / _LINKS
-        pair = _chain_cost(True, nullcontext, sharded=True) / _LINKS
-        costs |= {"retrograde, other tensors": other, "retrograde, weights": pair - other}
+        costs["retrograde, stage 3"] = _per_tensor(nullcontext, sharded=True)
     return costs
+
+
+def _per_tensor(hooks: Hooks, *, sharded: bool = False) -> PerTensor:
+    other = _chain_cost(False, hooks, sharded=sharded)
+    both = _chain_cost(True, hooks, sharded=sharded)  # a link saves the product, too
+    return PerTensor(weight=1e6 * (both - other) / _LINKS, other=1e6 * other / _LINKS)
 
 
 def _chain_cost(by_weight: bool, hooks: Hooks, *, sharded: bool = False) -> float:
@@ -151,13 +171,13 @@ def _chain_cost(by_weight: bool, hooks: Hooks, *, sharded: bool = False) -> floa
 @dataclass(frozen=True)
 class Cost:
     plain_ms: float
-    saved_tensors: int
+    saved: Saved
     over_plain: dict[str, Spread]  # percent of a plain step
-    per_tensor_us: dict[str, float]
+    per_tensor: dict[str, PerTensor]
 
     def estimate(self, name: str) -> float:
         """Percent of a step, from the cost of one tensor: free of the noise of whole steps."""
-        return 100 * self.per_tensor_us[name] * self.saved_tensors / (1e3 * self.plain_ms)
+        return 100 * self.per_tensor[name].milliseconds(self.saved) / self.plain_ms
 
 
 def measure(work: Workload, repeats: int, engine: bool) -> Cost:
@@ -167,23 +187,20 @@ def measure(work: Workload, repeats: int, engine: bool) -> Cost:
         name: Spread.of([100 * (mine / theirs - 1) for mine, theirs in zip(seconds, plain, strict=True)])
         for name, seconds in taken.items()
     }
-    per_tensor = {name: 1e6 * seconds for name, seconds in per_tensor_costs(engine).items()}
-    return Cost(1e3 * Spread.of(plain).median, saved_per_step(work), over, per_tensor)
+    return Cost(1e3 * Spread.of(plain).median, saved_per_step(work), over, per_tensor_costs(engine))
 
 
 def grids(cost: Cost) -> list[Grid]:
-    steps = [
-        (name, f"{over.median:+.1f}% ({over.low:+.1f} to {over.high:+.1f})")
-        for name, over in cost.over_plain.items()
-    ]
-    tensors = [
-        (name, f"{each:.2f}", f"{cost.estimate(name):.2f}%") for name, each in cost.per_tensor_us.items()
-    ]
-    title = f"One saved tensor; a step of {cost.plain_ms:.0f} ms saves {cost.saved_tensors}"
-    return [
-        Grid("A step, world 1", ("subject", "over plain"), steps),
-        Grid(title, ("hooks", "µs each", "of a step, if all were these"), tensors),
-    ]
+    rows = []
+    for name, over in cost.over_plain.items():
+        each = cost.per_tensor[name]
+        measured = f"{over.median:+.1f}% ({over.low:+.1f} to {over.high:+.1f})"
+        hooks = f"{cost.estimate(name):.2f}%"
+        rows.append((name, f"{each.weight:.2f}", f"{each.other:.2f}", hooks, measured))
+    saved = f"{cost.saved.weights} weights and {cost.saved.others} other tensors"
+    title = f"Saved-tensor hooks, world 1; a step of {cost.plain_ms:.0f} ms saves {saved}"
+    columns = ("", "µs per weight", "µs per other", "hooks in a step", "whole step over plain")
+    return [Grid(title, columns, rows)]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -194,7 +211,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     os.environ.update(ENVIRONMENT)
     torch.set_num_threads(1)
-    console = Console()
+    console = wide_console()
     engine = importlib.util.find_spec("retrograde") is not None
     if not engine:
         console.print("retrograde is not installed: empty hooks only")

@@ -17,6 +17,7 @@ class Seat:
     world: int
     port: int
     log: str
+    harness: int  # process id
     patience: float  # seconds a collective may wait for the other ranks
 
 

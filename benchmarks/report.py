@@ -138,6 +138,12 @@ def _setting(results: Results) -> str:
     )
 
 
+def wide_console() -> Console:
+    """Tables in a log are of no use folded at 80 columns."""
+    console = Console()
+    return console if console.is_terminal else Console(width=140)
+
+
 def show(results: Results, console: Console) -> None:
     for grid in grids(results):
         console.print(grid.rich())

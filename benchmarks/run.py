@@ -173,9 +173,7 @@ def versions() -> dict[str, str]:
 def main(argv: list[str] | None = None) -> int:
     options = arguments(argv)
     os.environ.update(ENVIRONMENT)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=140)  # tables in a log are of no use folded at 80 columns
+    console = report.wide_console()
     now = datetime.now(UTC)
     results = Results(
         date=now.isoformat(timespec="seconds"),

@@ -39,6 +39,8 @@ _PR_SET_PDEATHSIG = 1
 def main(seat: Seat, pipe: Connection) -> None:
     # A rank may be stuck in a collective when the harness is killed, and would then outlive it.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != seat.harness:  # it was killed before the line above
+        return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the harness's to handle
     _redirect_output(seat.log)
     try:

@@ -113,7 +113,8 @@ class EngineContext(Context):
         return self.engine.full_params(*modules, write=write)
 
     def full_state(self) -> dict[str, Tensor]:
-        return {name: value.detach().clone() for name, value in self.engine.iter_full_params()}
+        full = {name: value.detach().clone() for name, value in self.engine.iter_full_params()}
+        return {name: full[name] for name, _ in self._model.named_parameters()}
 
     def reductions(self) -> dict[str, int] | None:
         counts: dict[str, int] = {}

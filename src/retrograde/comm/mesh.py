@@ -119,10 +119,13 @@ class Mesh:
         return src, pickle.loads(data)
 
     # ---- data
-    def next_tag(self) -> int:
+    def next_tag(self, mine: bool) -> int:
+        """A tag for one transfer. Both ends of a pair number transfers on their own: the one that will send uses
+        odd tags, the one that will receive even ones, so that two transfers in one direction never share a tag.
+        """
         with self.changed:
-            self._tag = self._tag + 1 if self._tag < TAGS else FIRST_DATA
-            return self._tag
+            self._tag = self._tag + 2 if self._tag < TAGS else FIRST_DATA
+            return self._tag + mine
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Any:
         return dist.isend(tensor, group_dst=dst, group=self.group, tag=tag)

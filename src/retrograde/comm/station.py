@@ -6,6 +6,7 @@ sequence of meetings and can draw the same conclusions from it. That replaces an
 collectives: positions need not be equal, they only have to be reconcilable (engine/council.py).
 """
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -123,7 +124,7 @@ class Station:
         self.check()
         works = []
         for src in self.mesh.peers:
-            tag = self.mesh.next_tag()
+            tag = self.mesh.next_tag(mine=False)
             works.append((src, self.mesh.irecv(into(src), src, tag), tag))
             self.mesh.send(src, "read", self.number, unit, tuple(stamp), tag)
         return Reading(self, unit, works)
@@ -145,7 +146,7 @@ class Station:
     # ---- putting gradients
     def put(self, key: Key, dst: int, chunk: torch.Tensor) -> Any:
         """Start sending `chunk` to `dst`, whose service thread takes it; the work is done when it is sent."""
-        tag = self.mesh.next_tag()
+        tag = self.mesh.next_tag(mine=True)
         self.mesh.send(dst, "put", self.number, tuple(key), chunk.numel(), chunk.dtype, self.steps, tag)
         return self.mesh.isend(chunk, dst, tag)
 
@@ -193,7 +194,8 @@ class Station:
         if self.failure is None:
             self.failure = text
             for peer in self.mesh.peers:
-                self.mesh.send(peer, "fail", self.number, text)
+                with contextlib.suppress(RuntimeError):  # gloo closes a pair on which a wait timed out
+                    self.mesh.send(peer, "fail", self.number, text)
         raise DivergenceError(self.failure) from cause
 
     def _wait_until(self, done: Callable[[], bool], missing: Callable[[], list[int]], what: str) -> None:

@@ -8,6 +8,7 @@ from torch import nn
 
 from retrograde.comm import Kind, Mesh, Stamp, Station
 from retrograde.engine.describe import explain, report
+from retrograde.engine.growth import Growth
 from retrograde.errors import ShardingError
 from retrograde.layout import Policy, parse_bytes
 from retrograde.ledger import Ledger
@@ -22,28 +23,35 @@ _graph_task = torch._C._current_graph_task_id
 class Engine:
     """Made by `shard()`. The model's modules hold it, so it lives as long as the model."""
 
-    def __init__(self, model: nn.Module, units: list[Unit], policy: Policy, mesh: Mesh, timeout: float) -> None:
-        self.model, self.units, self.policy = model, units, policy
+    def __init__(self, model: nn.Module, policy: Policy, mesh: Mesh, timeout: float) -> None:
+        self.model, self.policy = model, policy
+        self.units: list[Unit] = []
+        self.growth = Growth()
         self.ledger = Ledger()
         self._steps = 0
         self._norms: dict[int, tuple[int, float, torch.Tensor]] = {}
         self.station = Station(mesh, self, timeout)
         self.council = Council(self.station, self, self.ledger)
-        self.gate = Gate(self.station, units, self.fence)
+        self.gate = Gate(self.station, self.units, self.fence)
         self.pager = Pager(policy)
-        two = sum(sorted((unit.layout.page_bytes for unit in units), reverse=True)[:2])
-        self._pages = BufferPool(two + policy.resident, self.ledger)
-        exchange = Exchange(self.station, policy, BufferPool(two, Ledger()), self.ledger)
-        self.reducer = Reducer(units, exchange, self.council, self.station, self.pager)
+        self._pages = BufferPool(self.ledger)
+        self._buckets = BufferPool(Ledger())
+        exchange = Exchange(self.station, policy, self._buckets, self.ledger)
+        self.reducer = Reducer(self.units, exchange, self.council, self.station, self.pager)
         self.reducer.hold = policy.until_step
+        self.saved = SavedTensors(self.pager)
 
-    def connect(self) -> SavedTensors:
+    def enlist(self, units: list[Unit]) -> None:
         """The units have their values: give them their graph and make their parameters leaves of it."""
-        for unit in self.units:
+        self.units.extend(units)
+        two = sum(sorted((unit.layout.page_bytes for unit in self.units), reverse=True)[:2])
+        self._pages.limit, self._buckets.limit = two + self.policy.resident, two
+        for unit in units:
             unit.connect(self.gate, self.station, self.reducer, self._pages, self.ledger)
             for index, leaf in enumerate(unit.leaves):
                 ShardedParameter.adopt(leaf, unit, index, self)
-        return SavedTensors(self.pager, self.units)
+            self.saved.add(unit)
+        self.council.values("shard() is done", None)  # from here on others may read our shards
 
     # ---- users
     @contextlib.contextmanager
@@ -78,10 +86,9 @@ class Engine:
         wanted = {id(p) for module in modules or (self.model,) for p in module.parameters()}
         held: dict[str, torch.Tensor] = {}
         with torch.set_grad_enabled(torch.is_grad_enabled() and not write):
-            for unit in self.units:
-                for index, leaf in enumerate(unit.leaves):
-                    if id(leaf) in wanted:
-                        held[unit.layout.slots[index].name] = self.access(unit, index)
+            for name, leaf in self.model.named_parameters():
+                if id(leaf) in wanted and isinstance(leaf, ShardedParameter):
+                    held[name] = leaf.full()
             yield held if write else {name: tensor.detach() for name, tensor in held.items()}
         held.clear()
         for unit in self.units:
@@ -185,6 +192,9 @@ class Engine:
         self.reducer.recover()
         self.pager.quiesce()
         self.council.step(f"step {self._steps + 1}")
+        self.pager.release()
+        self._pages.trim()  # the optimizer may have temporaries of its own
+        self._buckets.trim()
 
     def after_step(self, leaves: list[ShardedParameter]) -> None:
         for leaf in leaves:

@@ -1,11 +1,12 @@
 """`shard()`: turn a model into a sharded one, in place.
 
 The data path from here: `find_units` says which parameters go together (layout), `_home` gives each unit its
-memory on this rank, `Engine.connect` connects pages (residency) and gradients (reduction), and `patch` makes
+memory on this rank, `Engine.enlist` connects pages (residency) and gradients (reduction), and `patch` makes
 `module.weight` reach the page. From then on everything is driven by access and by autograd.
 """
 
 import zlib
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,19 +55,38 @@ def shard(
     specs = find_units(model, units)
     if not specs:
         raise ShardingError(f"{type(model).__name__} has no parameters to shard")
-    made = [_make(index, spec, policy, ranks) for index, spec in enumerate(specs)]
-    engine = Engine(model, made, policy, ranks, timeout)
-    _check_same(engine, specs)
-    _fill(engine, model, specs, made)
-    saved = engine.connect()
     tend(ShardedParameter)
     watch_steps()
-    inner = {spec.module for spec in specs}
-    for module in model.modules():
-        names = tuple(name for name, p in module._parameters.items() if p is not None)
-        if names or module in inner or module is model:
-            patch(module, saved, names, engine)
+    engine = Engine(model, policy, ranks, timeout)
+    _enlist(engine, specs)
+    patch(model, engine.saved, (), engine, before_forward=engine.growth.check)
+    engine.growth.watch(lambda: _enlist(engine, _added(model, units)))
     return engine
+
+
+def _enlist(engine: Engine, specs: list[UnitSpec]) -> None:
+    """Make units of plain parameters. Nothing of the model is touched before all ranks agree that they may."""
+    if not specs:
+        return
+    first = len(engine.units)
+    made = [_make(first + index, spec, engine.policy, engine.station.mesh) for index, spec in enumerate(specs)]
+    _check_same(engine, specs)
+    params = {id(param) for spec in specs for _, param in spec.params}
+    owners = [
+        (module, tuple(name for name, p in module._parameters.items() if p is not None))
+        for module in engine.model.modules()
+        if any(id(p) in params for p in module._parameters.values())
+    ]
+    _fill(engine, specs, made)
+    engine.enlist(made)
+    for module, names in owners:
+        patch(module, engine.saved, names, engine)
+
+
+def _added(model: nn.Module, units: Units) -> list[UnitSpec]:
+    """Parameters that came after `shard()` (LoRA adapters, a new head)."""
+    fresh = find_units(model, units, lambda param: not isinstance(param, ShardedParameter))
+    return [replace(spec, name=f"{spec.name}+{len(spec.params)} added") for spec in fresh]
 
 
 def _group(process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> dist.ProcessGroup:
@@ -123,7 +143,7 @@ def _make(index: int, spec: UnitSpec, policy: Policy, ranks: Mesh) -> Unit:
     return Unit(index, spec.name, layout, [param for _, param in spec.params], home, ranks.rank)
 
 
-def _fill(engine: Engine, model: nn.Module, specs: list[UnitSpec], units: list[Unit]) -> None:
+def _fill(engine: Engine, specs: list[UnitSpec], units: list[Unit]) -> None:
     """Copy each parameter's piece into its shard and point the parameter there, a parameter at a time."""
     places: dict[int, tuple[Unit, int]] = {
         id(param): (unit, index) for unit in units for index, param in enumerate(unit.leaves)
@@ -146,9 +166,9 @@ def _fill(engine: Engine, model: nn.Module, specs: list[UnitSpec], units: list[U
         _same_values(engine, real)
         for _, param in real:
             settle(param, param)
-    _same_values(engine, [(n, b) for n, b in model.named_buffers() if b.device.type != "meta"])
+    _same_values(engine, [(n, b) for n, b in engine.model.named_buffers() if b.device.type != "meta"])
     if on_meta:
-        materialize(model, on_meta, settle)
+        materialize(engine.model, on_meta, settle)
 
 
 def _same_values(engine: Engine, named: list[tuple[str, Any]]) -> None:

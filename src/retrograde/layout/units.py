@@ -26,8 +26,10 @@ class UnitSpec:
     params: tuple[tuple[str, nn.Parameter], ...]
 
 
-def find_units(model: nn.Module, units: Units) -> list[UnitSpec]:
-    """Partition the model's parameters, in module order; the root unit comes first."""
+def find_units(
+    model: nn.Module, units: Units, wanted: Callable[[nn.Parameter], bool] = lambda param: True
+) -> list[UnitSpec]:
+    """Partition the model's parameters (those `wanted`), in module order; the root unit comes first."""
     chosen = _chosen(model, units)
     root: list[tuple[str, nn.Parameter]] = []
     members: dict[str, list[tuple[str, nn.Parameter]]] = {}
@@ -35,7 +37,7 @@ def find_units(model: nn.Module, units: Units) -> list[UnitSpec]:
 
     def walk(module: nn.Module, prefix: str, home: list[tuple[str, nn.Parameter]]) -> None:
         for name, param in module._parameters.items():
-            if param is not None and id(param) not in seen:
+            if param is not None and id(param) not in seen and wanted(param):
                 seen.add(id(param))
                 home.append((prefix + name, param))
         for name, child in module.named_children():

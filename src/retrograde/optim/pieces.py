@@ -25,6 +25,7 @@ from retrograde.residency import Unit
 
 _get_grad = cast(Any, torch.Tensor.grad).__get__
 _set_grad = cast(Any, torch.Tensor.grad).__set__
+_set_requires_grad = cast(Any, torch.Tensor.requires_grad).__set__
 set_data = cast(Any, torch.Tensor.data).__set__
 raw_grad = _get_grad  # without what reading `.grad` does
 
@@ -118,6 +119,19 @@ class ShardedParameter(Piece, nn.Parameter):
         leaf._unit, leaf.holder = weakref.ref(unit), weakref.ref(holder)
         leaf.place, leaf.slot = index, unit.layout.slots[index]
 
+    @property
+    def requires_grad(self) -> bool:
+        return self.unit.trained[self.place]
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        _set_requires_grad(self, value)
+        self.unit.trained[self.place] = bool(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> "ShardedParameter":
+        self.requires_grad = requires_grad
+        return self
+
     def full(self) -> torch.Tensor:
         return _alive(self).access(self.unit, self.place)
 
@@ -196,14 +210,13 @@ def _alive(piece: Any) -> Holder:
 
 # ---- writes
 _ALIASES = {"detach", "view", "reshape", "flatten", "view_as", "narrow", "__getitem__", "alias"}
-_NO_WRITES = {"requires_grad_", "register_hook", "retain_grad"}
 
 
 def _written(name: str, args: Any, kwargs: Any) -> list[Any]:
     """The sharded parameters a function is about to change."""
     if kwargs and (out := kwargs.get("out")) is not None:
         targets: Any = out
-    elif args and name not in _NO_WRITES and (_in_place(name)):
+    elif args and _in_place(name):
         targets = args[0]
     else:
         return []

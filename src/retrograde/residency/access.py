@@ -30,15 +30,26 @@ def tend(leaf_type: type[Any]) -> None:
     _leaf_type = leaf_type
 
 
-def patch(module: nn.Module, saved: SavedTensors, names: tuple[str, ...], engine: object) -> None:
+def patch(
+    module: nn.Module,
+    saved: SavedTensors,
+    names: tuple[str, ...],
+    engine: object,
+    before_forward: Callable[[], None] | None = None,
+) -> None:
     """Give `module` the generated class: properties for its own parameters `names`, hooks around `forward`.
 
+    Hooks only where parameters are: torch.func refuses to start while any are active, and what a module without
+    parameters of its own saves is, but for weights it takes from its children, activations.
     The class holds the engine, so that it lives as long as the model.
     """
     cls = type(module)
     body: dict[str, Any] = {name: _property(name) for name in names}
+    if names:
+        body["forward"] = _forward(cls, saved)
+    if before_forward is not None:
+        body["forward"] = _announced(cls, before_forward)
     body |= {
-        "forward": _forward(cls, saved),
         "_apply": _apply,
         "_save_to_state_dict": _save_to_state_dict,
         "_load_from_state_dict": _load_from_state_dict,
@@ -85,6 +96,17 @@ def _forward(cls: type[nn.Module], saved: SavedTensors) -> Callable[..., Any]:
             return base(self, *args, **kwargs)
         finally:
             saved.leave()
+
+    return forward
+
+
+def _announced(cls: type[nn.Module], before: Callable[[], None]) -> Callable[..., Any]:
+    base = cls.forward
+
+    @functools.wraps(base)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        before()
+        return base(self, *args, **kwargs)
 
     return forward
 

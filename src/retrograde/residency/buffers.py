@@ -8,8 +8,8 @@ from retrograde.ledger import Ledger
 class BufferPool:
     """Free buffers stay only while everything taken and free together fits in `limit` bytes."""
 
-    def __init__(self, limit: float, ledger: Ledger) -> None:
-        self.limit = limit
+    def __init__(self, ledger: Ledger) -> None:
+        self.limit = 0.0
         self._ledger = ledger
         self._free: list[torch.Tensor] = []
         self._used = 0

@@ -47,11 +47,14 @@ class Chained(NamedTuple):
 class SavedTensors:
     """The pack and unpack hooks of one engine."""
 
-    def __init__(self, pager: Pager, units: list[Unit]) -> None:
+    def __init__(self, pager: Pager) -> None:
         self._pager = pager
         self._live = pager.live
-        self._offsets = {unit: [slot.offset for slot in unit.layout.slots] for unit in units}
+        self._offsets: dict[Unit, list[int]] = {}
         self._ours = (self._pack, self._unpack)
+
+    def add(self, unit: Unit) -> None:
+        self._offsets[unit] = [slot.offset for slot in unit.layout.slots]
 
     def enter(self) -> bool:
         """Activate the hooks; False (and nothing to leave) where they are active, useless or forbidden."""
@@ -84,7 +87,7 @@ class SavedTensors:
             return None
         offset = int(tensor.storage_offset())
         slot = bisect.bisect_right(self._offsets[unit], offset) - 1
-        return Handle(unit, slot, unit.leaves[slot]._version, tensor.size(), tensor.stride(), offset)
+        return Handle(unit, slot, unit.pieces[slot]._version, tensor.size(), tensor.stride(), offset)
 
     def _unpack(self, packed: Any) -> Any:
         if type(packed) is Handle:
@@ -94,11 +97,11 @@ class SavedTensors:
         return packed
 
     def _page_in(self, handle: Handle) -> torch.Tensor:
-        unit, leaf = handle.unit, handle.unit.leaves[handle.slot]
-        if leaf._version != handle.version:
+        unit, piece = handle.unit, handle.unit.pieces[handle.slot]
+        if piece._version != handle.version:
             raise RuntimeError(
                 f"one of the variables needed for gradient computation has been modified by an inplace "
-                f"operation: parameter {unit.layout.slots[handle.slot].name} is at version {leaf._version}; "
+                f"operation: parameter {unit.layout.slots[handle.slot].name} is at version {piece._version}; "
                 f"expected version {handle.version} instead. Hint: an optimizer step or an edit of the "
                 f"weights came between this graph's forward and its backward"
             )

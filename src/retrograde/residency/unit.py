@@ -102,6 +102,7 @@ class Unit:
         """`home` is the shard, or the whole page with the shard inside it when pages stay (or world is 1)."""
         self.index, self.name, self.layout, self.rank = index, name, layout, rank
         self.leaves = tuple(leaves)
+        self.trained = [leaf.requires_grad for leaf in leaves]  # kept by the leaves (optim/pieces.py)
         self.at_home = home.numel() == layout.padded_numel
         self.shard = home[layout.span(rank)] if self.at_home else home
         self.state = State.ABSENT
@@ -115,11 +116,14 @@ class Unit:
         self._pool: BufferPool
         self._reading: Reading | None = None
         self._read_at = -1
+        self._own_references = 0
         self._stubs = [torch.empty((), dtype=layout.dtype, device=home.device).expand(s.shape) for s in layout.slots]
         self.outs: tuple[FullTensor, ...] = ()
 
     def connect(self, gate: Gate, station: Station, sink: Sink, pool: BufferPool, ledger: Ledger) -> None:
         self.gate, self.station, self.sink, self._pool, self._ledger = gate, station, sink, pool, ledger
+        # Plain tensors that share the leaves' memory and version counters: reading a leaf itself is slower.
+        self.pieces = tuple(leaf.detach() for leaf in self.leaves)
         self.settled = self.version
         self.outs = tuple(FullTensor.of(stub.clone(), self, i) for i, stub in enumerate(self._stubs))
         self._edits_seen = 0
@@ -132,7 +136,6 @@ class Unit:
         return self.layout.dtype.is_floating_point or self.layout.dtype.is_complex
 
     def _build_graph(self) -> None:
-        wanted = [leaf.requires_grad for leaf in self.leaves]
         for leaf in self.leaves:
             leaf.requires_grad_(True)  # edges for all: a frozen parameter may be unfrozen at any time
         with torch.enable_grad():
@@ -143,16 +146,16 @@ class Unit:
         self.accumulators = [node for node, _ in pack.next_functions]
         pack._set_sequence_nr(AFTER_ALL_ELSE)
         gather._set_sequence_nr(AS_SOON_AS_READY)
-        for leaf, want in zip(self.leaves, wanted, strict=True):
-            leaf.requires_grad_(want)
+        for leaf, trained in zip(self.leaves, self.trained, strict=True):
+            leaf.requires_grad_(trained)
 
     @property
     def version(self) -> int:
-        return sum(leaf._version for leaf in self.leaves)
+        return sum([piece._version for piece in self.pieces])
 
     @property
     def trainable(self) -> bool:
-        return any(leaf.requires_grad for leaf in self.leaves)
+        return any(self.trained)
 
     @property
     def valid(self) -> bool:
@@ -185,6 +188,7 @@ class Unit:
         for out in self.outs:
             torch.autograd.graph.increment_version(out)  # what was saved from the memory before is stale
         self._edits_seen = self._edit_counter()
+        self._own_references = torch._C._storage_Use_Count(self.buffer.untyped_storage()._cdata)
 
     def drop(self) -> bool:
         """READY -> ABSENT if nobody else refers to the page; says whether it did."""
@@ -204,7 +208,7 @@ class Unit:
 
     def full(self, slot: int) -> torch.Tensor:
         """The full tensor of a parameter; the page is READY."""
-        if self.leaves[slot].requires_grad:
+        if self.trained[slot]:
             return self.outs[slot]
         assert self.buffer is not None
         place = self.layout.slots[slot]
@@ -218,7 +222,7 @@ class Unit:
         """Does nothing but this unit refer to the page? Counts references in Python, autograd and views."""
         assert self.buffer is not None
         storage = self.buffer.untyped_storage()
-        if torch._C._storage_Use_Count(storage._cdata) > len(self.outs) + _STORAGE_REFERENCES:
+        if torch._C._storage_Use_Count(storage._cdata) > self._own_references:
             return False
         return all(sys.getrefcount(out) <= _OUT_REFERENCES and _owners(out) == 1 for out in self.outs)
 
@@ -239,12 +243,10 @@ class Unit:
         assert self.buffer is not None
         place = self.layout.slots[slot]
         mine = self.buffer[place.offset : place.end][self.layout.within(place, self.rank)]
-        leaf = self.leaves[slot]
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            if self.at_home:
-                torch.autograd.graph.increment_version(leaf)
-            else:
-                leaf.copy_(mine)
+        if self.at_home:
+            torch.autograd.graph.increment_version(self.pieces[slot])
+        else:
+            self.pieces[slot].copy_(mine)
         self._read_at = self.version
         self._edits_seen = self._edit_counter()
         self.gate.after_write(self)
@@ -252,7 +254,5 @@ class Unit:
 
 _owners = torch.Tensor._use_count  # type: ignore[attr-defined]
 
-# References to the page's storage when only the unit refers to it: the buffer and Python's storage object
-# made to ask, beside one for each full tensor. And to a full tensor: the tuple, the loop and the argument.
-_STORAGE_REFERENCES = 2
-_OUT_REFERENCES = 4
+# References to a full tensor that only the unit holds: the tuple, the loop and the argument.
+_OUT_REFERENCES = 3
