@@ -34,7 +34,7 @@ START_LIMIT = 120.0
 # An error on one rank usually leaves the others waiting for it: they get this long to say something too.
 GRACE = 5.0
 # Process groups made by the tasks die with the default group; renewing it keeps their threads from piling up.
-CALLS_PER_GROUP = 10
+CALLS_PER_GROUP = 500
 
 
 class RankError(AssertionError):
@@ -203,8 +203,6 @@ def _serve(seat: _Seat, pipe: Connection) -> None:
             pipe.send_bytes(pickle.dumps(_Answer(False, traceback.format_exc())))
             return
         pipe.send_bytes(pickle.dumps(_Answer(True, None)))
-        gc.collect()
-        gc.freeze()  # tasks look for live tensors: they need not walk all of torch
         while True:
             try:
                 fn, args, kwargs = pickle.loads(pipe.recv_bytes())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Mapping
 from typing import Any
@@ -103,14 +104,12 @@ class Player:
 
     def _grads(self) -> Grads:
         """After the step, so that it is the step itself that has to finish what is still in flight."""
-        names = [name for name, _ in self.model.named_parameters()]
-        return snapshot({name: self._grad(name) for name in names})
-
-    def _grad(self, name: str) -> Tensor | None:
+        whole: dict[str, Tensor | None] = {}
         for prefix, engine in self.engines.items():
-            if name.startswith(prefix):
-                return engine.full_grad(name.removeprefix(prefix).removeprefix("."))
-        return self.model.get_parameter(name).grad
+            whole |= {f"{prefix}.{name}" if prefix else name: grad for name, grad in engine.full_grads().items()}
+        plain = {name: p.grad for name, p in self.model.named_parameters() if name not in whole}
+        grads = whole | plain
+        return snapshot({name: grads[name] for name, _ in self.model.named_parameters()})
 
     def _state(self) -> dict[str, Tensor]:
         state = {}
@@ -148,10 +147,21 @@ def _default_hooks() -> Any:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
+@functools.cache
+def settle() -> None:
+    """Once in a process: have torch import what it imports late, and take all of it out of the way of gc."""
+    leaf = nn.Parameter(torch.ones(1))
+    leaf.sum().backward()
+    torch.optim.SGD([leaf]).step()
+    gc.collect()
+    gc.freeze()
+
+
 def play_rank(rank: int, world: int, case_id: str, stage: int) -> Trace:
     """A task for the pool."""
     from tests.patterns.rows import CASES
 
+    settle()
     player = Player(CASES[case_id], rank, world, stage)
     trace = player.play()
     dist.barrier()  # a rank that drops its model takes its shards along, and others may still be reading

@@ -67,6 +67,9 @@ class MlpBlock(nn.Module):
         self.down = nn.Linear(hidden, width)
         self.remat = remat if remat is not None and remat.where == "inside" else None
 
+    def norm_only(self, h: Tensor) -> Tensor:
+        return self.norm(h)
+
     def inner(self, h: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(h)))
 
@@ -123,6 +126,9 @@ class GptBlock(nn.Module):
         self.up = nn.Linear(width, 2 * width + 1)
         self.down = nn.Linear(2 * width + 1, width, bias=False)
         self.remat = remat if remat is not None and remat.where == "inside" else None
+
+    def norm_only(self, h: Tensor) -> Tensor:
+        return self.norm2(h)
 
     def attend(self, h: Tensor) -> Tensor:
         B, T, C = h.shape

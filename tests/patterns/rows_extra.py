@@ -64,6 +64,12 @@ def evaluation_between(model: nn.Module, batch: Batch, ctx: Context) -> None:
     loss.backward()
 
 
+@row("E8", "a forward whose graph is dropped without a backward", BOTH)
+def dropped_graph(model: nn.Module, batch: Batch, ctx: Context) -> None:
+    ctx.aux(model(ctx.micro(0).x).softmax(dim=-1))
+    ctx.loss(model(batch.x), batch).backward()
+
+
 class SavedWeight(torch.autograd.Function):
     @staticmethod
     def forward(fn: Any, x: Tensor, weight: Tensor) -> Tensor:

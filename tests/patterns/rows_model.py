@@ -114,6 +114,19 @@ def tensor_hooks(model: nn.Module, batch: Batch, ctx: Context) -> None:
     _plain(model, batch, ctx)
 
 
+@row("24", "user hooks: `p.register_hook`, some parameters unused", setup=_double_gradients)
+def tensor_hooks_unused(model: nn.Module, batch: Batch, ctx: Context) -> None:
+    """Torch does not call the hook of a parameter without a gradient."""
+    ctx.aux(model.blocks[0].norm_only(model.embed(batch.x))).backward()
+
+
+@row("24", "user hooks: `p.register_hook` in a window", setup=_double_gradients)
+def tensor_hooks_window(model: nn.Module, batch: Batch, ctx: Context) -> None:
+    with ctx.coalesce():
+        _plain(model, batch, ctx)
+        _plain(model, ctx.micro(0), ctx)
+
+
 def _halve(leaf: nn.Parameter) -> None:
     leaf.grad.mul_(0.5)
 

@@ -22,6 +22,20 @@ def unit_never_used(model: nn.Module, batch: Batch, ctx: Context) -> None:
     ctx.loss(model(batch.x, (0, 2)), batch).backward()
 
 
+@row("11", "a parameter that goes unused in a unit that is used", ("mlp", "gpt", "odd-shapes"))
+def parameter_unused(model: nn.Module, batch: Batch, ctx: Context) -> None:
+    """The head, in some steps; a layer inside a block, always."""
+    hidden = model.blocks[0](model.embed(batch.x)) + model.blocks[1].norm_only(model.embed(batch.x))
+    ctx.aux(hidden if ctx.step % 2 else model.read(hidden)).backward()
+
+
+@row("11b", "a parameter used on rank 0 only, in a unit that all use", ("mlp", "gpt"))
+def parameter_on_first_rank(model: nn.Module, batch: Batch, ctx: Context) -> None:
+    hidden = model.embed(batch.x)
+    used = model.blocks[0](hidden) if ctx.rank == 0 else model.blocks[0].norm_only(hidden)
+    ctx.aux(used).backward()
+
+
 @row("11b", "a unit used on rank 0 only", BOTH)
 def unit_on_first_rank(model: nn.Module, batch: Batch, ctx: Context) -> None:
     path = (0, 1, 2) if ctx.rank == 0 else (0, 2)

@@ -146,18 +146,21 @@ class Mesh:
     # ---- the service thread
     def _serve(self) -> None:
         try:
-            while True:
-                src, (op, number, *args) = self._receive()
-                if op == "bye":
-                    self.send(src, "stop", -1)
-                elif op == "stop":
-                    return
-                else:
-                    with self.changed:
-                        self._deliver(number, src, op, tuple(args))
+            while self._handle(*self._receive()):
+                pass
         except Exception as error:
             if not self._closing:
                 self._lost(f"the connection between ranks was lost ({type(error).__name__}: {error})")
+
+    def _handle(self, src: int, message: tuple[Any, ...]) -> bool:
+        """One message; in a call of its own, so that nothing of it is kept while waiting for the next."""
+        op, number, *args = message
+        if op == "bye":
+            self.send(src, "stop", -1)
+        elif op != "stop":
+            with self.changed:
+                self._deliver(number, src, op, tuple(args))
+        return bool(op != "stop")
 
     def _deliver(self, number: int, src: int, op: str, args: tuple[Any, ...]) -> None:
         if number >= len(self._receivers):

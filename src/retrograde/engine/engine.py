@@ -44,8 +44,9 @@ class Engine:
     def enlist(self, units: list[Unit]) -> None:
         """The units have their values: give them their graph and make their parameters leaves of it."""
         self.units.extend(units)
-        two = sum(sorted((unit.layout.page_bytes for unit in self.units), reverse=True)[:2])
-        self._pages.limit, self._buckets.limit = two + self.policy.resident, two
+        sizes = sorted((unit.layout.page_bytes for unit in self.units), reverse=True)
+        self._pages.limit = sum(sizes[: 2 if self.policy.prefetch else 1]) + self.policy.resident
+        self._buckets.limit = sum(sizes[:2])
         for unit in units:
             unit.connect(self.gate, self.station, self.reducer, self._pages, self.ledger)
             for index, leaf in enumerate(unit.leaves):
@@ -110,13 +111,24 @@ class Engine:
 
     def full_grad(self, which: nn.Parameter | str) -> torch.Tensor | None:
         """The whole gradient of a parameter, on every rank; None where no rank has one."""
-        leaf = self._leaf(which)
+        return self._whole_grads([self._leaf(which)])[0]
+
+    def full_grads(self) -> dict[str, torch.Tensor | None]:
+        """All gradients by name, whole, on every rank. For looking at a model, not for training it."""
+        named = [(name, leaf) for name, leaf in self.model.named_parameters() if isinstance(leaf, ShardedParameter)]
+        whole = self._whole_grads([leaf for _, leaf in named])
+        return {name: grad for (name, _), grad in zip(named, whole, strict=True)}
+
+    def _whole_grads(self, leaves: list[ShardedParameter]) -> list[torch.Tensor | None]:
         self.before_grad_read()
-        grad = raw_grad(leaf)
-        pieces = self.council.values(f"full_grad({leaf.slot.name})", None if grad is None else grad.detach().clone())
-        if all(piece is None for piece in pieces):
-            return None
-        return torch.cat([piece for piece in pieces if piece is not None]).view(leaf.slot.shape)
+        grads = [raw_grad(leaf) for leaf in leaves]
+        pieces = [None if grad is None else grad.detach().as_subclass(torch.Tensor).clone() for grad in grads]
+        by_rank = self.council.values(f"whole gradients of {len(leaves)} parameters", pieces)
+        whole: list[torch.Tensor | None] = []
+        for leaf, *parts in zip(leaves, *by_rank, strict=True):
+            present = [part for part in parts if part is not None]
+            whole.append(torch.cat(present).view(leaf.slot.shape) if present else None)
+        return whole
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """`torch.nn.utils.clip_grad_norm_` over this engine's parameters."""

@@ -132,6 +132,12 @@ class ShardedParameter(Piece, nn.Parameter):
         self.requires_grad = requires_grad
         return self
 
+    def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
+        """As torch's. The hook sees this rank's piece of the reduced gradient, once a reduction, and nothing when a
+        backward brings no gradient: a unit's node runs for all of its parameters, torch's only for those used."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return super().register_hook(lambda grad: None if grad is None else hook(grad))
+
     def full(self) -> torch.Tensor:
         return _alive(self).access(self.unit, self.place)
 

@@ -7,7 +7,7 @@ graph, a second backward, a backward by hand, an exception or a skipped frame ne
 
 Rule 1: hooks that were active outside (checkpointing, save_on_cpu, the user's own) keep seeing every tensor
         that is not of a page: ours call theirs.
-Rule 2: a handle replaces autograd's version check, so it makes that check itself.
+Rule 2: hooks replace autograd's version check, so ours make that check themselves.
 Rule 3: where torch forbids hooks (torch.func.grad) there are none; the graph then holds the page itself.
 """
 
@@ -27,6 +27,12 @@ _forbidden = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
 
 Hook = Callable[[Any], Any]
 
+# torch's own words, so that what searches for them finds them
+_MODIFIED = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+    "[{}] is at version {}; expected version {} instead."
+)
+
 
 class Handle(NamedTuple):
     unit: Unit
@@ -35,6 +41,13 @@ class Handle(NamedTuple):
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+
+
+class Kept(NamedTuple):
+    """A saved tensor that is not of a page: an alias (the tensor itself could close a cycle with its own node)."""
+
+    tensor: torch.Tensor
+    version: int
 
 
 class Chained(NamedTuple):
@@ -77,7 +90,7 @@ class SavedTensors:
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         handle = self.handle(tensor)
-        return tensor if handle is None else handle
+        return Kept(tensor.detach(), tensor._version) if handle is None else handle
 
     def handle(self, tensor: torch.Tensor) -> Handle | None:
         if not self._live or tensor.layout is not torch.strided:
@@ -90,6 +103,11 @@ class SavedTensors:
         return Handle(unit, slot, unit.pieces[slot]._version, tensor.size(), tensor.stride(), offset)
 
     def _unpack(self, packed: Any) -> Any:
+        if type(packed) is Kept:
+            tensor, version = packed
+            if tensor._version != version:
+                raise RuntimeError(_MODIFIED.format(f"{tensor.type()} {list(tensor.size())}", tensor._version, version))
+            return tensor
         if type(packed) is Handle:
             return self._page_in(packed)
         if type(packed) is Chained:
@@ -99,11 +117,10 @@ class SavedTensors:
     def _page_in(self, handle: Handle) -> torch.Tensor:
         unit, piece = handle.unit, handle.unit.pieces[handle.slot]
         if piece._version != handle.version:
+            name = f"parameter {unit.layout.slots[handle.slot].name}"
             raise RuntimeError(
-                f"one of the variables needed for gradient computation has been modified by an inplace "
-                f"operation: parameter {unit.layout.slots[handle.slot].name} is at version {piece._version}; "
-                f"expected version {handle.version} instead. Hint: an optimizer step or an edit of the "
-                f"weights came between this graph's forward and its backward"
+                _MODIFIED.format(name, piece._version, handle.version)
+                + " Hint: an optimizer step or an edit of the weights came between forward and backward of this graph"
             )
         self._pager.open(unit)
         assert unit.buffer is not None

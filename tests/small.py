@@ -1,0 +1,49 @@
+"""A small model for tests of bytes, counts and order, whose sizes are easy to reason about."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+DIM, VOCAB, BLOCKS = 12, 17, 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.up = nn.Linear(DIM, 3 * DIM)
+        self.down = nn.Linear(3 * DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Small(nn.Module):
+    """The root unit is used at both ends of the forward, as in a language model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, DIM)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.head = nn.Linear(DIM, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def build(seed: int = 3) -> Small:
+    torch.manual_seed(seed)
+    return Small()
+
+
+def batch(rank: int, step: int = 0) -> Tensor:
+    return torch.randint(0, VOCAB, (2, 5), generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+    return F.cross_entropy(model(ids).flatten(0, 1), ids.roll(-1, 1).flatten())
