@@ -79,11 +79,9 @@ class Player:
             if self.engines and step >= STEPS - 2:
                 mine = [t for step_grads in grads for t in step_grads.values()]
                 mine += [value for _, value in self.context.records]
-                held.append(quiet_bytes() - sum(_nbytes(value) for value in mine))
+                held.append(self._quiet_bytes() - sum(_nbytes(value) for value in mine))
         leftovers = [f"saved-tensor hooks {hooks}"] if (hooks := _default_hooks()) else []
-        # The last message of a peer (a piece of one gradient) may still be in the hands of a thread.
-        slack = max(_nbytes(t) for t in grads[-1].values())
-        if held and held[-1] > held[-2] + slack:
+        if held and held[-1] > held[-2] + self._slack():
             leftovers.append(f"{held[-1] - held[-2]} bytes more than after the step before")
         return Trace(grads, self._state(), self.context.records, leftovers)
 
@@ -111,6 +109,22 @@ class Player:
         grads = whole | plain
         return snapshot({name: grads[name] for name, _ in self.model.named_parameters()})
 
+    def _quiet_bytes(self) -> int:
+        """`live_bytes()` while no rank does anything: one that is ahead would already be sending.
+
+        Threads keep the last message they got, so one full of gradients is followed by a small one."""
+        for prefix, engine in self.engines.items():
+            name, _ = next(self.model.get_submodule(prefix).named_parameters())
+            engine.full_grad(name)
+        dist.barrier()
+        held = live_bytes()
+        dist.barrier()
+        return held
+
+    def _slack(self) -> int:
+        """What that small message holds if gradients are kept over steps."""
+        return next(self.model.parameters()).nbytes * self.context.world if self.case.keep_grads else 0
+
     def _state(self) -> dict[str, Tensor]:
         state = {}
         for name in self.engines or ("",):
@@ -121,14 +135,6 @@ class Player:
 
 def _nbytes(value: Any) -> int:
     return value.untyped_storage().nbytes() if isinstance(value, Tensor) else 0
-
-
-def quiet_bytes() -> int:
-    """`live_bytes()` while no rank does anything: one that is ahead would already be sending."""
-    dist.barrier()
-    held = live_bytes()
-    dist.barrier()
-    return held
 
 
 def live_bytes() -> int:

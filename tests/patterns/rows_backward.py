@@ -20,7 +20,7 @@ KINDS = [f"{model}-{kind}" for model in BOTH for kind in ("remat", "reentrant")]
 REMAT = [f"{kind}-{where}" for kind in KINDS for where in ("inside", "around")]
 
 
-@row("1", "plain backward", ALL)
+@row("1", "plain backward", ALL, variants=True)
 def plain(model: nn.Module, batch: Batch, ctx: Context) -> None:
     ctx.loss(model(batch.x), batch).backward()
 
@@ -233,7 +233,7 @@ def rerun(model: nn.Module, batch: Batch, ctx: Context) -> None:
     ctx.loss(model.read(hidden), batch).backward()
 
 
-@row("13", "activation checkpoint, reentrant and not, inside and around a unit", REMAT)
+@row("13", "activation checkpoint, reentrant and not, inside and around a unit", REMAT, variants=True)
 def remat(model: nn.Module, batch: Batch, ctx: Context) -> None:
     ctx.loss(model(batch.x), batch).backward()
 

@@ -19,7 +19,7 @@ def _plain(model: nn.Module, batch: Batch, ctx: Context) -> None:
     ctx.loss(model(batch.x), batch).backward()
 
 
-@row("10", "weight tying inside a unit / across units", ("twin-mlp", "cross-mlp", "tied-gpt"))
+@row("10", "weight tying inside a unit / across units", ("twin-mlp", "cross-mlp", "tied-gpt"), variants=True)
 def tied(model: nn.Module, batch: Batch, ctx: Context) -> None:
     _plain(model, batch, ctx)
 
@@ -99,7 +99,7 @@ def large_parameter(model: nn.Module, batch: Batch, ctx: Context) -> None:
     _plain(model, batch, ctx)
 
 
-@row("21", "zero-sized parameter; 0-dim parameter", ("odd-shapes", "scalar"))
+@row("21", "zero-sized parameter; 0-dim parameter", ("odd-shapes", "scalar"), variants=True)
 def odd_parameters(model: nn.Module, batch: Batch, ctx: Context) -> None:
     _plain(model, batch, ctx)
 
@@ -281,7 +281,7 @@ for _key, _title, _first in (
     add(Case(_key, _title, "gan", _phases, sharded=("generator", "critic")))
 
 
-@row("26", "outputs in a dataclass or an opaque object", ("dataclass", "opaque"))
+@row("26", "outputs in a dataclass or an opaque object", ("dataclass", "opaque"), variants=True)
 def structured_output(model: nn.Module, batch: Batch, ctx: Context) -> None:
     out = model(batch.x)
     ctx.loss(out, batch).backward(retain_graph=True)

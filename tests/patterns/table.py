@@ -1,4 +1,4 @@
-"""Runs the matrix and prints it as a table: `python -m tests.patterns.table [filter ...]`."""
+"""Runs the matrix, with all models at all worlds, and prints it: `python -m tests.patterns.table [filter ...]`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,11 @@
-"""The free-form backward matrix: every row, stages 1, 2, 3, worlds 1, 2, 4, bit for bit plain torch."""
+"""The free-form backward matrix: every row, stages 1, 2, 3, worlds 1, 2, 4, bit for bit plain torch.
+
+At world 4 every row runs with its principal model; `python -m tests.patterns.table` runs all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -17,9 +20,14 @@ STAGES = (1, 2, 3)
 WORLDS = (1, 2, 4)
 
 
-@pytest.mark.parametrize("case_id", CASES)
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("stage", STAGES)
+def cells() -> Iterator[tuple[int, int, str]]:
+    for world, stage in itertools.product(WORLDS, STAGES):
+        for case_id, case in CASES.items():
+            if case.principal or world < max(WORLDS):
+                yield stage, world, case_id
+
+
+@pytest.mark.parametrize(("stage", "world", "case_id"), cells())
 def test_matrix(case_id: str, world: int, stage: int, ranks: Callable[[int], RankPool]) -> None:
     want = expected(case_id, world, stage)
     got = ranks(world).run(play_rank, case_id, stage, timeout=LIMIT)

@@ -34,6 +34,13 @@ FOREVER = timedelta(days=365)
 PENDING_SENDS = 256
 
 
+def keep_sending(works: deque[Any], work: Any) -> None:
+    """Hold a send: one that is dropped before it is done is lost. Hundreds of messages later it is done."""
+    works.append(work)
+    if len(works) > PENDING_SENDS:
+        works.popleft().wait()
+
+
 class Receiver(Protocol):
     """What the service thread hands a message to."""
 
@@ -133,15 +140,8 @@ class Mesh:
     def irecv(self, tensor: torch.Tensor, src: int, tag: int) -> Any:
         return dist.irecv(tensor, group_src=src, group=self.group, tag=tag)
 
-    def send_and_forget(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
-        with self.changed:
-            self._keep(self.isend(tensor, dst, tag))
-
     def _keep(self, work: Any) -> None:
-        # A send that is dropped before it is done is lost: hold it; hundreds of messages later it is done.
-        self._sent.append(work)
-        if len(self._sent) > PENDING_SENDS:
-            self._sent.popleft().wait()
+        keep_sending(self._sent, work)
 
     # ---- the service thread
     def _serve(self) -> None:

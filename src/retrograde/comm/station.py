@@ -7,6 +7,7 @@ collectives: positions need not be equal, they only have to be reconcilable (eng
 """
 
 import contextlib
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from retrograde.comm.mesh import Mesh
+from retrograde.comm.mesh import Mesh, keep_sending
 from retrograde.errors import DivergenceError
 
 
@@ -111,6 +112,7 @@ class Station:
     _met: dict[int, dict[int, Position]] = field(default_factory=dict)
     _told: dict[int, str] = field(default_factory=dict)
     _requests: list[_Request] = field(default_factory=list)
+    _served: deque[Any] = field(default_factory=deque)
     steps: int = 0
     _arrivals: dict[tuple[Key, int], _Arrival] = field(default_factory=dict)
 
@@ -140,8 +142,15 @@ class Station:
         if isinstance(found, str):
             self.mesh.send(request.src, "notice", self.number, request.tag, found)
             return False
-        self.mesh.send_and_forget(found, request.src, request.tag)
+        keep_sending(self._served, self.mesh.isend(found, request.src, request.tag))
         return True
+
+    def finish_serving(self) -> None:
+        """After a fence every reader has what it asked for: let go of the shards that were sent."""
+        with self.mesh.changed:
+            served, self._served = self._served, deque()
+        for work in served:
+            work.wait()
 
     # ---- putting gradients
     def put(self, key: Key, dst: int, chunk: torch.Tensor) -> Any:

@@ -38,7 +38,7 @@ class Engine:
         self._buckets = BufferPool(Ledger())
         exchange = Exchange(self.station, policy, self._buckets, self.ledger)
         self.reducer = Reducer(self.units, exchange, self.council, self.station, self.pager)
-        self.reducer.hold = policy.until_step
+        self.reducer.until_step = policy.until_step
         self.saved = SavedTensors(self.pager)
 
     def enlist(self, units: list[Unit]) -> None:
@@ -69,7 +69,7 @@ class Engine:
         """
         with self._window(parse_bytes(budget, "budget") if budget is not None else None):
             yield
-        if not self.reducer.hold:
+        if not self.reducer.windows and not self.policy.until_step:
             self.council.flush("the end of coalesce()")
 
     @contextlib.contextmanager

@@ -118,6 +118,19 @@ class ShardedParameter(Piece, nn.Parameter):
         leaf = cast(ShardedParameter, param)
         leaf._unit, leaf.holder = weakref.ref(unit), weakref.ref(holder)
         leaf.place, leaf.slot = index, unit.layout.slots[index]
+        leaf._take_over_hooks()
+
+    def _take_over_hooks(self) -> None:
+        """Hooks registered before sharding get the same treatment as those registered after it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            before: Any = self._backward_hooks
+            self._backward_hooks = None  # type: ignore[assignment]
+            for hook in (before or {}).values():
+                self.register_hook(hook)
+            tables: Any = self._post_accumulate_grad_hooks
+            self._post_accumulate_grad_hooks = None
+            for hook in (tables or {}).values():
+                self.register_post_accumulate_grad_hook(hook)
 
     @property
     def requires_grad(self) -> bool:
@@ -136,7 +149,21 @@ class ShardedParameter(Piece, nn.Parameter):
         """As torch's. The hook sees this rank's piece of the reduced gradient, once a reduction, and nothing when a
         backward brings no gradient: a unit's node runs for all of its parameters, torch's only for those used."""
         with torch._C.DisableTorchFunctionSubclass():
-            return super().register_hook(lambda grad: None if grad is None else hook(grad))
+            return super().register_hook(  # type: ignore[no-untyped-call]
+                lambda grad: None if grad is None else hook(grad)
+            )
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
+        """As torch's: runs when a reduced gradient has been added to `.grad`, so at the end of a window."""
+
+        def arrived(leaf: torch.Tensor) -> None:
+            if self.unit.arrived[self.place]:
+                hook(leaf)
+
+        with torch._C.DisableTorchFunctionSubclass():
+            handle = super().register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+            self.unit.watch_hooks(self._post_accumulate_grad_hooks)
+        return handle
 
     def full(self) -> torch.Tensor:
         return _alive(self).access(self.unit, self.place)

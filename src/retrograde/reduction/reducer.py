@@ -53,7 +53,8 @@ class Reducer:
         self._pending: dict[int, Pending] = {}
         self._offered: dict[int, Offer] = {}
         self._delivering: dict[int, tuple[bool, ...]] = {}
-        self.hold = False  # a window, or a policy, keeps gradients pending
+        self.until_step = False  # the policy keeps gradients pending
+        self.windows = 0  # so does a window
         self.backwards = 0
 
     # ---- autograd calls these (Sink)
@@ -64,7 +65,7 @@ class Reducer:
         if torch.is_grad_enabled():
             return _Reduce.apply(self, unit, uses, self._task(), *grads)  # type: ignore[no-any-return, no-untyped-call]
         if Use.CAPTURED not in uses:
-            if self.hold:
+            if self.windows or (self.until_step and not unit.hooked):
                 self._keep(unit, grads, uses)
                 return None
             if unit.index in self._pending:
@@ -162,7 +163,7 @@ class Reducer:
     @contextlib.contextmanager
     def window(self, budget: float | None) -> Iterator[None]:
         """Keep gradients pending inside; if the body raises, drop what is pending."""
-        before, self.hold = self.hold, True
+        self.windows += 1
         try:
             yield
         except BaseException:
@@ -171,7 +172,7 @@ class Reducer:
             self._pending.clear()
             raise
         finally:
-            self.hold = before
+            self.windows -= 1
 
     @property
     def pending(self) -> bool:
@@ -219,7 +220,8 @@ class Reducer:
                 _clear_absent(unit, pending)
                 own = self._exchange.launch(unit, pending.bucket, self._offered[index]).own
             total = self._exchange.total(unit, by_rank, own)
-            self._deliver(unit, total, tuple(bool(use) for use in union(by_rank)))
+            with unit.accepting():
+                self._deliver(unit, total, tuple(bool(use) for use in union(by_rank)))
         self._exchange.settle_sending()
 
     def advance(self, kind: Kind) -> None:

@@ -72,6 +72,7 @@ class Gate:
             for unit in self._units:
                 unit.edits = 0
                 unit.settled = unit.version
+        self._station.finish_serving()
         self._station.answer_waiting()
 
     def end_step(self) -> None:

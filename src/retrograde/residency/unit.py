@@ -19,11 +19,12 @@ Rule 1: a page is dropped only when nothing but the unit refers to it; whoever h
 Rule 2: a page is valid while the leaves' version counters are those it was read at.
 """
 
+import contextlib
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum, auto
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -59,6 +60,7 @@ class Pack(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         unit = _alive(ctx.unit)
         pieces = unit.sink.packed(unit, grad) if grad is not None else [None] * len(unit.leaves)
+        unit.arrived = [piece is not None for piece in pieces]
         return (None, *pieces)
 
 
@@ -107,6 +109,8 @@ class Unit:
         self.shard = home[layout.span(rank)] if self.at_home else home
         self.state = State.ABSENT
         self.buffer: torch.Tensor | None = home if self.at_home else None
+        self.arrived = [False] * len(leaves)  # which leaves the last run of Pack had a gradient for
+        self._hooks: list[dict[int, Any]] = []  # the leaves' post-accumulate hooks
         self.edits = 0
         self.settled = 0
         self.gate: Gate
@@ -156,6 +160,27 @@ class Unit:
     @property
     def trainable(self) -> bool:
         return any(self.trained)
+
+    def watch_hooks(self, table: Any) -> None:
+        if not any(known is table for known in self._hooks):
+            self._hooks.append(table)
+
+    @property
+    def hooked(self) -> bool:
+        """Does somebody wait for the gradients of this unit in the backward that brings them?"""
+        return any(self._hooks)
+
+    @contextlib.contextmanager
+    def accepting(self) -> Iterator[None]:
+        """A gradient that was pending when its parameter was frozen still belongs in `.grad`."""
+        frozen = [leaf for leaf, trained in zip(self.leaves, self.trained, strict=True) if not trained]
+        for leaf in frozen:
+            _set_requires_grad(leaf, True)
+        try:
+            yield
+        finally:
+            for leaf in frozen:
+                _set_requires_grad(leaf, False)
 
     @property
     def valid(self) -> bool:
@@ -252,6 +277,7 @@ class Unit:
         self.gate.after_write(self)
 
 
+_set_requires_grad = cast(Any, torch.Tensor.requires_grad).__set__
 _owners = torch.Tensor._use_count  # type: ignore[attr-defined]
 
 # References to a full tensor that only the unit holds: the tuple, the loop and the argument.
