@@ -27,7 +27,7 @@ def cells() -> Iterator[tuple[int, int, str]]:
                 yield stage, world, case_id
 
 
-@pytest.mark.parametrize(("stage", "world", "case_id"), cells())
+@pytest.mark.parametrize(("stage", "world", "case_id"), list(cells()))
 def test_matrix(case_id: str, world: int, stage: int, ranks: Callable[[int], RankPool]) -> None:
     want = expected(case_id, world, stage)
     got = ranks(world).run(play_rank, case_id, stage, timeout=LIMIT)

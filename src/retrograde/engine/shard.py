@@ -7,7 +7,6 @@ memory on this rank, `Engine.enlist` connects pages (residency) and gradients (r
 
 import zlib
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -160,25 +159,24 @@ def _fill(engine: Engine, specs: list[UnitSpec], units: list[Unit]) -> None:
         else:
             set_data(param, piece)
 
-    on_meta = {id(p) for spec in specs for _, p in spec.params if p.device.type == "meta"}
-    for spec in specs:
-        real = [(name, param) for name, param in spec.params if id(param) not in on_meta]
-        _same_values(engine, real)
-        for _, param in real:
-            settle(param, param)
-    _same_values(engine, [(n, b) for n, b in engine.model.named_buffers() if b.device.type != "meta"])
+    params = [param for spec in specs for _, param in spec.params]
+    on_meta = {id(param) for param in params if param.device.type == "meta"}
+    real = [param for param in params if id(param) not in on_meta]
+    _same_values(engine, [*real, *(b for b in engine.model.buffers() if b.device.type != "meta")])
+    for param in real:
+        settle(param, param)
     if on_meta:
         materialize(engine.model, on_meta, settle)
 
 
-def _same_values(engine: Engine, named: list[tuple[str, Any]]) -> None:
+def _same_values(engine: Engine, tensors: list[torch.Tensor]) -> None:
     """Rank 0's values are everybody's, as in DDP; nothing travels when they are equal already."""
     mesh = engine.station.mesh
-    if mesh.world == 1 or not named:
+    if mesh.world == 1 or not tensors:
         return
-    sums = [zlib.crc32(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()) for _, t in named]
-    everybody = engine.council.values(f"values of {named[0][0]}", sums)
-    for index, (_, tensor) in enumerate(named):
+    sums = [zlib.crc32(bytes(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())) for t in tensors]
+    everybody = engine.council.values("values of the model", sums)
+    for index, tensor in enumerate(tensors):
         if any(other[index] != everybody[0][index] for other in everybody):
             value = tensor.detach().contiguous()
             dist.broadcast(value, group_src=0, group=mesh.group)

@@ -124,11 +124,11 @@ class ShardedParameter(Piece, nn.Parameter):
         """Hooks registered before sharding get the same treatment as those registered after it."""
         with torch._C.DisableTorchFunctionSubclass():
             before: Any = self._backward_hooks
-            self._backward_hooks = None  # type: ignore[assignment]
+            self._backward_hooks = None
             for hook in (before or {}).values():
                 self.register_hook(hook)
             tables: Any = self._post_accumulate_grad_hooks
-            self._post_accumulate_grad_hooks = None
+            self._post_accumulate_grad_hooks = None  # type: ignore[assignment]
             for hook in (tables or {}).values():
                 self.register_post_accumulate_grad_hook(hook)
 
