@@ -21,7 +21,7 @@ from torch import nn
 
 from retrograde.errors import UnsupportedError
 from retrograde.layout import Slot
-from retrograde.residency import Unit
+from retrograde.residency import Unit, edits
 
 _get_grad = cast(Any, torch.Tensor.grad).__get__
 _set_grad = cast(Any, torch.Tensor.grad).__set__
@@ -249,18 +249,12 @@ def _written(name: str, args: Any, kwargs: Any) -> list[Any]:
     """The sharded parameters a function is about to change."""
     if kwargs and (out := kwargs.get("out")) is not None:
         targets: Any = out
-    elif args and _in_place(name):
+    elif args and edits(name):
         targets = args[0]
     else:
         return []
     found = targets if isinstance(targets, list | tuple) else (targets,)
     return [t for t in found if isinstance(t, ShardedParameter | _Alias)]
-
-
-def _in_place(name: str) -> bool:
-    if name.startswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name not in ("__index__", "__int__", "__invert__"))
-    return name.endswith("_")
 
 
 # ---- reading all of it

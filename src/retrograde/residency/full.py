@@ -13,6 +13,20 @@ if TYPE_CHECKING:
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
+_OPERATORS = {
+    f"__i{name}__"
+    for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+}
+_NOT_EDITS = {"requires_grad_", "detach_", "share_memory_", "rename_"}
+
+
+def edits(name: str) -> bool:
+    """Does a method or function of this name change its first argument in place?"""
+    if name.endswith("__"):
+        return name in _OPERATORS or name == "__setitem__"
+    return name.endswith("_") and name not in _NOT_EDITS
+
+
 class FullTensor(torch.Tensor):
     """A view of a page. Operations on it give plain tensors; only in-place edits are different.
 
@@ -71,11 +85,6 @@ def _reporting(name: str) -> Callable[..., Any]:
     return edit
 
 
-_NOT_EDITS = {"requires_grad_", "detach_", "share_memory_", "rename_", "retain_grad_"}
 for _name in dir(torch.Tensor):
-    _in_place = _name.endswith("_") and not _name.startswith("_") and _name not in _NOT_EDITS
-    _operator = _name.startswith("__i") and _name.endswith("__") and _name[3:-2] in {
-        "add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"
-    }
-    if (_in_place or _operator or _name == "__setitem__") and callable(getattr(torch.Tensor, _name)):
+    if edits(_name) and callable(getattr(torch.Tensor, _name)):
         setattr(FullTensor, _name, _reporting(_name))
