@@ -40,7 +40,7 @@ def _train(rank: int, world: int, stage: int, backwards: int, options: dict[str,
 @pytest.mark.parametrize("backwards", (1, 3))
 def test_stage_3(ranks: Callable[[int], RankPool], world: int, backwards: int) -> None:
     for seen in ranks(world).run(_train, 3, backwards, {}):
-        expected = {name: 2 * backwards for name in INNER}
+        expected = dict.fromkeys(INNER, 2 * backwards)
         # Turning around, the pages of the head (root) and of the last block are still there.
         expected[INNER[-1]] = backwards
         expected["(root)"] = 2 * backwards  # at both ends of the forward, not in the backward

@@ -223,7 +223,7 @@ def _hook_handles(rank: int, world: int, stage: int) -> None:
         calls.clear()
         loss_of(model, batch(rank)).backward()
         engine.full_grad("head.bias")
-        assert calls == expected
+        assert calls == expected, calls
         for handle in handles:
             handle.remove()
     bias.requires_grad_(False)
@@ -361,7 +361,7 @@ def _refusals(rank: int, world: int, stage: int) -> None:
         for part in (model, model.head, model.blocks[0]):
             with pytest.raises(rg.UnsupportedError, match=r"sharded \w+ cannot be copied or pickled.*state_dict"):
                 attempt(part)
-        with pytest.raises(rg.UnsupportedError, match=r"parameter head\.weight is sharded and cannot be .*(full_p|state_d)"):
+        with pytest.raises(rg.UnsupportedError, match=r"parameter head\.weight is sharded and cannot be (copied|pick)"):
             attempt(weight)
     conversions: list[Callable[[nn.Module], Any]] = [
         lambda m: m.to(torch.float64), lambda m: m.half(), lambda m: m.double(), lambda m: m.bfloat16(),

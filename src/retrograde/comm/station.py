@@ -3,10 +3,11 @@
 A *meeting* is the only point at which ranks wait for each other's main thread. Every rank brings its
 position (why it came and what it has to offer) and leaves with everybody's, so all ranks see the same
 sequence of meetings and can draw the same conclusions from it. That replaces an agreed order of
-collectives: positions need not be equal, they only have to be reconcilable (engine/council.py).
+collectives: positions need not be equal, they only have to be reconcilable (reduction/council.py).
 """
 
 import contextlib
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from retrograde.errors import DivergenceError
 
 
 class Kind(StrEnum):
-    """Why a rank came to a meeting, most urgent first (see engine/council.py)."""
+    """Why a rank came to a meeting, most urgent first (see reduction/council.py)."""
 
     BACKWARD = "the end of a backward"
     FENCE = "an edit of the weights"
@@ -52,6 +53,9 @@ class Key(NamedTuple):
     launch: int
 
 
+Turn = tuple[int, int]  # which meeting a gradient was put after, and the how-manieth of its unit since then
+
+
 class Owner(Protocol):
     """The engine behind a station, asked from the service thread."""
 
@@ -72,16 +76,11 @@ class Reading:
 
     def wait(self) -> None:
         works, self.works = self.works, []
+        station = self.station
         for src, work, tag in works:
-            try:
-                work.wait(timedelta(seconds=self.station.timeout))
-            except RuntimeError as error:
-                reason = self.station.notices.get(tag, "it did not answer")
-                self.station.fail(
-                    f"rank {self.station.mesh.rank} waited {self.station.timeout:g} s to page in unit "
-                    f"{self.station.owner.unit_name(self.unit)} from rank {src}: {reason}",
-                    error,
-                )
+            what = f"to page in unit {station.owner.unit_name(self.unit)} from rank {src}"
+            station.finish(work, what, tag)
+            station.notices.pop(tag, None)
 
 
 @dataclass(slots=True)
@@ -97,6 +96,7 @@ class _Arrival:
     chunk: torch.Tensor
     work: Any
     steps: int  # how many steps the sender had done
+    turn: Turn
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -108,7 +108,7 @@ class Station:
     failure: str | None = None
     notices: dict[int, str] = field(default_factory=dict)
     where: str = "not started"
-    _round: int = 0
+    meetings: int = 0
     _met: dict[int, dict[int, Position]] = field(default_factory=dict)
     _told: dict[int, str] = field(default_factory=dict)
     _requests: list[_Request] = field(default_factory=list)
@@ -131,6 +131,17 @@ class Station:
             self.mesh.send(src, "read", self.number, unit, tuple(stamp), tag)
         return Reading(self, unit, works)
 
+    def finish(self, work: Any, what: str, tag: int = -1) -> None:
+        """Wait for a transfer, once. What goes wrong is told in our words, not in the backend's."""
+        began = time.monotonic()
+        try:
+            work.wait(timedelta(seconds=self.timeout))
+        except RuntimeError as error:
+            late = time.monotonic() - began >= self.timeout
+            silent = self.notices.get(tag, "it did not answer")
+            cause = silent if late else f"the connection was lost ({error})"
+            self.fail(f"rank {self.mesh.rank} waited {time.monotonic() - began:.0f} s {what}: {cause}", error)
+
     def answer_waiting(self) -> None:
         """The main thread changed something a reader may be waiting for."""
         if self._requests:
@@ -150,13 +161,13 @@ class Station:
         with self.mesh.changed:
             served, self._served = self._served, deque()
         for work in served:
-            work.wait()
+            self.finish(work, "for a reader to take a shard")
 
     # ---- putting gradients
-    def put(self, key: Key, dst: int, chunk: torch.Tensor) -> Any:
+    def put(self, key: Key, turn: Turn, dst: int, chunk: torch.Tensor) -> Any:
         """Start sending `chunk` to `dst`, whose service thread takes it; the work is done when it is sent."""
         tag = self.mesh.next_tag(mine=True)
-        self.mesh.send(dst, "put", self.number, tuple(key), chunk.numel(), chunk.dtype, self.steps, tag)
+        self.mesh.send(dst, "put", self.number, tuple(key), chunk.numel(), chunk.dtype, self.steps, turn, tag)
         return self.mesh.isend(chunk, dst, tag)
 
     def take(self, key: Key, src: int) -> torch.Tensor:
@@ -164,8 +175,16 @@ class Station:
         self._wait_until(lambda: (key, src) in self._arrivals, lambda: [src], f"its gradient of {key}")
         with self.mesh.changed:
             arrival = self._arrivals.pop((key, src))
-        arrival.work.wait()
+        self.finish(arrival.work, f"for the gradient of unit {self.owner.unit_name(key.unit)} from rank {src}")
         return arrival.chunk
+
+    def arrived(self, unit: int, src: int, turn: Turn) -> Key | None:
+        """The gradient of `unit` that `src` has put in the given turn, if it is here or on its way."""
+        with self.mesh.changed:
+            for (key, rank), arrival in self._arrivals.items():
+                if rank == src and key.unit == unit and arrival.turn == turn:
+                    return key
+        return None
 
     def discard_arrivals(self) -> None:
         """At a step: gradients nobody took belong to backwards that were given up."""
@@ -173,14 +192,14 @@ class Station:
             stale = [place for place, arrival in self._arrivals.items() if arrival.steps <= self.steps]
             given_up = [self._arrivals.pop(place) for place in stale]
         for arrival in given_up:
-            arrival.work.wait()
+            self.finish(arrival.work, "for a gradient of a backward that was given up")
         self.steps += 1
 
     # ---- meeting
     def meet(self, position: Position) -> list[Position]:
         """Wait for every rank to come to its next meeting; returns everybody's position by rank."""
-        self._round += 1
-        number = self._round
+        self.meetings += 1
+        number = self.meetings
         self.where = f"waiting for the other ranks at {position.kind} ({position.label})"
         for peer in self.mesh.peers:
             self.mesh.send(peer, "meet", self.number, number, position)
@@ -216,7 +235,8 @@ class Station:
             absent = missing()
         self._told.clear()
         for peer in absent:
-            self.mesh.send(peer, "ask", self.number)
+            with contextlib.suppress(RuntimeError):
+                self.mesh.send(peer, "ask", self.number)
         with self.mesh.changed:
             self.mesh.changed.wait_for(lambda: all(p in self._told for p in absent), 1.0)
         places = "; ".join(f"rank {p} is {self._told.get(p, 'not answering')}" for p in absent)
@@ -240,11 +260,11 @@ class Station:
                 self._requests.append(request)
 
     def _on_put(
-        self, src: int, key: tuple[int, int], numel: int, dtype: torch.dtype, steps: int, tag: int
+        self, src: int, key: tuple[int, int], numel: int, dtype: torch.dtype, steps: int, turn: Turn, tag: int
     ) -> None:
         chunk = torch.empty(numel, dtype=dtype)
         with self.mesh.changed:
-            self._arrivals[Key(*key), src] = _Arrival(chunk, self.mesh.irecv(chunk, src, tag), steps)
+            self._arrivals[Key(*key), src] = _Arrival(chunk, self.mesh.irecv(chunk, src, tag), steps, turn)
             self.mesh.changed.notify_all()
 
     def _on_meet(self, src: int, number: int, position: Position) -> None:

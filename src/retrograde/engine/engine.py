@@ -1,7 +1,10 @@
 """The engine: the parts of one sharded model, wired together, and what users ask of them."""
 
 import contextlib
+import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -20,6 +23,13 @@ from retrograde.residency import BufferPool, Gate, Pager, Phase, SavedTensors, U
 _graph_task = torch._C._current_graph_task_id
 
 
+class _Norm(NamedTuple):
+    of: "weakref.ref[torch.Tensor]"
+    version: int
+    order: float
+    value: torch.Tensor
+
+
 class Engine:
     """Made by `shard()`. The model's modules hold it, so it lives as long as the model."""
 
@@ -29,7 +39,7 @@ class Engine:
         self.growth = Growth()
         self.ledger = Ledger()
         self._steps = 0
-        self._norms: dict[int, tuple[int, float, torch.Tensor]] = {}
+        self._norms: dict[int, _Norm] = {}
         self.station = Station(mesh, self, timeout)
         self.council = Council(self.station, self, self.ledger)
         self.gate = Gate(self.station, self.units, self.fence)
@@ -65,17 +75,20 @@ class Engine:
     def coalesce(self, budget: int | str | None = None) -> Iterator[None]:
         """Keep the gradients of the backwards inside and reduce them once, at the end.
 
-        At stage 1 the end is the step, as always. If the body raises, what was kept is dropped.
+        At stage 1 the end is the step, as always. If the body raises nothing is reduced and what was kept stays
+        pending, as it would in `.grad`.
         """
-        with self._window(parse_bytes(budget, "budget") if budget is not None else None):
+        if budget is not None:
+            raise ShardingError(f"coalesce(budget={budget!r}): budgets are not available in this version; leave it None")
+        with self._window():
             yield
         if not self.reducer.windows and not self.policy.until_step:
             self.council.flush("the end of coalesce()")
 
     @contextlib.contextmanager
-    def _window(self, budget: float | None = None) -> Iterator[None]:
+    def _window(self) -> Iterator[None]:
         self.reducer.recover()
-        with self.reducer.window(budget):
+        with self.reducer.window():
             yield
 
     @contextlib.contextmanager
@@ -172,21 +185,23 @@ class Engine:
         if not all(self._known(tensor, order) for tensor in tensors):
             family = self._family(tensors)
             local = torch.stack([_power_sum(tensor, order) for tensor in family])
-            combine = torch.maximum if order == float("inf") else torch.add
+            combine = {math.inf: torch.maximum, -math.inf: torch.minimum}.get(order, torch.add)
             whole = self.total(f"norm {order:g} of {len(family)} tensors", local, combine)
-            whole = whole if order == float("inf") else whole ** (1.0 / order)
+            whole = whole if order == 0 or math.isinf(order) else whole ** (1.0 / order)
             values = whole.to(family[0].dtype).unbind()
-            self._norms = {id(t): (t._version, order, v) for t, v in zip(family, values, strict=True)}
-        return [self._norms[id(tensor)][2].clone() for tensor in tensors]
+            self._norms = {
+                id(t): _Norm(weakref.ref(t), t._version, order, v) for t, v in zip(family, values, strict=True)
+            }
+        return [self._norms[id(tensor)].value.clone() for tensor in tensors]
 
     def _known(self, tensor: torch.Tensor, order: float) -> bool:
         known = self._norms.get(id(tensor))
-        return known is not None and known[:2] == (tensor._version, order)
+        return known is not None and known.of() is tensor and known[1:3] == (tensor._version, order)
 
     def _family(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         leaves = [leaf for unit in self.units for leaf in unit.leaves]
         if isinstance(tensors[0], ShardedGradient):
-            family = [grad for leaf in leaves if (grad := raw_grad(leaf)) is not None]
+            family = [grad for leaf in leaves if (grad := leaf.grad) is not None]
         else:
             family = list(leaves)
         known = {id(tensor) for tensor in family}
@@ -248,6 +263,8 @@ def _power_sum(tensor: torch.Tensor, order: float) -> torch.Tensor:
     """In double precision, so that the order of adding pieces is not seen in the result's dtype."""
     with torch._C.DisableTorchFunctionSubclass():
         plain = tensor.detach().as_subclass(torch.Tensor)
-        if order == float("inf"):
-            return plain.abs().max().double() if plain.numel() else torch.zeros((), dtype=torch.float64)
-        return plain.double().abs().pow(order).sum()
+        wide = plain.double().abs()
+        if math.isinf(order):
+            start = torch.tensor(0.0 if order > 0 else math.inf, dtype=torch.float64)
+            return torch.cat([wide, start[None]]).max() if order > 0 else torch.cat([wide, start[None]]).min()
+        return wide.ne(0).double().sum() if order == 0 else wide.pow(order).sum()

@@ -56,6 +56,8 @@ class Piece(torch.Tensor):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if (over_all := _OVER_ALL.get(name)) is not None:
+            if args and isinstance(args[0], ShardedParameter) and torch.is_grad_enabled() and args[0].requires_grad:
+                return func(args[0].full(), *args[1:], **kwargs)  # part of a loss: it must be differentiable
             result = over_all(func, args, kwargs)
             if result is not NotImplemented:
                 return result
@@ -265,8 +267,8 @@ def _norm_order(args: Any, kwargs: Any, keyword: str) -> float:
 
 def _one_norm(keyword: str) -> Callable[..., Any]:
     def norm(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        rest = set(kwargs) - {keyword, "dtype", "input", "x", "A"}
-        if len(args) > 2 or any(kwargs[name] is not None for name in rest) or not isinstance(args[0], Piece):
+        rest = [value for name, value in kwargs.items() if name not in (keyword, "dtype", "input")]
+        if len(args) > 2 or any(value not in (None, False) for value in rest) or not isinstance(args[0], Piece):
             return NotImplemented
         return _alive(args[0]).norms([args[0]], _norm_order(args, kwargs, keyword))[0]
 

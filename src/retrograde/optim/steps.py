@@ -6,6 +6,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from retrograde.errors import UnsupportedError
 from retrograde.optim.pieces import ShardedParameter
 
 
@@ -36,8 +37,17 @@ def _by_engine(optimizer: torch.optim.Optimizer) -> Iterable[tuple[Stepped, list
     return cast(Iterable[tuple[Stepped, list[ShardedParameter]]], engines.items())
 
 
+# These look at a whole parameter or at all of them at once (dot products, rows and columns), not elementwise.
+_WHOLE = tuple(getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Muon"))
+
+
 def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for engine, _ in _by_engine(optimizer):
+    for engine, leaves in _by_engine(optimizer):
+        if isinstance(optimizer, _WHOLE):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} on sharded parameter {leaves[0].slot.name}: it needs whole parameters and "
+                f"would silently compute with pieces; use an elementwise optimizer (SGD, Adam, AdamW, ...)"
+            )
         engine.before_step()
 
 

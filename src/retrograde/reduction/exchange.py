@@ -6,14 +6,15 @@ world size for `reduce="mean"`. It does not depend on which parts arrived first,
 and equal to playing the ranks one after the other in one process. A rank without a gradient is left out.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
 import torch
 
-from retrograde.comm import Key, Station
+from retrograde.comm import Key, Station, Turn
 from retrograde.layout import Policy
 from retrograde.ledger import Kind, Ledger
 from retrograde.residency import BufferPool, Unit
@@ -37,11 +38,18 @@ class Offer:
 
 @dataclass(slots=True)
 class Launch:
-    """A gradient this rank contributes. `own` becomes the reduced gradient of its shard."""
+    """A gradient this rank contributes. `own` becomes the reduced gradient of its shard.
+
+    `sum` is what has been added up so far, over the ranks in `added` (rank -> launch number), always a prefix of
+    all ranks: parts are folded in as they come, in rank order, so that they need not be kept.
+    """
 
     unit: Unit
     offer: Offer
     own: torch.Tensor
+    turn: Turn
+    sum: torch.Tensor | None = None
+    added: dict[int, int] = field(default_factory=dict)
     present: tuple[bool, ...] | None = None
 
 
@@ -53,6 +61,8 @@ class Exchange:
         self._launched = 0
         self._sending: list[Any] = []
         self._bucket: torch.Tensor | None = None
+        self._since = -1
+        self._turns: Counter[int] = Counter()
 
     def number(self) -> int:
         self._launched += 1
@@ -81,35 +91,69 @@ class Exchange:
         self.settle_sending()
         layout, mine = unit.layout, self._station.mesh.rank
         key = Key(unit.index, offer.launch)
-        self._sending = [self._station.put(key, dst, bucket[layout.span(dst)]) for dst in self._station.mesh.peers]
+        turn = self._turn(unit)
+        peers = self._station.mesh.peers
+        self._sending = [self._station.put(key, turn, dst, bucket[layout.span(dst)]) for dst in peers]
         self._bucket = bucket
         self._ledger.record(Kind.REDUCE, unit.name, layout.page_bytes - layout.shard_bytes)
-        return Launch(unit, offer, bucket[layout.span(mine)].clone())
+        return Launch(unit, offer, bucket[layout.span(mine)].clone(), turn)
+
+    def _turn(self, unit: Unit) -> Turn:
+        if self._since != self._station.meetings:
+            self._since, self._turns = self._station.meetings, Counter()
+        self._turns[unit.index] += 1
+        return self._since, self._turns[unit.index]
 
     def settle_sending(self) -> None:
         sending, self._sending = self._sending, []
         for work in sending:
-            work.wait()
+            self._station.finish(work, "for a rank to take its part of a gradient")
         if self._bucket is not None:
             self._pool.give(self._bucket)
             self._bucket = None
 
-    def total(self, unit: Unit, offers: Mapping[int, Offer], own: torch.Tensor | None) -> torch.Tensor:
-        """The sum over the ranks that offer, in rank order; lands in `own` when this rank is among them."""
-        mine = self._station.mesh.rank
+    def fold(self, launch: Launch) -> None:
+        """Add the parts that have come, as far as no rank before them is missing."""
+        mesh = self._station.mesh
+        for rank in range(len(launch.added), mesh.world):
+            if rank == mesh.rank:
+                self._add(launch, rank, launch.offer.launch)
+            elif key := self._station.arrived(launch.unit.index, rank, launch.turn):
+                self._add(launch, rank, key.launch)
+            else:
+                return
+
+    def _add(self, launch: Launch, rank: int, number: int) -> None:
+        unit = launch.unit
+        mine = rank == self._station.mesh.rank
+        part = launch.own if mine else self._station.take(Key(unit.index, number), rank)
         wide = torch.promote_types(unit.layout.dtype, torch.float32)
-        total: torch.Tensor | None = None
+        launch.sum = part.to(wide) if launch.sum is None else launch.sum.add_(part)
+        launch.added[rank] = number
+
+    def total(self, launch: Launch, offers: Mapping[int, Offer]) -> torch.Tensor:
+        """The sum over the ranks that offer, in rank order, in `launch.own`."""
         for rank in sorted(offers):
-            part = own if rank == mine else self._station.take(Key(unit.index, offers[rank].launch), rank)
-            assert part is not None
-            total = part.to(wide) if total is None else total.add_(part)
-        assert total is not None
+            if rank not in launch.added:
+                self._add(launch, rank, offers[rank].launch)
+        wrong = [r for r, number in launch.added.items() if r not in offers or offers[r].launch != number]
+        if wrong:
+            self._station.fail(
+                f"rank {self._station.mesh.rank}: rank {wrong[0]} gave up a backward in which it had already sent its "
+                f"gradient of unit {launch.unit.name}, and this rank did not; let all ranks give up a backward, or none"
+            )
+        assert launch.sum is not None
         if self._policy.mean:
-            total.div_(self._station.mesh.world)
-        if own is None:
-            self._ledger.record(Kind.JOIN, unit.name)
-            return total.to(unit.layout.dtype)
-        return own if total is own else own.copy_(total)
+            launch.sum.div_(self._station.mesh.world)
+        total, launch.sum = launch.sum, None
+        return launch.own if total is launch.own else launch.own.copy_(total)
+
+    def join(self, unit: Unit, offers: Mapping[int, Offer]) -> torch.Tensor:
+        """The same sum on a rank that has nothing to add."""
+        self._ledger.record(Kind.JOIN, unit.name)
+        layout = unit.layout
+        launch = Launch(unit, Offer(0, ()), torch.empty(layout.shard_numel, dtype=layout.dtype), (0, 0))
+        return self.total(launch, offers)
 
     @property
     def scale(self) -> float:

@@ -110,6 +110,8 @@ class Reducer:
     def _launch(self, unit: Unit, grads: Sequence[torch.Tensor | None], uses: tuple[Use, ...]) -> Launch:
         bucket = self._exchange.fill(unit, [g if u else None for g, u in zip(grads, uses, strict=True)])
         launch = self._exchange.launch(unit, bucket, Offer(self._exchange.number(), uses))
+        for earlier in self._task().launches.values():
+            self._exchange.fold(earlier)
         self._task().launches[unit.index] = launch
         return launch
 
@@ -117,12 +119,13 @@ class Reducer:
         """The first backward after `no_sync()` takes along what was kept."""
         self._keep(unit, grads, uses)
         pending = self._pending.pop(unit.index)
+        _clear_absent(unit, pending)
         offer = Offer(self._exchange.number(), _uses_of(pending))
         launch = self._exchange.launch(unit, pending.bucket, offer)
         self._task().launches[unit.index] = launch
         return launch.own
 
-    def _end_backward(self, task: Task) -> None:
+    def _end_backward(self, task: Task) -> dict[int, Offers]:
         task.met = True
         self._exchange.settle_sending()
         self.backwards += 1
@@ -131,12 +134,16 @@ class Reducer:
         )
         for index, by_rank in _by_unit(offers).items():
             launch = task.launches.get(index)
-            total = self._exchange.total(self._units[index], by_rank, None if launch is None else launch.own)
             uses = union(by_rank)
             if launch is not None:
-                launch.present = tuple(bool(use) for use in uses)
+                self._exchange.total(launch, by_rank)
+                # What another rank captures is its own affair; what it accumulates belongs in `.grad` here too.
+                mine = launch.offer.uses
+                launch.present = tuple(bool(m) or u is Use.ACCUMULATED for m, u in zip(mine, uses, strict=True))
             else:
+                total = self._exchange.join(self._units[index], by_rank)
                 task.joined.append((self._units[index], total, tuple(use is Use.ACCUMULATED for use in uses)))
+        return offers
 
     def _finish(self, number: int) -> None:
         task = self._tasks.pop(number, None)
@@ -161,16 +168,11 @@ class Reducer:
 
     # ---- pending gradients
     @contextlib.contextmanager
-    def window(self, budget: float | None) -> Iterator[None]:
-        """Keep gradients pending inside; if the body raises, drop what is pending."""
+    def window(self) -> Iterator[None]:
+        """Keep gradients pending inside. If the body raises they stay, as `.grad` would: `zero_grad()` drops them."""
         self.windows += 1
         try:
             yield
-        except BaseException:
-            for pending in self._pending.values():
-                self._exchange.recycle(pending.bucket)
-            self._pending.clear()
-            raise
         finally:
             self.windows -= 1
 
@@ -208,18 +210,19 @@ class Reducer:
         """Another rank ended a backward that this one did not do."""
         for index, by_rank in _by_unit(offers).items():
             unit = self._units[index]
-            total = self._exchange.total(unit, by_rank, None)
+            total = self._exchange.join(unit, by_rank)
             self._deliver(unit, total, tuple(use is Use.ACCUMULATED for use in union(by_rank)))
 
     def flush(self, offers: dict[int, Offers]) -> None:
         """Reduce what is pending on any rank."""
         for index, by_rank in _by_unit(offers).items():
             unit, pending = self._units[index], self._pending.pop(index, None)
-            own = None
             if pending is not None:
                 _clear_absent(unit, pending)
-                own = self._exchange.launch(unit, pending.bucket, self._offered[index]).own
-            total = self._exchange.total(unit, by_rank, own)
+                launch = self._exchange.launch(unit, pending.bucket, self._offered[index])
+                total = self._exchange.total(launch, by_rank)
+            else:
+                total = self._exchange.join(unit, by_rank)
             with unit.accepting():
                 self._deliver(unit, total, tuple(bool(use) for use in union(by_rank)))
         self._exchange.settle_sending()
@@ -239,7 +242,12 @@ class Reducer:
         bucket = self._exchange.fill(unit, grads)
         launch = self._exchange.launch(unit, bucket, Offer(self._exchange.number(), uses))
         alone.launches[unit.index] = launch
-        self._end_backward(alone)
+        offered = self._end_backward(alone)
+        if any(set(by_unit) != {unit.index} for by_unit in offered.values()) or len(offered) < self._station.mesh.world:
+            self._station.fail(
+                f"rank {unit.rank}: a backward with create_graph=True reduces unit {unit.name} at once, which needs "
+                f"every rank to reach it at the same point; others were elsewhere"
+            )
         if task is not None:
             task.met = True
             task.launches[unit.index] = launch

@@ -32,11 +32,6 @@ class BufferPool:
         else:
             self._ledger.hold(-buffer.nbytes)
 
-    def lose(self, buffer: torch.Tensor) -> None:
-        """The buffer now belongs to whoever still refers to it."""
-        self._used -= buffer.nbytes
-        self._ledger.hold(-buffer.nbytes)
-
     def trim(self) -> None:
         while self._free:
             self._ledger.hold(-self._free.pop().nbytes)

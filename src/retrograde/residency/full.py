@@ -15,7 +15,7 @@ _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 _OPERATORS = {
     f"__i{name}__"
-    for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+    for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 }
 _NOT_EDITS = {"requires_grad_", "detach_", "share_memory_", "rename_"}
 

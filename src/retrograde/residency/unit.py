@@ -258,7 +258,8 @@ class Unit:
 
     def write_back_if_edited(self) -> None:
         """An edit that was not reported (through an alias of a full tensor) reaches the shard here."""
-        if self.state is State.READY and self._edit_counter() != self._edits_seen:
+        if self.state is State.READY and (now := self._edit_counter()) != self._edits_seen:
+            self._edits_seen = now  # a fence looks for edits too
             self.gate.before_write(f"an edit of unit {self.name}")
             for slot in range(len(self.leaves)):
                 self.write_back(slot)
