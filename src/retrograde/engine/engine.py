@@ -79,7 +79,7 @@ class Engine:
         pending, as it would in `.grad`.
         """
         if budget is not None:
-            raise ShardingError(f"coalesce(budget={budget!r}): budgets are not available in this version; leave it None")
+            raise ShardingError(f"coalesce(budget={budget!r}) is not available in this version; leave it None")
         with self._window():
             yield
         if not self.reducer.windows and not self.policy.until_step:
