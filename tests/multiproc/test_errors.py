@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import retrograde as rg
 from tests.harness import RankPool
 from tests.multiproc.twin import Twin
-from tests.small import Block, Small, batch, build, loss_of
+from tests.small import Block, batch, build, loss_of
 
 Ranks = Callable[[int], RankPool]
 STAGES = pytest.mark.parametrize("stage", (1, 2, 3))
@@ -112,12 +112,12 @@ def _twice(rank: int, world: int, stage: int) -> None:
     twin = Twin(rank, world, stage)
     twin.optimize()
     before = twin.engine
-    with pytest.raises(rg.ShardingError, match=r"Small is already sharded; keep the engine of the first shard\(\) call"):
+    with pytest.raises(rg.ShardingError, match=r"Small is already sharded; keep the engine of the first shard"):
         rg.shard(twin.model, stage)
     with pytest.raises(rg.ShardingError, match=r"Block is already sharded"):
         rg.shard(twin.model.blocks[0])
     whole = nn.Sequential(twin.model, nn.Linear(17, 3))
-    with pytest.raises(rg.ShardingError, match=r"parameter 0\.embed\.weight already belongs to another engine.*one owner"):
+    with pytest.raises(rg.ShardingError, match=r"parameter 0\.embed\.weight already belongs to another.*one owner"):
         rg.shard(whole)
     neighbour = nn.Linear(12, 17)
     neighbour.bias = dict(twin.model.named_parameters())["head.bias"]
@@ -230,15 +230,10 @@ def _backwards(rank: int, world: int, stage: int) -> None:
     twin.check_weights()
     with pytest.raises(rg.ShardingError, match=r"'no\.such' is not a parameter of this engine's model"):
         twin.engine.full_grad("no.such")
-    with pytest.raises(rg.ShardingError, match=r"budget='10B': unit \S+ needs \d+ bytes|(?!)"):
-        next(iter(_smallest(twin)))
+    if stage == 3:
+        with pytest.raises(rg.ShardingError, match=r"budget='10B': unit \S+ needs \d+ bytes; give at least that"):
+            next(twin.engine.iter_full_params(budget="10B"))
     twin.close()
-
-
-def _smallest(twin: Twin) -> Any:
-    if all(unit.at_home for unit in twin.engine.units):  # nothing is read, so nothing is needed
-        raise rg.ShardingError("budget='10B': unit all needs 0 bytes")
-    return twin.engine.iter_full_params(budget="10B")
 
 
 @STAGES
@@ -258,7 +253,7 @@ class Bare(nn.Module):
 def _bare(rank: int, world: int) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Bare(), nn.Linear(4, 4)))
-    with _refused(model, r"module 1\.0 \(Bare\) has parameters or buffers on the meta device but no reset_parameters\(\)"):
+    with _refused(model, r"module 1\.0 \(Bare\) has parameters .*on the meta device but no reset_parameters\(\)"):
         rg.shard(model, 3)
     model[1][0].reset_parameters = lambda: nn.init.ones_(model[1][0].scale)
     rg.shard(model, 3)
@@ -274,4 +269,3 @@ def test_names_of_errors() -> None:
     assert issubclass(rg.ShardingError, ValueError) and issubclass(rg.UnsupportedError, TypeError)
     for kind in (rg.ShardingError, rg.UnsupportedError, rg.DivergenceError):
         assert issubclass(kind, rg.RetrogradeError) and issubclass(kind, RuntimeError)
-    assert isinstance(build(), Small)

@@ -5,6 +5,7 @@ parents), so with the same seed the values are those of the model built on a rea
 """
 
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import torch
 from torch import nn
@@ -17,7 +18,8 @@ def materialize(
 ) -> None:
     """Reset every module that has parameters in `on_meta` and hand each value to `settle`, once."""
     done: set[int] = set()
-    for name, module in _construction_order(model, ""):
+    shapes = {id(p): torch.empty_like(p, device="meta") for p in model.parameters() if id(p) in on_meta}
+    for module in _construction_order(model):
         own = {key: p for key, p in module._parameters.items() if p is not None and id(p) in on_meta}
         buffers = {key: b for key, b in module._buffers.items() if b is not None and b.device.type == "meta"}
         if not own and not buffers:
@@ -26,32 +28,41 @@ def materialize(
             module._buffers[key] = torch.empty_like(buffer, device="cpu")
         for key, param in own.items():
             # A scratch parameter: a tied weight draws its random numbers as it would have, and is discarded.
-            module._parameters[key] = nn.Parameter(torch.empty_like(param, device="cpu"), param.requires_grad)
-        _reset(name, module)
+            value = torch.empty_like(shapes[id(param)], device="cpu")
+            module._parameters[key] = nn.Parameter(value, param.requires_grad)
+        reset = _reset_of(module)
+        assert reset is not None  # check_resettable() was here
+        with torch.no_grad():
+            reset()
         scratch = {key: module._parameters[key] for key in own}
         module._parameters.update(own)
         for key, param in own.items():
-            value = scratch[key]
-            assert value is not None
+            made = scratch[key]
+            assert made is not None
             if id(param) not in done:
                 done.add(id(param))
-                settle(param, value)
+                settle(param, made)
 
 
-def _construction_order(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    for key, child in module.named_children():
-        yield from _construction_order(child, f"{name}.{key}" if name else key)
-    yield name, module
+def check_resettable(model: nn.Module) -> None:
+    """Refuse before anything is changed."""
+    for name, module in model.named_modules():
+        own = [*module._parameters.values(), *module._buffers.values()]
+        if any(t is not None and t.device.type == "meta" for t in own) and _reset_of(module) is None:
+            raise ShardingError(
+                f"module {name or '(root)'} ({type(module).__name__}) has parameters or buffers on the meta device but "
+                f"no reset_parameters(); give it one, or build the model on a real device"
+            )
 
 
-def _reset(name: str, module: nn.Module) -> None:
+def _construction_order(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        yield from _construction_order(child)
+    yield module
+
+
+def _reset_of(module: nn.Module) -> Callable[[], None] | None:
     for method in ("reset_parameters", "_reset_parameters"):
-        reset = getattr(module, method, None)
-        if callable(reset):
-            with torch.no_grad():
-                reset()
-            return
-    raise ShardingError(
-        f"module {name or '(root)'} ({type(module).__name__}) has parameters or buffers on the meta device but no "
-        f"reset_parameters(); give it one, or build the model on a real device"
-    )
+        if callable(reset := getattr(module, method, None)):
+            return cast("Callable[[], None]", reset)
+    return None

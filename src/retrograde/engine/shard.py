@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from retrograde.comm import Mesh
 from retrograde.engine.engine import Engine
-from retrograde.engine.materialize import materialize
+from retrograde.engine.materialize import check_resettable, materialize
 from retrograde.errors import ShardingError
 from retrograde.layout import Layout, Policy, UnitSpec, find_units
 from retrograde.layout.units import Units
@@ -70,6 +70,7 @@ def _enlist(engine: Engine, specs: list[UnitSpec]) -> None:
     first = len(engine.units)
     made = [_make(first + index, spec, engine.policy, engine.station.mesh) for index, spec in enumerate(specs)]
     _check_same(engine, specs)
+    check_resettable(engine.model)
     params = {id(param) for spec in specs for _, param in spec.params}
     owners = [
         (module, tuple(name for name, p in module._parameters.items() if p is not None))
@@ -125,7 +126,7 @@ def _check_same(engine: Engine, specs: list[UnitSpec]) -> None:
             ours = {item for _, params in everybody[0] for item in params}
             others = {item for _, params in theirs for item in params}
             odd = sorted(ours ^ others) or [(name, (), "") for name, _ in theirs]
-            listed = ", ".join(f"{name}{list(shape)}" for name, shape, _ in odd[:6])
+            listed = ", ".join(f"{name}{list(shape)} {dtype}".rstrip() for name, shape, dtype in odd[:6])
             raise ShardingError(
                 f"rank {engine.station.mesh.rank}: the model on rank {rank} differs from that on rank 0 in {listed}; "
                 f"build the same model with the same arguments on every rank"

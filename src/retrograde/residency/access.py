@@ -49,16 +49,15 @@ def patch(
         body["forward"] = _forward(cls, saved)
     if before_forward is not None:
         body["forward"] = _announced(cls, before_forward)
-    body |= {
-        "_apply": _apply,
-        "_save_to_state_dict": _save_to_state_dict,
-        "_load_from_state_dict": _load_from_state_dict,
-        "__reduce_ex__": _refuse_copy,
-        "_retrograde_engine": engine,
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__doc__": cls.__doc__,
-    }
+    body |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    if getattr(cls, "_retrograde_engine", None) is None:  # once, however often parameters are added later
+        body |= {
+            "_apply": _apply,
+            "_save_to_state_dict": _saving(cls),
+            "_load_from_state_dict": _loading(cls),
+            "__reduce_ex__": _refuse_copy,
+            "_retrograde_engine": engine,
+        }
     if isinstance(module, nn.RNNBase):
         body["_flat_weights"] = property(_flat_weights, lambda self, value: None)
         body["flatten_parameters"] = lambda self: None  # the weights are contiguous in the page
@@ -140,40 +139,40 @@ def _apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse:
         self._parameters.update(own)
 
 
-def _save_to_state_dict(self: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-    nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
-    for name, leaf in _sharded(self).items():
-        full = leaf.full()
-        destination[prefix + name] = full if keep_vars else full.detach().clone()
+def _saving(cls: type[nn.Module]) -> Callable[..., None]:
+    def save(self: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        cls._save_to_state_dict(self, destination, prefix, keep_vars)
+        for name, leaf in _sharded(self).items():
+            if prefix + name in destination:
+                full = leaf.full()
+                destination[prefix + name] = full if keep_vars else full.detach().clone()
+
+    return save
 
 
-def _load_from_state_dict(
-    self: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: dict[str, Any],
-    strict: bool,
-    missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_msgs: list[str],
-) -> None:
-    if local_metadata.get("assign_to_params_buffers", False) and _sharded(self):
-        error_msgs.append(f"{prefix or 'model'}: assign=True would replace sharded parameters; load with assign=False")
-        return
-    for name, leaf in _sharded(self).items():
-        given = state_dict.get(prefix + name)
-        if given is None:
-            continue
-        if given.shape != leaf.slot.shape:
-            error_msgs.append(
-                f"size mismatch for {prefix + name}: copying a param with shape {tuple(given.shape)} from "
-                f"checkpoint, the shape in current model is {tuple(leaf.slot.shape)}."
-            )
+def _loading(cls: type[nn.Module]) -> Callable[..., None]:
+    def load(self: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
+        error_msgs: list[str] = rest[-1]
+        sharded = _sharded(self)
+        if sharded and metadata.get("assign_to_params_buffers", False):
+            first = prefix + next(iter(sharded))
+            error_msgs.append(f"{first}: assign=True would replace sharded parameters; load with assign=False")
             return
-        state_dict[prefix + name] = leaf.piece_of(given)
-    nn.Module._load_from_state_dict(
-        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-    )
+        for name, leaf in sharded.items():
+            given = state_dict.get(prefix + name)
+            if not isinstance(given, torch.Tensor):
+                continue
+            if given.shape != leaf.slot.shape:
+                error_msgs.append(
+                    f"size mismatch for {prefix + name}: copying a param with shape {given.shape} from checkpoint, "
+                    f"the shape in current model is {leaf.slot.shape}."
+                )
+                state_dict[prefix + name] = leaf.detach()  # leaves it as it is
+            else:
+                state_dict[prefix + name] = leaf.piece_of(given)
+        cls._load_from_state_dict(self, state_dict, prefix, metadata, *rest)
+
+    return load
 
 
 def _refuse_copy(self: nn.Module, protocol: Any) -> Any:

@@ -1,0 +1,223 @@
+"""Models on the meta device become the model that the same seed builds, wherever and however they are sharded."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import retrograde as rg
+from tests.harness import RankPool
+from tests.small import Small
+
+Ranks = Callable[[int], RankPool]
+SEED = 41
+
+
+class Tied(nn.Module):
+    """The head shares the embedding's weight, as language models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Small()
+        self.body.head.weight = self.body.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.body(ids)
+
+
+class Net(nn.Module):
+    """Buffers, and modules whose reset is not a plain draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(3, 5, 3)
+        self.norms = nn.ModuleList(nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 5)) for _ in range(3))
+        self.memory = nn.LSTM(5, 4, num_layers=2)
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.pair = nn.Bilinear(2, 3, 2)
+
+
+class Frozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.first.requires_grad_(False)
+        self.rest = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.PReLU()) for _ in range(2))
+
+
+MODELS = {"small": Small, "tied": Tied, "net": Net, "frozen": Frozen}
+
+
+def _materialized(rank: int, world: int, name: str, stage: int) -> None:
+    torch.manual_seed(SEED)
+    expected = MODELS[name]()
+    after = torch.get_rng_state()
+    with torch.device("meta"):
+        model = MODELS[name]()
+    before = dict(model.named_parameters())
+    torch.manual_seed(SEED)
+    rg.shard(model, stage)
+    assert torch.equal(torch.get_rng_state(), after), "the state of the random numbers is another one"
+    assert all(param is before[key] for key, param in model.named_parameters())
+    assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in expected.parameters()]
+    assert not any(t.device.type == "meta" for t in [*model.parameters(), *model.buffers()])
+    state = model.state_dict()
+    for key, value in expected.state_dict().items():
+        assert state[key].dtype == value.dtype and torch.equal(state[key], value), key
+    if name == "tied":
+        assert len(list(model.parameters())) == len(list(expected.parameters()))
+    dist.barrier()
+
+
+@pytest.mark.parametrize("world", (1, 2, 4))
+@pytest.mark.parametrize("stage", (1, 3))
+@pytest.mark.parametrize("name", MODELS)
+def test_equal_to_the_unsharded_model(ranks: Ranks, name: str, stage: int, world: int) -> None:
+    ranks(world).run(_materialized, name, stage)
+
+
+class Parent(nn.Module):
+    """Its reset reaches into its children, as GPT's scaled initialisation does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.empty(3))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.second.weight, std=0.02)
+        nn.init.ones_(self.scale)
+
+
+def _reaching(rank: int, world: int) -> str:
+    torch.manual_seed(SEED)
+    expected = Parent().state_dict()
+    with torch.device("meta"):
+        model = Parent()
+    torch.manual_seed(SEED)
+    try:
+        rg.shard(model, 3)
+    except rg.ShardingError as error:
+        return str(error)
+    state = model.state_dict()
+    assert all(torch.equal(state[key], value) for key, value in expected.items()), "silently another model"
+    dist.barrier()
+    return "equal"
+
+
+def test_a_reset_that_reaches_into_children(ranks: Ranks) -> None:
+    """Equal, or refused by name."""
+    for world in (1, 2):
+        for text in ranks(world).run(_reaching):
+            assert text == "equal" or "second.weight" in text, text
+
+
+# ---- memory
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)) for _ in range(8))
+        self.head = nn.Linear(64, 10)
+
+
+def _bytes() -> int:
+    gc.collect()
+    storages = {}
+    for item in gc.get_objects():
+        if issubclass(type(item), Tensor) and item.device.type == "cpu" and item.is_floating_point():
+            storages[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+@contextmanager
+def _sampled(samples: list[int]) -> Iterator[None]:
+    """Live bytes at the end of every reset: the module's full parameters exist then."""
+    reset = nn.Linear.reset_parameters
+
+    def measured(self: nn.Linear) -> None:
+        reset(self)
+        samples.append(_bytes())
+
+    nn.Linear.reset_parameters = measured  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Linear.reset_parameters = reset  # type: ignore[method-assign]
+
+
+def _held(rank: int, world: int, units: Any) -> dict[str, Any]:
+    with torch.device("meta"):
+        model = Wide()
+    samples: list[int] = []
+    dist.barrier()
+    before = _bytes()
+    with _sampled(samples):
+        engine = rg.shard(model, 3, units=units)
+    layouts = [unit.layout for unit in engine.units]
+    dist.barrier()
+    return {
+        "peak": max(samples) - before, "after": _bytes() - before, "samples": len(samples),
+        "shards": sum(layout.shard_bytes for layout in layouts),
+        "unit": max(layout.page_bytes for layout in layouts),
+        "whole": sum(layout.page_bytes for layout in layouts),
+        "stubs": 4 * sum(2 * len(layout.slots) for layout in layouts),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("world", (2, 4))
+@pytest.mark.parametrize("units", ("auto", nn.Linear))
+def test_never_more_than_a_unit_beyond_the_shards(ranks: Ranks, units: Any, world: int) -> None:
+    for seen in ranks(world).run(_held, units):
+        assert seen["samples"] == 17
+        # Every parameter has a one-element stub behind its full tensor.
+        assert seen["shards"] < seen["peak"] <= seen["shards"] + seen["unit"] + seen["stubs"]
+        assert seen["shards"] <= seen["after"] <= seen["shards"] + seen["stubs"]
+        assert seen["shards"] + seen["unit"] < seen["whole"], "or the test would show nothing"
+
+
+# ---- real devices
+def _own_seeds(rank: int, world: int, stage: int) -> None:
+    """As DDP: rank 0's values are everybody's, buffers too."""
+    torch.manual_seed(SEED)
+    expected = Net()
+    expected.norms[1][0].running_mean.fill_(5)
+    torch.manual_seed(SEED + rank)
+    model = Net()
+    model.norms[1][0].running_mean.fill_(5 + rank)
+    model.norms[2][0].num_batches_tracked.fill_(rank)
+    rg.shard(model, stage)
+    state = model.state_dict()
+    for key, value in expected.state_dict().items():
+        assert torch.equal(state[key], value), key
+    dist.barrier()
+
+
+@pytest.mark.parametrize("world", (2, 4))
+@pytest.mark.parametrize("stage", (1, 2, 3))
+def test_ranks_with_their_own_seeds_get_rank_0s_values(ranks: Ranks, stage: int, world: int) -> None:
+    ranks(world).run(_own_seeds, stage)
+
+
+def _mixed(rank: int, world: int) -> None:
+    """A real body and a head on the meta device."""
+    torch.manual_seed(SEED)
+    expected = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    torch.manual_seed(SEED)
+    body = nn.Linear(4, 4)
+    model = nn.Sequential(body, nn.Linear(4, 3, device="meta"))
+    rg.shard(model, 3)
+    state = model.state_dict()
+    assert all(torch.equal(state[key], value) for key, value in expected.state_dict().items())
+    dist.barrier()
+
+
+def test_a_model_that_is_partly_on_meta(ranks: Ranks) -> None:
+    ranks(2).run(_mixed)

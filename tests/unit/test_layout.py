@@ -1,0 +1,85 @@
+"""Where parameters lie: pieces tile every parameter, whatever its shape and however many ranks share it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from retrograde.layout import Layout
+
+SHAPES = {
+    "plain": [(4, 3), (5,), (2, 2, 2)],
+    "zero-size first": [(0, 3), (4,), (2, 0), (3,)],
+    "0-dim": [(), (7,), ()],
+    "tiny": [(1,)],
+    "nothing": [(0,), (3, 0)],
+    "large first": [(31, 17), (1,), (), (0,), (2,)],
+}
+WORLDS = range(1, 9)
+
+
+def _layout(name: str, world: int, dtype: torch.dtype = torch.float32) -> Layout:
+    return Layout.of([(f"p{i}", torch.Size(shape)) for i, shape in enumerate(SHAPES[name])], dtype, world)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("world", WORLDS)
+def test_pieces_tile_every_parameter(name: str, world: int) -> None:
+    layout = _layout(name, world)
+    for slot in layout.slots:
+        parts = [layout.within(slot, rank) for rank in range(world)]
+        assert [i for part in parts for i in range(part.start, part.stop)] == list(range(slot.numel))
+        for rank, part in enumerate(parts):
+            piece = layout.piece(slot, rank)
+            assert piece.stop - piece.start == part.stop - part.start
+            assert 0 <= piece.start <= piece.stop <= layout.shard_numel
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("world", WORLDS)
+def test_shards_tile_the_page(name: str, world: int) -> None:
+    layout = _layout(name, world)
+    assert layout.numel == sum(math.prod(shape) for shape in SHAPES[name])
+    assert layout.padded_numel == layout.shard_numel * world
+    assert 0 <= layout.padded_numel - layout.numel < world
+    spans = [layout.span(rank) for rank in range(world)]
+    assert [i for span in spans for i in range(span.start, span.stop)] == list(range(layout.padded_numel))
+    for rank in range(world):
+        pieces = [layout.piece(slot, rank) for slot in layout.slots]
+        covered = sorted(i for piece in pieces for i in range(piece.start, piece.stop))
+        real = max(0, min(layout.numel, (rank + 1) * layout.shard_numel) - rank * layout.shard_numel)
+        assert covered == list(range(real)), "pieces of a shard overlap or leave a hole"
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("world", WORLDS)
+def test_scatter_and_view_are_inverse(name: str, world: int) -> None:
+    """Pieces of known values, put where the layout says and viewed as a page, are the values."""
+    layout = _layout(name, world)
+    values = [torch.arange(slot.numel).float().add(100 * i).view(slot.shape) for i, slot in enumerate(layout.slots)]
+    page = torch.full((layout.padded_numel,), -1.0)
+    for rank in range(world):
+        shard = page[layout.span(rank)]
+        for slot, value in zip(layout.slots, values, strict=True):
+            shard[layout.piece(slot, rank)] = value.reshape(-1)[layout.within(slot, rank)]
+    views = list(layout.views(page))
+    assert all(torch.equal(view, value) for view, value in zip(views, values, strict=True))
+    assert all(view.untyped_storage().data_ptr() == page.untyped_storage().data_ptr() for view in views)
+    assert (page == -1).sum() == layout.padded_numel - layout.numel
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float64))
+def test_bytes(dtype: torch.dtype) -> None:
+    layout = _layout("plain", 4, dtype)  # 25 elements: 7 a rank, 28 with padding
+    assert (layout.numel, layout.shard_numel, layout.padded_numel) == (25, 7, 28)
+    assert layout.shard_bytes == 7 * dtype.itemsize and layout.page_bytes == 28 * dtype.itemsize
+
+
+def test_slots() -> None:
+    layout = _layout("large first", 2)
+    assert [(slot.name, slot.offset, slot.end) for slot in layout.slots] == [
+        ("p0", 0, 527), ("p1", 527, 528), ("p2", 528, 529), ("p3", 529, 529), ("p4", 529, 531),
+    ]  # fmt: skip
+    assert layout.slots[2].shape == () and layout.slots[2].numel == 1 and layout.slots[3].numel == 0

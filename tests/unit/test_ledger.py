@@ -1,0 +1,114 @@
+"""The record of what happened, and the pool whose bytes it counts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from retrograde.ledger import HISTORY, Event, Kind, Ledger
+from retrograde.residency import BufferPool
+
+CPU = torch.device("cpu")
+F32 = torch.float32
+
+
+def test_counts_bytes_and_order() -> None:
+    ledger = Ledger()
+    ledger.record(Kind.GATHER, "a", 10)
+    ledger.record(Kind.GATHER, "b", 20)
+    ledger.record(Kind.REDUCE, "a", 5)
+    ledger.record(Kind.GATHER, "a", 10)
+    ledger.record(Kind.DROP, "a")
+    assert list(ledger) == list(ledger.events)
+    assert [(e.kind, e.unit, e.bytes) for e in ledger] == [
+        ("gather", "a", 10), ("gather", "b", 20), ("reduce", "a", 5), ("gather", "a", 10), ("drop", "a", 0),
+    ]  # fmt: skip
+    assert (ledger.count("gather"), ledger.count("gather", "a"), ledger.count(Kind.GATHER, "b")) == (3, 2, 1)
+    assert (ledger.bytes("gather"), ledger.bytes("gather", "a"), ledger.bytes("drop")) == (40, 20, 0)
+    assert (ledger.count("join"), ledger.count("gather", "c")) == (0, 0)
+    with pytest.raises(AttributeError):
+        ledger.events[0].bytes = 3  # type: ignore[misc]
+
+
+def test_resident_and_peak() -> None:
+    ledger = Ledger()
+    for change in (100, 50, -120, 30, -60):
+        ledger.hold(change)
+    assert (ledger.resident, ledger.peak) == (0, 150)
+    ledger.hold(70)
+    ledger.record(Kind.GATHER, "a", 1)
+    ledger.clear()
+    assert (ledger.resident, ledger.peak, list(ledger), ledger.count("gather"), ledger.bytes("gather")) == (
+        70, 70, [], 0, 0,
+    )  # fmt: skip
+
+
+def test_totals_outlive_history() -> None:
+    ledger = Ledger()
+    for _ in range(HISTORY + 5):
+        ledger.record(Kind.AGREE, "step", 2)
+    assert len(ledger.events) == HISTORY and ledger.events[0] == Event(Kind.AGREE, "step", 2)
+    assert ledger.count("agree") == HISTORY + 5 and ledger.bytes("agree", "step") == 2 * (HISTORY + 5)
+
+
+# ---- buffers
+def _pool(limit: float) -> tuple[BufferPool, Ledger]:
+    ledger = Ledger()
+    pool = BufferPool(ledger)
+    pool.limit = limit
+    return pool, ledger
+
+
+def test_a_buffer_is_used_again() -> None:
+    pool, ledger = _pool(100)
+    first = pool.take(10, F32, CPU)
+    assert first.shape == (10,) and first.dtype is F32 and ledger.resident == 40
+    pool.give(first)
+    assert ledger.resident == 40, "a free buffer is memory too"
+    assert pool.take(10, F32, CPU) is first
+    assert (ledger.resident, ledger.peak) == (40, 40)
+
+
+def test_only_the_same_kind_is_used_again() -> None:
+    pool, ledger = _pool(1000)
+    first = pool.take(10, F32, CPU)
+    pool.give(first)
+    others = [pool.take(11, F32, CPU), pool.take(10, torch.float64, CPU), pool.take(10, torch.int32, CPU)]
+    assert all(other is not first for other in others)
+    assert ledger.resident == 40 + 44 + 80 + 40
+
+
+def test_free_buffers_make_room_within_the_limit() -> None:
+    pool, ledger = _pool(100)
+    first, second = pool.take(10, F32, CPU), pool.take(12, F32, CPU)
+    pool.give(first)
+    pool.give(second)
+    assert ledger.resident == 88
+    pool.take(5, F32, CPU)  # 88 + 20 > 100: the oldest free buffer goes
+    assert ledger.resident == 48 + 20
+    assert pool.take(12, F32, CPU) is second
+    pool.take(40, F32, CPU)  # what is in use may exceed the limit, with nothing kept beside it
+    assert ledger.resident == 20 + 48 + 160
+
+
+def test_what_does_not_fit_is_not_kept() -> None:
+    pool, ledger = _pool(50)
+    small, large = pool.take(5, F32, CPU), pool.take(20, F32, CPU)
+    pool.give(large)
+    assert ledger.resident == 20
+    pool.give(small)
+    assert ledger.resident == 20
+    pool.trim()
+    assert (ledger.resident, ledger.peak) == (0, 100)
+    nothing, ledger = _pool(0)
+    nothing.give(nothing.take(3, F32, CPU))
+    assert ledger.resident == 0
+
+
+def test_trim_leaves_what_is_used() -> None:
+    pool, ledger = _pool(1000)
+    used, free = pool.take(10, F32, CPU), pool.take(20, F32, CPU)
+    pool.give(free)
+    pool.trim()
+    assert ledger.resident == used.nbytes
+    assert pool.take(20, F32, CPU) is not free

@@ -1,0 +1,59 @@
+"""Stages as data, sizes as text."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from retrograde import ShardingError
+from retrograde.layout import Policy, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    (
+        (0, 0), (17, 17), (2.5, 2.5), (math.inf, math.inf), ("0", 0), ("512", 512), ("512b", 512), ("1KiB", 1024),
+        ("2 GiB", 2 * 2**30), (" 1.5 MiB ", 1.5 * 2**20), ("3kb", 3000), ("2GB", 2 * 10**9), (".5mib", 2**19),
+    ),
+)  # fmt: skip
+def test_sizes(text: Any, expected: float) -> None:
+    assert parse_bytes(text, "resident") == expected
+
+
+@pytest.mark.parametrize(
+    "text", ("", "much", "GiB", "1.2.3GiB", ".", "2 parsecs", "-1GiB", "1GiB 2", "1e3", "0x10", None, math.nan)
+)
+def test_what_is_no_size(text: Any) -> None:
+    with pytest.raises(ShardingError, match=r"^budget=.*(not a size|negative)"):
+        parse_bytes(text, "budget")
+
+
+def test_negative_sizes() -> None:
+    with pytest.raises(ShardingError, match=r"resident=-5 is negative; give 0 or more bytes"):
+        parse_bytes(-5, "resident")
+
+
+def test_stages_are_two_numbers() -> None:
+    one, two, three = (Policy.of(stage, 0, "mean", True) for stage in (1, 2, 3))
+    assert (one.keeps_pages, one.until_step) == (True, True)
+    assert (two.keeps_pages, two.until_step) == (True, False)
+    assert (three.keeps_pages, three.until_step, three.resident) == (False, False, 0)
+    assert Policy.of(3, "1KiB", "sum", False) == Policy(resident=1024, until_step=False, mean=False, prefetch=False)
+    assert Policy.of(2, "1KiB", "mean", True).resident == math.inf, "stages 1 and 2 keep every page"
+    assert Policy.of(3, math.inf, "mean", True).keeps_pages
+    with pytest.raises(AttributeError):
+        three.resident = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("stage", (0, 4, -1, "3", None))
+def test_stages_out_of_range(stage: Any) -> None:
+    with pytest.raises(ShardingError, match=r"stage=.* is out of range; give 1, 2 or 3"):
+        Policy.of(stage, 0, "mean", True)
+
+
+@pytest.mark.parametrize("reduce", ("max", "", None, "MEAN"))
+def test_unknown_reductions(reduce: Any) -> None:
+    with pytest.raises(ShardingError, match=r'reduce=.* is not known; give "mean" or "sum"'):
+        Policy.of(3, 0, reduce, True)
