@@ -24,6 +24,8 @@ def materialize(
         buffers = {key: b for key, b in module._buffers.items() if b is not None and b.device.type == "meta"}
         if not own and not buffers:
             continue
+        if isinstance(module, nn.RNNBase):
+            module._flat_weight_refs = []  # a tensor with weak references cannot be swapped; access.py serves them
         for key, buffer in buffers.items():
             module._buffers[key] = torch.empty_like(buffer, device="cpu")
         for key, param in own.items():
@@ -42,6 +44,9 @@ def materialize(
             if id(param) not in done:
                 done.add(id(param))
                 settle(param, made)
+        scratch.clear()  # before the next module is made
+        if own:
+            del made, value
 
 
 def check_resettable(model: nn.Module) -> None:

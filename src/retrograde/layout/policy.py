@@ -12,12 +12,12 @@ _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, 
 def parse_bytes(value: int | float | str, argument: str) -> float:
     """Bytes from a number or a text like "2GiB"."""
     if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
+        match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-zA-Z]*)\s*", value)
         if match is None or match[2].lower() not in _UNITS:
             raise ShardingError(f'{argument}={value!r} is not a size; give bytes or a text like "2GiB"')
         value = float(match[1]) * _UNITS[match[2].lower()]
-    if value < 0:
-        raise ShardingError(f"{argument}={value!r} is negative; give 0 or more bytes")
+    if not isinstance(value, int | float) or not value >= 0:
+        raise ShardingError(f'{argument}={value!r} is not a size; give 0 or more bytes, or a text like "2GiB"')
     return value
 
 

@@ -32,7 +32,7 @@ def find_units(
     """Partition the model's parameters (those `wanted`), in module order; the root unit comes first."""
     chosen = _chosen(model, units)
     root: list[tuple[str, nn.Parameter]] = []
-    members: dict[str, list[tuple[str, nn.Parameter]]] = {}
+    members: dict[str, tuple[nn.Module, list[tuple[str, nn.Parameter]]]] = {}
     seen: set[int] = set()
 
     def walk(module: nn.Module, prefix: str, home: list[tuple[str, nn.Parameter]]) -> None:
@@ -42,11 +42,10 @@ def find_units(
                 home.append((prefix + name, param))
         for name, child in module.named_children():
             path = prefix + name
-            walk(child, path + ".", members.setdefault(path, []) if child in chosen else home)
+            walk(child, path + ".", members.setdefault(path, (child, []))[1] if child in chosen else home)
 
     walk(model, "", root)
-    modules = dict(model.named_modules())
-    found = [(ROOT, model, root)] + [(path, modules[path], params) for path, params in members.items()]
+    found = [(ROOT, model, root)] + [(path, module, params) for path, (module, params) in members.items()]
     return [part for name, module, params in found if params for part in _by_dtype(name, module, params)]
 
 
@@ -70,6 +69,8 @@ def _chosen(model: nn.Module, units: Units) -> set[nn.Module]:
     if isinstance(units, type | tuple | list):
         classes = units if isinstance(units, tuple | list) else (units,)
         for cls in classes:
+            if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+                raise ShardingError(f"units: {cls!r} is not a module class")
             if not any(isinstance(m, cls) for m in model.modules()):
                 raise ShardingError(
                     f"units: no module of class {cls.__name__} in {type(model).__name__}; "
@@ -83,7 +84,8 @@ def _chosen(model: nn.Module, units: Units) -> set[nn.Module]:
 
 def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
     children = [c for c in module.children() if any(True for _ in c.parameters())]
-    kinds = Counter(type(c) for c in children if any(True for _ in c.children()))
+    blocks = [c for c in children if not isinstance(c, nn.ModuleList | nn.ModuleDict)]  # lists do not compute
+    kinds = Counter(type(c) for c in blocks if any(True for _ in c.children()))
     for child in children:
         if kinds[type(child)] >= 2:
             yield child
