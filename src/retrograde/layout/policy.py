@@ -16,8 +16,10 @@ def parse_bytes(value: int | float | str, argument: str) -> float:
         if match is None or match[2].lower() not in _UNITS:
             raise ShardingError(f'{argument}={value!r} is not a size; give bytes or a text like "2GiB"')
         value = float(match[1]) * _UNITS[match[2].lower()]
-    if not isinstance(value, int | float) or not value >= 0:
-        raise ShardingError(f'{argument}={value!r} is not a size; give 0 or more bytes, or a text like "2GiB"')
+    if isinstance(value, int | float) and value < 0:
+        raise ShardingError(f"{argument}={value!r} is negative; give 0 or more bytes")
+    if not isinstance(value, int | float) or value != value:
+        raise ShardingError(f'{argument}={value!r} is not a size; give bytes or a text like "2GiB"')
     return value
 
 
