@@ -106,6 +106,12 @@ def _group(process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> 
 
 def _check_unsharded(model: nn.Module) -> None:
     params = dict(model.named_parameters())
+    for name, param in params.items():
+        if param.device.type not in ("cpu", "meta"):
+            raise ShardingError(
+                f"parameter {name} is on {param.device}: this version shards CPU tensors (and models on the meta device); "
+                f"move the model to the CPU first"
+            )
     sharded = [name for name, param in params.items() if isinstance(param, ShardedParameter)]
     if sharded and len(sharded) == len(params):
         raise ShardingError(f"{type(model).__name__} is already sharded; keep the engine of the first shard() call")
