@@ -109,8 +109,8 @@ def _check_unsharded(model: nn.Module) -> None:
     for name, param in params.items():
         if param.device.type not in ("cpu", "meta"):
             raise ShardingError(
-                f"parameter {name} is on {param.device}: this version shards CPU tensors (and models on the meta device); "
-                f"move the model to the CPU first"
+                f"parameter {name} is on {param.device}: this version shards CPU tensors and models on the meta "
+                f"device; move the model to the CPU first"
             )
     sharded = [name for name, param in params.items() if isinstance(param, ShardedParameter)]
     if sharded and len(sharded) == len(params):
