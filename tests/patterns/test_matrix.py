@@ -15,7 +15,7 @@ from tests.patterns.oracle import expected
 from tests.patterns.rows import CASES
 from tests.patterns.trace import differences
 
-LIMIT = 20.0  # seconds for one case, of which a good one takes a fraction of one
+LIMIT = 40.0  # seconds for one case, of which a good one takes a fraction of one
 STAGES = (1, 2, 3)
 WORLDS = (1, 2, 4)
 
