@@ -15,7 +15,7 @@ from tests.patterns.context import Context, EngineContext, NaturalContext
 from tests.patterns.registry import Case
 from tests.patterns.trace import Grads, Trace
 
-STEPS = 3
+STEPS = 4
 PLAIN = 0  # the "stage" of plain torch
 
 
