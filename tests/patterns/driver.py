@@ -1,4 +1,4 @@
-"""Trains a case: four steps, on a rank of a sharded model or on plain torch."""
+"""Trains a case: a few steps, on a rank of a sharded model or on plain torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from tests.patterns.context import Context, EngineContext, NaturalContext
 from tests.patterns.registry import Case
 from tests.patterns.trace import Grads, Trace
 
-STEPS = 4
 PLAIN = 0  # the "stage" of plain torch
 
 
@@ -72,11 +71,11 @@ class Player:
     def play(self) -> Trace:
         grads: list[Grads] = []
         held: list[int] = []
-        for step in range(STEPS):
+        for step in range(self.case.steps):
             self.context.step = step
             for index in range(len(self.case.phases)):
                 grads.append(self._phase(step, index))
-            if self.engines and step >= STEPS - 2:
+            if self.engines and step >= self.case.steps - 2:
                 mine = [t for step_grads in grads for t in step_grads.values()]
                 mine += [value for _, value in self.context.records]
                 held.append(self._quiet_bytes() - sum(_nbytes(value) for value in mine))

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from tests.patterns.context import NaturalContext
-from tests.patterns.driver import STEPS, build, optimizers, seed_phase, snapshot
+from tests.patterns.driver import build, optimizers, seed_phase, snapshot
 from tests.patterns.models import Spec
 from tests.patterns.registry import Case, LeafHook
 from tests.patterns.trace import Grads, Trace
@@ -216,7 +216,7 @@ class Oracle:
 
     def play(self) -> list[Trace]:
         grads = []
-        for step in range(STEPS):
+        for step in range(self.case.steps):
             for context in self.contexts:
                 context.step = step
             for index in range(len(self.case.phases)):

@@ -48,6 +48,7 @@ class Case:
     keep_grads: bool = False  # no zero_grad between steps
     rtol: float = 0.0  # whoever sets it says why
     principal: bool = True  # the others are left out where time is short: at world 4 in the test suite
+    steps: int = 3  # enough to compare a step's memory with the step before it, momentum included
 
     @property
     def id(self) -> str:

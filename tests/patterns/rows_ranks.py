@@ -61,7 +61,7 @@ def different_units(model: nn.Module, batch: Batch, ctx: Context) -> None:
     ctx.loss(model(batch.x, path), batch).backward()
 
 
-@row("11c", "ranks use different units, others in every step")
+@row("11c", "ranks use different units, others in every step", steps=4)
 def changing_units(model: nn.Module, batch: Batch, ctx: Context) -> None:
     ctx.loss(model(batch.x, ((ctx.rank + ctx.step) % 3,)), batch).backward()
 

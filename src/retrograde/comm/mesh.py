@@ -27,7 +27,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 import torch.distributed as dist
 
-FRAME = 2048  # bytes of a control message that travel in one piece
+FRAME = 4096  # bytes of a control message that travel in one piece
 CONTROL, REST, FIRST_DATA = 1, 2, 16
 TAGS = 2**30
 FOREVER = timedelta(days=365)
@@ -102,13 +102,12 @@ class Mesh:
     def send(self, dst: int, *message: Any) -> None:
         """Post `(op, engine, *args)` to another rank's service thread; never blocks on that rank."""
         data = pickle.dumps(message)
-        frame = torch.zeros(FRAME, dtype=torch.uint8)
-        head = len(data).to_bytes(8, "little") + data
-        frame[: len(head[:FRAME])] = torch.frombuffer(bytearray(head[:FRAME]), dtype=torch.uint8)
+        head = bytearray(len(data).to_bytes(8, "little") + data)
+        frame = torch.frombuffer(head[:FRAME], dtype=torch.uint8)  # gloo lets a receive be larger than its send
         with self.changed:
             self._keep(self.group.send([frame], dst, CONTROL))
             if len(head) > FRAME:
-                rest = torch.frombuffer(bytearray(head[FRAME:]), dtype=torch.uint8)
+                rest = torch.frombuffer(head[FRAME:], dtype=torch.uint8)
                 self._keep(self.group.send([rest], dst, REST))
 
     def _receive(self) -> tuple[int, tuple[Any, ...]]:

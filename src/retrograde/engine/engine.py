@@ -1,10 +1,11 @@
 """The engine: the parts of one sharded model, wired together, and what users ask of them."""
 
 import contextlib
+import functools
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -186,11 +187,11 @@ class Engine:
             family = self._family(tensors)
             local = torch.stack([_power_sum(tensor, order) for tensor in family])
             combine = {math.inf: torch.maximum, -math.inf: torch.minimum}.get(order, torch.add)
-            whole = self.total(f"norm {order:g} of {len(family)} tensors", local, combine)
+            whole = functools.reduce(combine, self.everywhere(f"norm {order:g} of {len(family)} tensors", local))
             whole = whole if order == 0 or math.isinf(order) else whole ** (1.0 / order)
-            values = whole.to(family[0].dtype).unbind()
             self._norms = {
-                id(t): _Norm(weakref.ref(t), t._version, order, v) for t, v in zip(family, values, strict=True)
+                id(t): _Norm(weakref.ref(t), t._version, order, value.to(t.dtype))
+                for t, value in zip(family, whole.unbind(), strict=True)
             }
         return [self._norms[id(tensor)].value.clone() for tensor in tensors]
 
@@ -207,12 +208,9 @@ class Engine:
         known = {id(tensor) for tensor in family}
         return family if all(id(tensor) in known for tensor in tensors) else list(tensors)
 
-    def total(self, label: str, value: torch.Tensor, combine: Callable[..., torch.Tensor]) -> torch.Tensor:
-        first, *rest = self.council.values(label, value)
-        result: torch.Tensor = first
-        for other in rest:
-            result = combine(result, other)
-        return result
+    def everywhere(self, label: str, value: Any) -> list[Any]:
+        """Everybody's value, by rank."""
+        return self.council.values(label, value)
 
     # ---- optimizers (Stepped)
     def before_step(self) -> None:

@@ -3,24 +3,30 @@
 [Note: pieces]
 After sharding, a parameter is still the same `nn.Parameter` object, but its data is a 1-D piece of the shard, and
 so is its gradient. Elementwise code (every optimizer, clipping by value, weight decay by hand) needs nothing more.
-Two things do:
+Three things do, and all are seen in `__torch_function__`:
 
 - what reads *all* of a parameter or gradient, a norm for instance, must give the answer for the whole: a local
-  norm would be a silent error in `torch.nn.utils.clip_grad_norm_`, in LAMB, in GradScaler's check for inf;
+  norm would be a silent error in `torch.nn.utils.clip_grad_norm_`, in LAMB, in GradScaler's check for inf. What is
+  computed elementwise from a piece is a piece again, so `p.grad.abs().max()` is no trap either (reads.py);
+- a parameter in a computation that autograd records stands for the whole: a penalty over `model.parameters()` is
+  part of a loss like any other;
 - what writes a parameter must first know that no rank still reads it (residency/gate.py).
 
-Both are seen in `__torch_function__`. Full tensors do not come through here, so forward and backward pay nothing.
+Full tensors do not come through here, so forward and backward pay nothing.
 """
 
+import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from retrograde.errors import UnsupportedError
 from retrograde.layout import Slot
+from retrograde.optim.reads import Reads, reads
 from retrograde.residency import Unit, edits
 
 _get_grad = cast(Any, torch.Tensor.grad).__get__
@@ -28,6 +34,7 @@ _set_grad = cast(Any, torch.Tensor.grad).__set__
 _set_requires_grad = cast(Any, torch.Tensor.requires_grad).__set__
 set_data = cast(Any, torch.Tensor.data).__set__
 raw_grad = _get_grad  # without what reading `.grad` does
+JOINED = -1  # the place of a piece that was put together from several
 
 
 class Holder(Protocol):
@@ -41,49 +48,42 @@ class Holder(Protocol):
 
     def norms(self, tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]: ...
 
-    def total(self, label: str, value: torch.Tensor, combine: Callable[..., torch.Tensor]) -> torch.Tensor: ...
+    def everywhere(self, label: str, value: Any) -> list[Any]: ...
 
 
 class Piece(torch.Tensor):
-    """Behaviour shared by sharded parameters and their gradients."""
+    """Behaviour shared by sharded parameters, their gradients and what is computed from these elementwise."""
 
     holder: "weakref.ref[Holder]"
+    _unit: "weakref.ref[Unit]"
+    place: int
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if (over_all := _OVER_ALL.get(name)) is not None:
-            if args and isinstance(args[0], ShardedParameter) and torch.is_grad_enabled() and args[0].requires_grad:
-                return func(args[0].full(), *args[1:], **kwargs)  # part of a loss: it must be differentiable
-            result = over_all(func, args, kwargs)
-            if result is not NotImplemented:
-                return result
-        written = _written(name, args, kwargs)
-        for leaf in written:
-            leaf.unit.gate.before_write(f"{name} on {leaf.slot.name}")
+    @property
+    def unit(self) -> Unit:
+        unit = self._unit()
+        if unit is None:
+            raise UnsupportedError("the engine of this sharded model is gone; keep the model that rg.shard() was given")
+        return unit
+
+    @property
+    def slot(self) -> Slot:
+        return self.unit.layout.slots[self.place]
+
+    @property
+    def title(self) -> str:
+        return "several parameters" if self.place == JOINED else self.slot.name
+
+    @property
+    def complete(self) -> bool:
+        """All of this rank's piece: not a slice of it, on which torch's functions are local."""
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
-        for leaf in written:
-            leaf.unit.gate.after_write(leaf.unit)
-        if name in _ALIASES and args and isinstance(args[0], ShardedParameter | _Alias):
-            return _Alias.of(result, args[0])
-        return result
+            return self.place == JOINED or self.numel() == self.unit.pieces[self.place].numel()
 
-
-class _Alias(Piece):
-    """A view of a sharded parameter (`p.data`, `p.detach()`, `p.view(-1)`): writing it writes the parameter."""
-
-    unit: Unit
-    slot: Slot
-
-    @staticmethod
-    def of(data: torch.Tensor, leaf: "ShardedParameter | _Alias") -> "_Alias":
-        alias = data.as_subclass(_Alias)
-        alias.holder, alias.unit, alias.slot = leaf.holder, leaf.unit, leaf.slot
-        return alias
+    def like(self, data: torch.Tensor, cls: "type[Piece]") -> "Piece":
+        """`data` as a piece of what this is a piece of."""
+        piece = data.as_subclass(cls)
+        piece.holder, piece._unit, piece.place = self.holder, self._unit, self.place
+        return piece
 
     @property
     def data(self) -> torch.Tensor:
@@ -94,45 +94,72 @@ class _Alias(Piece):
         with torch.no_grad():
             self.copy_(value)
 
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        written = _written(name, args, kwargs)
+        kind = reads(name, getattr(func, "__module__", "") == "torch.nn.functional")
+        if name in _OVER_ALL or (kind is not Reads.LOCAL and not edits(name)):
+            if torch.is_grad_enabled() and any(piece.requires_grad for piece in _pieces(args)):
+                return func(*_wholes(args, name), **kwargs)  # part of a loss: it must be differentiable
+            if all(piece.complete for piece in _pieces(args)):
+                result = _OVER_ALL[name](func, args, kwargs) if name in _OVER_ALL else NotImplemented
+                if result is not NotImplemented:
+                    return result
+                if kind is Reads.ALL:
+                    return func(*_wholes(args, name), **kwargs)
+        for leaf in written:
+            leaf.unit.gate.before_write(f"{name} on {leaf.slot.name}")
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        for leaf in written:
+            leaf.unit.gate.after_write(leaf.unit)
+        return _keep(result, name, kind, args)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(torch.Tensor).clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor).clone()
+
+
+class _Alias(Piece):
+    """A view of a sharded parameter (`p.data`, `p.detach()`, `p.view(-1)`): writing it writes the parameter."""
+
+
+class ShardedGradient(Piece):
+    """What `p.grad` is: this rank's piece of the reduced gradient."""
+
 
 class ShardedParameter(Piece, nn.Parameter):
     """The class of a parameter after sharding. `p.full()` is the whole of it; `p` itself is this rank's piece."""
-
-    slot: Slot
-    place: int
-    _unit: "weakref.ref[Unit]"
-
-    @property
-    def unit(self) -> Unit:
-        unit = self._unit()
-        if unit is None:
-            raise UnsupportedError(f"the engine of sharded parameter {self.slot.name} is gone; keep its model")
-        return unit
 
     @staticmethod
     def adopt(param: nn.Parameter, unit: Unit, index: int, holder: Holder) -> None:
         """Turn a plain parameter, whose data is already the piece, into a sharded one. Identity is kept."""
         param.__class__ = ShardedParameter
         leaf = cast(ShardedParameter, param)
-        leaf._unit, leaf.holder = weakref.ref(unit), weakref.ref(holder)
-        leaf.place, leaf.slot = index, unit.layout.slots[index]
+        leaf._unit, leaf.holder, leaf.place = weakref.ref(unit), weakref.ref(holder), index
         leaf._take_over_hooks()
 
     def _take_over_hooks(self) -> None:
-        """Hooks registered before sharding get the same treatment as those registered after it."""
+        """Hooks registered before sharding get the same treatment as those registered after it.
+
+        Their tables stay what they are, so that the handles users hold still remove them."""
         with torch._C.DisableTorchFunctionSubclass():
             before: Any = self._backward_hooks
             self._backward_hooks = None
-            for hook in (before or {}).values():
-                self.register_hook(hook)
+            if before:
+                self.register_hook(lambda grad: _run_all(before, grad))
             tables: Any = self._post_accumulate_grad_hooks
             self._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-            for hook in (tables or {}).values():
-                self.register_post_accumulate_grad_hook(hook)
+            if tables:
+                self.register_post_accumulate_grad_hook(lambda leaf: _tell_all(tables, leaf))
 
     @property
     def requires_grad(self) -> bool:
@@ -152,7 +179,7 @@ class ShardedParameter(Piece, nn.Parameter):
         backward brings no gradient: a unit's node runs for all of its parameters, torch's only for those used."""
         with torch._C.DisableTorchFunctionSubclass():
             return super().register_hook(  # type: ignore[no-untyped-call]
-                lambda grad: None if grad is None else hook(grad)
+                lambda grad: None if grad is None else hook(cast(torch.Tensor, _gradient(grad, self)))
             )
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
@@ -182,10 +209,9 @@ class ShardedParameter(Piece, nn.Parameter):
         raw = _get_grad(self)
         if raw is None or type(raw) is ShardedGradient:
             return cast("torch.Tensor | None", raw)
-        piece = raw.as_subclass(ShardedGradient)
-        piece.holder = self.holder
+        piece = self.like(raw, ShardedGradient)
         _set_grad(self, piece)
-        return cast(torch.Tensor, piece)
+        return piece
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
@@ -198,15 +224,6 @@ class ShardedParameter(Piece, nn.Parameter):
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
-
-    @property
-    def data(self) -> torch.Tensor:
-        return self.detach()
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        with torch.no_grad():
-            self.copy_(value)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         where = f"piece {tuple(self.shape)} of {tuple(self.slot.shape)} on rank {self.unit.rank}"
@@ -224,16 +241,16 @@ class ShardedParameter(Piece, nn.Parameter):
         )
 
 
-class ShardedGradient(Piece):
-    """What `p.grad` is: this rank's piece of the reduced gradient."""
+def _run_all(hooks: dict[int, Callable[[torch.Tensor], Any]], grad: torch.Tensor) -> torch.Tensor:
+    for hook in list(hooks.values()):
+        if (changed := hook(grad)) is not None:
+            grad = changed
+    return grad
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(torch.Tensor).clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(torch.Tensor).clone()
+def _tell_all(hooks: dict[int, Callable[[torch.Tensor], None]], leaf: torch.Tensor) -> None:
+    for hook in list(hooks.values()):
+        hook(leaf)
 
 
 def _alive(piece: Any) -> Holder:
@@ -243,8 +260,48 @@ def _alive(piece: Any) -> Holder:
     return cast(Holder, holder)
 
 
-# ---- writes
-_ALIASES = {"detach", "view", "reshape", "flatten", "view_as", "narrow", "__getitem__", "alias"}
+# ---- arguments and results
+def _pieces(args: Any) -> Iterator[Piece]:
+    for arg in args:
+        if isinstance(arg, Piece):
+            yield arg
+        elif isinstance(arg, list | tuple):
+            yield from _pieces(arg)
+
+
+def _wholes(args: Any, name: str) -> Any:
+    """The arguments with everything that is a piece made whole, in one meeting.
+
+    A plain tensor of a piece's size counts as a piece (a copy that was kept, say) unless the ranks' parts do not add
+    up to the parameter's size: then it was whole already.
+    """
+    leaves, spec = tree_flatten(list(args))
+    source = next(leaf for leaf in leaves if isinstance(leaf, Piece))
+    parts = [None if isinstance(leaf, ShardedParameter) else _part(leaf, source) for leaf in leaves]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not isinstance(leaf, ShardedParameter)]
+    by_rank = _alive(source).everywhere(f"{name} of {source.title}", parts) if tensors else [parts]
+    for index, (leaf, *found) in enumerate(zip(leaves, *by_rank, strict=True)):
+        of = leaf if isinstance(leaf, Piece) else source
+        if isinstance(leaf, ShardedParameter):
+            leaves[index] = leaf.full()
+        elif None not in found and sum(map(len, found)) == of.slot.numel:
+            leaves[index] = torch.cat(found).view(of.slot.shape)
+    return tree_unflatten(leaves, spec)
+
+
+def _part(leaf: Any, source: Piece) -> torch.Tensor | None:
+    if not isinstance(leaf, torch.Tensor):
+        return None
+    of = leaf if isinstance(leaf, Piece) else source
+    if of.place == JOINED or (isinstance(leaf, Piece) and leaf.requires_grad):
+        raise UnsupportedError(
+            f"{of.title}: this rank's part of it was turned into another tensor, on which torch would give a local "
+            f"answer here. Use p.full() or engine.full_grad(p), or torch.no_grad() if no gradient is wanted"
+        )
+    with torch._C.DisableTorchFunctionSubclass():
+        if leaf.dim() == 0 or leaf.numel() != of.unit.pieces[of.place].numel():
+            return None
+        return leaf.detach().as_subclass(torch.Tensor).reshape(-1).clone()
 
 
 def _written(name: str, args: Any, kwargs: Any) -> list[Any]:
@@ -259,7 +316,44 @@ def _written(name: str, args: Any, kwargs: Any) -> list[Any]:
     return [t for t in found if isinstance(t, ShardedParameter | _Alias)]
 
 
-# ---- reading all of it
+_VIEWS = {"detach", "view", "reshape", "flatten", "ravel", "view_as", "narrow", "__getitem__", "alias"}
+
+
+def _keep(result: Any, name: str, kind: Reads, args: Any) -> Any:
+    """The result as the piece it is."""
+    if isinstance(result, list | tuple) and name.startswith("_foreach_"):
+        return type(result)(_keep(r, "", kind, a) for r, *a in zip(result, *_columns(args), strict=True))
+    if name == "grad":  # torch.autograd.grad(outputs, inputs)
+        return tuple(_gradient(grad, of) for grad, of in zip(result, args[1], strict=True))
+    if kind is Reads.LOCAL and name not in _VIEWS:
+        return result
+    if type(result) is not torch.Tensor or (source := next(_pieces(args), None)) is None:
+        return result
+    if name in _VIEWS:
+        if isinstance(source, ShardedParameter | _Alias):
+            return source.like(result, _Alias)
+        return source.like(result, Piece) if result.numel() == source.numel() else result
+    if kind is not Reads.ELEMENTS or not source.complete:
+        return result
+    if isinstance(args[0], list | tuple):
+        joined = source.like(result, Piece)
+        joined.place = JOINED
+        return joined
+    return source.like(result, Piece) if result.numel() == source.numel() else result
+
+
+def _gradient(grad: torch.Tensor | None, of: Any) -> torch.Tensor | None:
+    """With `create_graph` it is part of a graph and stays what autograd made."""
+    if grad is None or grad.requires_grad or not isinstance(of, ShardedParameter):
+        return grad
+    return of.like(grad, ShardedGradient)
+
+
+def _columns(args: Any) -> Iterator[Any]:
+    return (arg for arg in args if isinstance(arg, list | tuple) and len(arg) == len(args[0]))
+
+
+# ---- reading all of it, without moving all of it
 def _norm_order(args: Any, kwargs: Any, keyword: str) -> float:
     order = args[1] if len(args) > 1 else kwargs.get(keyword, 2)
     return float({"fro": 2.0, None: 2.0}.get(order, order))
@@ -281,17 +375,28 @@ def _foreach_norm(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return _alive(args[0][0]).norms(list(args[0]), _norm_order(args, kwargs, "ord"))
 
 
-def _reduction(combine: Callable[..., torch.Tensor], start: Callable[[Any], Any] | None) -> Callable[..., Any]:
+def _reduction(combine: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     def over_all(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if len(args) != 1 or kwargs or not isinstance(args[0], Piece):
             return NotImplemented
-        piece = args[0]
-        with torch._C.DisableTorchFunctionSubclass():
-            plain = piece.as_subclass(torch.Tensor).detach()
-            local = func(plain) if plain.numel() or start is None else plain.new_tensor(start(plain))
-        return _alive(piece).total(func.__name__, local, combine)
+        return _combined(args[0], func, combine)
 
     return over_all
+
+
+def _combined(piece: Piece, func: Callable[..., Any], combine: Callable[..., torch.Tensor]) -> torch.Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        plain = piece.as_subclass(torch.Tensor).detach()
+        local = func(plain) if plain.numel() else None  # an empty piece has no say in a maximum
+        by_rank = _alive(piece).everywhere(f"{func.__name__} of {piece.title}", local)
+        found = [value for value in by_rank if value is not None]
+        return cast(torch.Tensor, functools.reduce(combine, found) if found else func(plain))
+
+
+def _mean(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    if len(args) != 1 or kwargs or not isinstance(args[0], Piece) or args[0].place == JOINED:
+        return NotImplemented
+    return _combined(args[0], torch.sum, torch.add) / args[0].slot.numel
 
 
 def _found_inf(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -301,16 +406,8 @@ def _found_inf(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
     pieces = [grad for grad in grads if isinstance(grad, Piece)]
     if pieces:
-        found.copy_(_alive(pieces[0]).total("found_inf", found.clone(), torch.maximum))
+        found.copy_(functools.reduce(torch.maximum, _alive(pieces[0]).everywhere("found_inf", found.clone())))
     return result
-
-
-def _lowest(like: torch.Tensor) -> float:
-    return torch.finfo(like.dtype).min if like.is_floating_point() else torch.iinfo(like.dtype).min
-
-
-def _highest(like: torch.Tensor) -> float:
-    return torch.finfo(like.dtype).max if like.is_floating_point() else torch.iinfo(like.dtype).max
 
 
 _OVER_ALL: dict[str, Callable[..., Any]] = {
@@ -318,12 +415,13 @@ _OVER_ALL: dict[str, Callable[..., Any]] = {
     "linalg_vector_norm": _one_norm("ord"),
     "linalg_norm": _one_norm("ord"),
     "_foreach_norm": _foreach_norm,
-    "sum": _reduction(torch.add, None),
-    "max": _reduction(torch.maximum, _lowest),
-    "amax": _reduction(torch.maximum, _lowest),
-    "min": _reduction(torch.minimum, _highest),
-    "amin": _reduction(torch.minimum, _highest),
-    "any": _reduction(torch.logical_or, None),
-    "all": _reduction(torch.logical_and, None),
+    "sum": _reduction(torch.add),
+    "mean": _mean,
+    "max": _reduction(torch.maximum),
+    "amax": _reduction(torch.maximum),
+    "min": _reduction(torch.minimum),
+    "amin": _reduction(torch.minimum),
+    "any": _reduction(torch.logical_or),
+    "all": _reduction(torch.logical_and),
     "_amp_foreach_non_finite_check_and_unscale_": _found_inf,
 }

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from retrograde.residency.unit import Unit
 
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_get_requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
 _OPERATORS = {
@@ -56,6 +57,39 @@ class FullTensor(torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         with torch.no_grad():
             self.copy_(value)
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The parameter's, which is this rank's piece: the object that `p.grad` is."""
+        leaf = self._leaf()
+        return None if leaf is None else leaf.grad
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if (leaf := self._leaf()) is not None:
+            leaf.grad = value
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    @property
+    def requires_grad(self) -> bool:
+        return bool(_get_requires_grad(self))
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        """`module.weight.requires_grad = False` is how most people freeze: it is said of the parameter."""
+        if (leaf := self._leaf()) is not None:
+            leaf.requires_grad = value
+
+    def requires_grad_(self, requires_grad: bool = True) -> "FullTensor":
+        self.requires_grad = requires_grad
+        return self
+
+    def _leaf(self) -> torch.Tensor | None:
+        unit = self._unit()
+        return None if unit is None else unit.leaves[self._slot]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return self.detach().clone().requires_grad_(self.requires_grad)

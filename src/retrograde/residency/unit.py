@@ -77,6 +77,10 @@ class Gather(torch.autograd.Function):
         return None, unit.sink.gathered(unit, grads)
 
 
+# A page outlives an inference_mode() in which it may be made.
+_for_all_modes = torch.inference_mode(mode=False)
+
+
 def _alive(reference: "weakref.ref[Unit]") -> "Unit":
     if (unit := reference()) is None:
         raise RetrogradeError("backward through a sharded model that is gone; keep the model until its last backward")
@@ -187,6 +191,7 @@ class Unit:
         return self.state is not State.ABSENT and self._read_at == self.version
 
     # ---- the page's life
+    @_for_all_modes
     def start(self) -> None:
         """Begin paging in (ABSENT or stale -> LOADING)."""
         if self.state is State.LOADING:
@@ -202,6 +207,7 @@ class Unit:
         self.state = State.LOADING
         self._ledger.record(Kind.GATHER, self.name, self.layout.page_bytes - self.layout.shard_bytes)
 
+    @_for_all_modes
     def finish(self) -> None:
         """LOADING -> READY: the full tensors show the page."""
         if self.state is not State.LOADING or self._reading is None or self.buffer is None:

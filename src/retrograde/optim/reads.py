@@ -1,0 +1,56 @@
+"""What a torch function reads of a piece.
+
+| reads    | such as                                  | on a piece                                            |
+|----------|------------------------------------------|-------------------------------------------------------|
+| ELEMENTS | `mul`, `abs`, `isfinite`, `lerp`         | works as it is; the result is a piece again            |
+| ALL      | `norm`, `sum`, `std`, `topk`, `equal`    | would be a silent error: answered for the whole tensor |
+| LOCAL    | `numel`, `zeros_like`, `p[2:4]`, `numpy` | plain torch on this rank's memory                      |
+
+torch itself knows which of its functions are pointwise (their tag) and which are views (their schema), so there is no
+list to keep. What is unknown counts as ALL: slow is better than wrong.
+"""
+
+import functools
+from enum import Enum, auto
+from typing import Any
+
+import torch
+
+
+class Reads(Enum):
+    ELEMENTS = auto()
+    ALL = auto()
+    LOCAL = auto()
+
+
+# Pointwise in effect though not by tag; a concatenation of pieces is a piece of the concatenation.
+_ELEMENTS = {"float", "double", "half", "bfloat16", "int", "long", "bool", "type", "to", "type_as", "cpu", "contiguous"}
+_ELEMENTS |= {"cat", "concat", "concatenate", "hstack"}
+_ALL = {"equal", "allclose", "item"}
+_LOCAL = {"__get__", "__set__", "grad", "backward"}
+_SPELLINGS = {"rdiv": "div", "rpow": "pow", "floordiv": "floor_divide"}
+
+
+@functools.cache
+def reads(name: str, functional: bool = False) -> Reads:
+    """`functional`: it is one of torch.nn.functional's."""
+    if name in _ALL:
+        return Reads.ALL
+    if name in _ELEMENTS or name.startswith("_foreach_"):
+        return Reads.ELEMENTS
+    if name.endswith("_like") or name.startswith("new_") or name in _LOCAL:
+        return Reads.LOCAL
+    bare = name.strip("_")
+    packet = getattr(torch.ops.aten, _SPELLINGS.get(bare, bare), None)
+    if packet is None:  # written in Python: functionals compute, methods describe (`__len__`, `untyped_storage`)
+        return Reads.ALL if functional else Reads.LOCAL
+    overloads = [getattr(packet, overload) for overload in packet.overloads()]
+    if any(torch.Tag.pointwise in overload.tags for overload in overloads):
+        return Reads.ELEMENTS
+    return Reads.ALL if any(_computes(overload) for overload in overloads) else Reads.LOCAL
+
+
+def _computes(overload: Any) -> bool:
+    """Makes tensors of its own: not a size, not a view."""
+    returned = overload._schema.returns
+    return bool(returned) and "Tensor" in str(returned[0].type) and returned[0].alias_info is None
