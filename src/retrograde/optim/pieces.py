@@ -17,6 +17,7 @@ Full tensors do not come through here, so forward and backward pay nothing.
 
 import functools
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, cast
 
@@ -34,6 +35,7 @@ _set_grad = cast(Any, torch.Tensor.grad).__set__
 _set_requires_grad = cast(Any, torch.Tensor.requires_grad).__set__
 set_data = cast(Any, torch.Tensor.data).__set__
 raw_grad = _get_grad  # without what reading `.grad` does
+_ALIASES = 16  # of a parameter that are followed; older ones are long gone
 JOINED = -1  # the place of a piece that was put together from several
 
 
@@ -98,8 +100,10 @@ class Piece(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
+        if not args and (first := kwargs.keys() & _FIRST):
+            args = (kwargs.pop(first.pop()),)
         written = _written(name, args, kwargs)
         kind = reads(name, getattr(func, "__module__", "") == "torch.nn.functional")
         if name in _OVER_ALL or (kind is not Reads.LOCAL and not edits(name)):
@@ -139,12 +143,15 @@ class ShardedGradient(Piece):
 class ShardedParameter(Piece, nn.Parameter):
     """The class of a parameter after sharding. `p.full()` is the whole of it; `p` itself is this rank's piece."""
 
+    aliases: "deque[weakref.ref[Piece]]"
+
     @staticmethod
     def adopt(param: nn.Parameter, unit: Unit, index: int, holder: Holder) -> None:
         """Turn a plain parameter, whose data is already the piece, into a sharded one. Identity is kept."""
         param.__class__ = ShardedParameter
         leaf = cast(ShardedParameter, param)
         leaf._unit, leaf.holder, leaf.place = weakref.ref(unit), weakref.ref(holder), index
+        leaf.aliases = deque(maxlen=_ALIASES)
         leaf._take_over_hooks()
 
     def _take_over_hooks(self) -> None:
@@ -225,6 +232,22 @@ class ShardedParameter(Piece, nn.Parameter):
     def grad(self) -> None:
         self.grad = None
 
+    @property
+    def data(self) -> torch.Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        """In torch the parameter gets other memory, and what `p.data` was before keeps the old: here it gets a copy."""
+        for reference in self.aliases:
+            if (alias := reference()) is not None:
+                with torch._C.DisableTorchFunctionSubclass():
+                    set_data(alias, alias.clone())
+                alias.__class__ = Piece
+        self.aliases.clear()
+        with torch.no_grad():
+            self.copy_(value)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         where = f"piece {tuple(self.shape)} of {tuple(self.slot.shape)} on rank {self.unit.rank}"
         return f"ShardedParameter({self.slot.name}: {where}, {self.dtype}, requires_grad={self.requires_grad})"
@@ -304,6 +327,9 @@ def _part(leaf: Any, source: Piece) -> torch.Tensor | None:
         return leaf.detach().as_subclass(torch.Tensor).reshape(-1).clone()
 
 
+_FIRST = {"input", "self", "tensor"}  # names of a first argument
+
+
 def _written(name: str, args: Any, kwargs: Any) -> list[Any]:
     """The sharded parameters a function is about to change."""
     if kwargs and (out := kwargs.get("out")) is not None:
@@ -331,7 +357,9 @@ def _keep(result: Any, name: str, kind: Reads, args: Any) -> Any:
         return result
     if name in _VIEWS:
         if isinstance(source, ShardedParameter | _Alias):
-            return source.like(result, _Alias)
+            alias = source.like(result, _Alias)
+            cast(ShardedParameter, source.unit.leaves[source.place]).aliases.append(weakref.ref(alias))
+            return alias
         return source.like(result, Piece) if result.numel() == source.numel() else result
     if kind is not Reads.ELEMENTS or not source.complete:
         return result
