@@ -53,7 +53,7 @@ class Key(NamedTuple):
     launch: int
 
 
-Turn = tuple[int, int]  # which meeting a gradient was put after, and the how-manieth of its unit since then
+Turn = tuple[int, int]  # which meeting a gradient was put after, and the how-manieth of its kind since then
 
 
 class Owner(Protocol):

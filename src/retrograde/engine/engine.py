@@ -68,28 +68,26 @@ class Engine:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Keep the gradients of the backwards inside; the next backward outside takes them along."""
-        with self._window():
+        self.reducer.recover()
+        with self.reducer.windows.window(math.inf):
             yield
 
     @contextlib.contextmanager
-    def coalesce(self, budget: int | str | None = None) -> Iterator[None]:
+    def coalesce(self, budget: int | float | str | None = None) -> Iterator[None]:
         """Keep the gradients of the backwards inside and reduce them once, at the end.
 
+        `budget`: how many bytes of them may wait; what does not fit is reduced early, in its backward (0: everything).
         At stage 1 the end is the step, as always. If the body raises nothing is reduced and what was kept stays
         pending, as it would in `.grad`.
         """
-        if budget is not None:
-            raise ShardingError(f"coalesce(budget={budget!r}) is not available in this version; leave it None")
-        with self._window():
-            yield
-        if not self.reducer.windows and not self.policy.until_step:
-            self.council.flush("the end of coalesce()")
-
-    @contextlib.contextmanager
-    def _window(self) -> Iterator[None]:
+        limit = math.inf if budget is None else parse_bytes(budget, "coalesce(budget)")
         self.reducer.recover()
-        with self.reducer.window():
+        if sum(self.reducer.held.values()) > limit:
+            self.council.flush("the start of coalesce(budget=...)")
+        with self.reducer.windows.window(limit):
             yield
+        if not self.reducer.windows.open and not self.policy.until_step:
+            self.council.flush("the end of coalesce()")
 
     @contextlib.contextmanager
     def full_params(self, *modules: nn.Module, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:

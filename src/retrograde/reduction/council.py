@@ -19,9 +19,9 @@ from typing import Any, Protocol
 from retrograde.comm import Kind, Position, Station
 from retrograde.ledger import Kind as Event
 from retrograde.ledger import Ledger
-from retrograde.reduction.exchange import Offer
+from retrograde.reduction.exchange import Offer, Part
 
-Offers = dict[int, Offer]  # by unit
+Offers = dict[Part, Offer]
 URGENCY = tuple(Kind)
 
 

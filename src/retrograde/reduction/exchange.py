@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,6 +26,13 @@ class Use(IntEnum):
     NONE = 0
     CAPTURED = 1  # torch.autograd.grad returns it
     ACCUMULATED = 2  # it goes to .grad
+
+
+class Part(NamedTuple):
+    """What the ranks add up together: a unit's gradient, or (`early`) what waited of it and had to make room."""
+
+    unit: int
+    early: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +69,7 @@ class Exchange:
         self._sending: list[Any] = []
         self._bucket: torch.Tensor | None = None
         self._since = -1
-        self._turns: Counter[int] = Counter()
+        self._turns: Counter[Part] = Counter()
 
     def number(self) -> int:
         self._launched += 1
@@ -86,23 +93,23 @@ class Exchange:
         bucket[end:].zero_()
         return bucket
 
-    def launch(self, unit: Unit, bucket: torch.Tensor, offer: Offer) -> Launch:
+    def launch(self, unit: Unit, bucket: torch.Tensor, offer: Offer, early: bool = False) -> Launch:
         """Put every owner's part there; the bucket is given back when it has been sent."""
         self.settle_sending()
         layout, mine = unit.layout, self._station.mesh.rank
         key = Key(unit.index, offer.launch)
-        turn = self._turn(unit)
+        turn = self._turn(Part(unit.index, early))
         peers = self._station.mesh.peers
         self._sending = [self._station.put(key, turn, dst, bucket[layout.span(dst)]) for dst in peers]
         self._bucket = bucket
         self._ledger.record(Kind.REDUCE, unit.name, layout.page_bytes - layout.shard_bytes)
         return Launch(unit, offer, bucket[layout.span(mine)].clone(), turn)
 
-    def _turn(self, unit: Unit) -> Turn:
+    def _turn(self, part: Part) -> Turn:
         if self._since != self._station.meetings:
             self._since, self._turns = self._station.meetings, Counter()
-        self._turns[unit.index] += 1
-        return self._since, self._turns[unit.index]
+        self._turns[part] += 1
+        return self._since, 2 * self._turns[part] + part.early
 
     def settle_sending(self) -> None:
         sending, self._sending = self._sending, []

@@ -13,15 +13,15 @@ Rule 3: gradients that come from other ranks only, or from a flush, are delivere
 Rule 4: what a backward that raised has left is dropped at the next entry.
 """
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from retrograde.comm import Kind, Station
 from retrograde.reduction.council import Council, Offers
-from retrograde.reduction.exchange import Exchange, Launch, Offer, Use, union
+from retrograde.reduction.exchange import Exchange, Launch, Offer, Part, Use, union
+from retrograde.reduction.window import Windows
 from retrograde.residency import Pager, Unit
 
 _graph_task = torch._C._current_graph_task_id
@@ -32,7 +32,7 @@ _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 class Task:
     """One backward of ours: what it launched and whether its end has been met."""
 
-    launches: dict[int, Launch] = field(default_factory=dict)
+    launches: dict[Part, Launch] = field(default_factory=dict)
     joined: list[tuple[Unit, torch.Tensor, tuple[bool, ...]]] = field(default_factory=list)
     met: bool = False
 
@@ -51,10 +51,10 @@ class Reducer:
         self._station, self._pager = station, pager
         self._tasks: dict[int, Task] = {}
         self._pending: dict[int, Pending] = {}
-        self._offered: dict[int, Offer] = {}
+        self._offered: Offers = {}
         self._delivering: dict[int, tuple[bool, ...]] = {}
         self.until_step = False  # the policy keeps gradients pending
-        self.windows = 0  # so does a window
+        self.windows = Windows()  # so does a window
         self.backwards = 0
 
     # ---- autograd calls these (Sink)
@@ -65,11 +65,12 @@ class Reducer:
         if torch.is_grad_enabled():
             return _Reduce.apply(self, unit, uses, self._task(), *grads)  # type: ignore[no-any-return, no-untyped-call]
         if Use.CAPTURED not in uses:
-            if self.windows or (self.until_step and not unit.hooked):
+            if (self.windows.open or (self.until_step and not unit.hooked)) and self._make_room(unit):
                 self._keep(unit, grads, uses)
                 return None
             if unit.index in self._pending:
-                return self._launch_pending(unit, grads, uses)
+                self._keep(unit, grads, uses)  # the first backward after `no_sync()` takes along what was kept
+                return self._launch_pending(Part(unit.index))
         return self._launch(unit, grads, uses).own
 
     def packed(self, unit: Unit, grad: torch.Tensor) -> Sequence[torch.Tensor | None]:
@@ -79,7 +80,7 @@ class Reducer:
             task = self._task()
             if not task.met:
                 self._end_backward(task)
-            present = task.launches[unit.index].present
+            present = task.launches[Part(unit.index)].present
         assert present is not None
         layout, rank = unit.layout, unit.rank
         return [grad[layout.piece(s, rank)] if p else None for s, p in zip(layout.slots, present, strict=True)]
@@ -112,17 +113,16 @@ class Reducer:
         launch = self._exchange.launch(unit, bucket, Offer(self._exchange.number(), uses))
         for earlier in self._task().launches.values():
             self._exchange.fold(earlier)
-        self._task().launches[unit.index] = launch
+        self._task().launches[Part(unit.index)] = launch
         return launch
 
-    def _launch_pending(self, unit: Unit, grads: Sequence[torch.Tensor | None], uses: tuple[Use, ...]) -> torch.Tensor:
-        """The first backward after `no_sync()` takes along what was kept."""
-        self._keep(unit, grads, uses)
-        pending = self._pending.pop(unit.index)
+    def _launch_pending(self, part: Part) -> torch.Tensor:
+        """What was kept goes with this backward."""
+        unit, pending = self._units[part.unit], self._pending.pop(part.unit)
         _clear_absent(unit, pending)
         offer = Offer(self._exchange.number(), _uses_of(pending))
-        launch = self._exchange.launch(unit, pending.bucket, offer)
-        self._task().launches[unit.index] = launch
+        launch = self._exchange.launch(unit, pending.bucket, offer, part.early)
+        self._task().launches[part] = launch
         return launch.own
 
     def _end_backward(self, task: Task) -> dict[int, Offers]:
@@ -132,24 +132,27 @@ class Reducer:
         offers = self._council.end_backward(
             f"backward {self.backwards} since the last step", {i: launch.offer for i, launch in task.launches.items()}
         )
-        for index, by_rank in _by_unit(offers).items():
-            launch = task.launches.get(index)
+        for part, by_rank in _by_part(offers).items():
+            launch, unit = task.launches.get(part), self._units[part.unit]
             uses = union(by_rank)
-            if launch is not None:
-                self._exchange.total(launch, by_rank)
+            total = self._exchange.total(launch, by_rank) if launch else self._exchange.join(unit, by_rank)
+            if launch is not None and not part.early:
                 # What another rank captures is its own affair; what it accumulates belongs in `.grad` here too.
                 mine = launch.offer.uses
                 launch.present = tuple(bool(m) or u is Use.ACCUMULATED for m, u in zip(mine, uses, strict=True))
             else:
-                total = self._exchange.join(self._units[index], by_rank)
-                task.joined.append((self._units[index], total, tuple(use is Use.ACCUMULATED for use in uses)))
+                task.joined.append((unit, total, tuple(use is Use.ACCUMULATED for use in uses)))
         return offers
 
     def _finish(self, number: int) -> None:
-        task = self._tasks.pop(number, None)
+        task = self._tasks.get(number)
         if task is not None:
+            if not task.met and task.launches:  # no Pack ran: all that was launched had only to make room
+                self._end_backward(task)
+            del self._tasks[number]
             for unit, total, present in task.joined:
-                self._deliver(unit, total, present)
+                with unit.accepting():
+                    self._deliver(unit, total, present)
 
     def _deliver(self, unit: Unit, total: torch.Tensor, present: tuple[bool, ...]) -> None:
         """Run Pack for a gradient that no backward of this rank brings."""
@@ -167,14 +170,22 @@ class Reducer:
             self._exchange.settle_sending()
 
     # ---- pending gradients
-    @contextlib.contextmanager
-    def window(self) -> Iterator[None]:
-        """Keep gradients pending inside. If the body raises they stay, as `.grad` would: `zero_grad()` drops them."""
-        self.windows += 1
-        try:
-            yield
-        finally:
-            self.windows -= 1
+    def _make_room(self, unit: Unit) -> bool:
+        """May the gradient of `unit` wait? With a budget, others may have to go first."""
+        early = self.windows.room(unit.index, unit.layout.page_bytes, self.held)
+        if early:
+            parts = [Part(index, early=True) for index in early]
+            if any(part in self._task().launches for part in parts):
+                return False  # once in a backward; what came since then is from a backward inside this one
+            for part in parts:
+                self._launch_pending(part)
+            self._exchange.settle_sending()  # their memory is free before more is taken
+        return early is not None
+
+    @property
+    def held(self) -> dict[int, int]:
+        """Bytes of unreduced gradients that wait, by unit."""
+        return {index: self._units[index].layout.page_bytes for index in self._pending}
 
     @property
     def pending(self) -> bool:
@@ -202,24 +213,25 @@ class Reducer:
     # ---- meetings (Member)
     def offers(self) -> Offers:
         self._offered = {
-            index: Offer(self._exchange.number(), _uses_of(pending)) for index, pending in sorted(self._pending.items())
+            Part(index): Offer(self._exchange.number(), _uses_of(pending))
+            for index, pending in sorted(self._pending.items())
         }
         return self._offered
 
     def join(self, offers: dict[int, Offers]) -> None:
         """Another rank ended a backward that this one did not do."""
-        for index, by_rank in _by_unit(offers).items():
-            unit = self._units[index]
+        for part, by_rank in _by_part(offers).items():
+            unit = self._units[part.unit]
             total = self._exchange.join(unit, by_rank)
             self._deliver(unit, total, tuple(use is Use.ACCUMULATED for use in union(by_rank)))
 
     def flush(self, offers: dict[int, Offers]) -> None:
         """Reduce what is pending on any rank."""
-        for index, by_rank in _by_unit(offers).items():
-            unit, pending = self._units[index], self._pending.pop(index, None)
+        for part, by_rank in _by_part(offers).items():
+            unit, pending = self._units[part.unit], self._pending.pop(part.unit, None)
             if pending is not None:
                 _clear_absent(unit, pending)
-                launch = self._exchange.launch(unit, pending.bucket, self._offered[index])
+                launch = self._exchange.launch(unit, pending.bucket, self._offered[part])
                 total = self._exchange.total(launch, by_rank)
             else:
                 total = self._exchange.join(unit, by_rank)
@@ -241,16 +253,17 @@ class Reducer:
         alone = Task()
         bucket = self._exchange.fill(unit, grads)
         launch = self._exchange.launch(unit, bucket, Offer(self._exchange.number(), uses))
-        alone.launches[unit.index] = launch
+        alone.launches[Part(unit.index)] = launch
         offered = self._end_backward(alone)
-        if any(set(by_unit) != {unit.index} for by_unit in offered.values()) or len(offered) < self._station.mesh.world:
+        only = {Part(unit.index)}
+        if any(set(parts) != only for parts in offered.values()) or len(offered) < self._station.mesh.world:
             self._station.fail(
                 f"rank {unit.rank}: a backward with create_graph=True reduces unit {unit.name} at once, which needs "
                 f"every rank to reach it at the same point; others were elsewhere"
             )
         if task is not None:
             task.met = True
-            task.launches[unit.index] = launch
+            task.launches[Part(unit.index)] = launch
             task.joined += alone.joined
         return launch.own
 
@@ -278,10 +291,10 @@ def _clear_absent(unit: Unit, pending: Pending) -> None:
     pending.bucket[end:].zero_()
 
 
-def _by_unit(offers: dict[int, Offers]) -> dict[int, dict[int, Offer]]:
-    """rank -> unit -> offer, turned into unit -> rank -> offer, in unit order."""
-    units = sorted({index for by_unit in offers.values() for index in by_unit})
-    return {i: {rank: by_unit[i] for rank, by_unit in offers.items() if i in by_unit} for i in units}
+def _by_part(offers: dict[int, Offers]) -> dict[Part, dict[int, Offer]]:
+    """rank -> part -> offer, turned into part -> rank -> offer, in unit order."""
+    parts = sorted({part for by_part in offers.values() for part in by_part})
+    return {p: {rank: by_part[p] for rank, by_part in offers.items() if p in by_part} for p in parts}
 
 
 class _Reduce(torch.autograd.Function):
