@@ -132,9 +132,12 @@ class Engine:
 
     def _whole_grads(self, leaves: list[ShardedParameter]) -> list[torch.Tensor | None]:
         self.before_grad_read()
-        grads = [raw_grad(leaf) for leaf in leaves]
-        pieces = [None if grad is None else grad.detach().as_subclass(torch.Tensor).clone() for grad in grads]
-        by_rank = self.council.values(f"whole gradients of {len(leaves)} parameters", pieces)
+
+        def pieces() -> list[torch.Tensor | None]:
+            grads = [raw_grad(leaf) for leaf in leaves]
+            return [None if grad is None else grad.detach().as_subclass(torch.Tensor).clone() for grad in grads]
+
+        by_rank = self.council.fresh_values(f"whole gradients of {len(leaves)} parameters", pieces)
         whole: list[torch.Tensor | None] = []
         for leaf, *parts in zip(leaves, *by_rank, strict=True):
             present = [part for part in parts if part is not None]
