@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from retrograde.comm import Kind, Mesh, Stamp, Station
+from retrograde.comm import Kind, Mesh, Stamp, Station, streams_of
 from retrograde.engine.describe import explain, report
 from retrograde.engine.growth import Growth
 from retrograde.errors import ShardingError
@@ -44,8 +44,8 @@ class Engine:
         self.council = Council(self.station, self, self.ledger)
         self.gate = Gate(self.station, self.units, self.fence)
         self.pager = Pager(policy)
-        self._pages = BufferPool(self.ledger)
-        self._buckets = BufferPool(Ledger())
+        streams = streams_of(torch.device("cpu"))
+        self._pages, self._buckets = BufferPool(self.ledger, streams), BufferPool(Ledger(), streams)
         exchange = Exchange(self.station, policy, self._buckets, self.ledger)
         self.reducer = Reducer(self.units, exchange, self.council, self.station, self.pager)
         self.reducer.until_step = policy.until_step

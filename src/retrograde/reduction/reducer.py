@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import torch
 
 from retrograde.comm import Kind, Station
+from retrograde.reduction.bucket import Bucket, Grads
 from retrograde.reduction.council import Council, Offers
 from retrograde.reduction.exchange import Exchange, Launch, Offer, Part, Use, union
 from retrograde.reduction.window import Windows
@@ -37,20 +38,12 @@ class Task:
     met: bool = False
 
 
-@dataclass(slots=True)
-class Pending:
-    """Gradients added up locally: a bucket in the unit's layout, and which parts hold something."""
-
-    bucket: torch.Tensor
-    present: list[bool]
-
-
 class Reducer:
     def __init__(self, units: list[Unit], exchange: Exchange, council: Council, station: Station, pager: Pager) -> None:
         self._units, self._exchange, self._council = units, exchange, council
         self._station, self._pager = station, pager
         self._tasks: dict[int, Task] = {}
-        self._pending: dict[int, Pending] = {}
+        self._pending: dict[int, Bucket] = {}  # gradients added up locally, by unit
         self._offered: Offers = {}
         self._delivering: dict[int, tuple[bool, ...]] = {}
         self.until_step = False  # the policy keeps gradients pending
@@ -58,7 +51,7 @@ class Reducer:
         self.backwards = 0
 
     # ---- autograd calls these (Sink)
-    def gathered(self, unit: Unit, grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    def gathered(self, unit: Unit, grads: Grads) -> torch.Tensor | None:
         """All gradients of `unit` in this backward have arrived."""
         self._pager.retire(unit)
         uses = self._uses(unit, grads)
@@ -94,7 +87,7 @@ class Reducer:
             _queue_callback(lambda: self._finish(number))
         return task
 
-    def _uses(self, unit: Unit, grads: Sequence[torch.Tensor | None]) -> tuple[Use, ...]:
+    def _uses(self, unit: Unit, grads: Grads) -> tuple[Use, ...]:
         uses = []
         for node, grad in zip(unit.accumulators, grads, strict=True):
             if grad is None:
@@ -108,9 +101,9 @@ class Reducer:
             uses.append(Use.ACCUMULATED if runs else Use.NONE)
         return tuple(uses)
 
-    def _launch(self, unit: Unit, grads: Sequence[torch.Tensor | None], uses: tuple[Use, ...]) -> Launch:
-        bucket = self._exchange.fill(unit, [g if u else None for g, u in zip(grads, uses, strict=True)])
-        launch = self._exchange.launch(unit, bucket, Offer(self._exchange.number(), uses))
+    def _launch(self, unit: Unit, grads: Grads, uses: tuple[Use, ...]) -> Launch:
+        bucket = self._exchange.fill(unit, _used(grads, uses))
+        launch = self._exchange.launch(bucket, Offer(self._exchange.number(), uses))
         for earlier in self._task().launches.values():
             self._exchange.fold(earlier)
         self._task().launches[Part(unit.index)] = launch
@@ -118,10 +111,8 @@ class Reducer:
 
     def _launch_pending(self, part: Part) -> torch.Tensor:
         """What was kept goes with this backward."""
-        unit, pending = self._units[part.unit], self._pending.pop(part.unit)
-        _clear_absent(unit, pending)
-        offer = Offer(self._exchange.number(), _uses_of(pending))
-        launch = self._exchange.launch(unit, pending.bucket, offer, part.early)
+        bucket = self._pending.pop(part.unit)
+        launch = self._exchange.launch(bucket, Offer(self._exchange.number(), _uses_of(bucket)), part.early)
         self._task().launches[part] = launch
         return launch.own
 
@@ -179,7 +170,6 @@ class Reducer:
                 return False  # once in a backward; what came since then is from a backward inside this one
             for part in parts:
                 self._launch_pending(part)
-            self._exchange.settle_sending()  # their memory is free before more is taken
         return early is not None
 
     @property
@@ -197,24 +187,18 @@ class Reducer:
         if pending is not None:
             pending.present[slot] = False
             if not any(pending.present):
-                self._exchange.recycle(self._pending.pop(unit.index).bucket)
+                self._pending.pop(unit.index).discard()
 
-    def _keep(self, unit: Unit, grads: Sequence[torch.Tensor | None], uses: tuple[Use, ...]) -> None:
-        pending = self._pending.get(unit.index)
-        if pending is None:
-            pending = Pending(self._exchange.bucket(unit), [False] * len(unit.leaves))
-            self._pending[unit.index] = pending
-        for index, (slot, grad, use) in enumerate(zip(unit.layout.slots, grads, uses, strict=True)):
-            if grad is not None and use:
-                part = pending.bucket[slot.offset : slot.end]
-                part.add_(grad.reshape(-1)) if pending.present[index] else part.copy_(grad.reshape(-1))
-                pending.present[index] = True
+    def _keep(self, unit: Unit, grads: Grads, uses: tuple[Use, ...]) -> None:
+        if unit.index not in self._pending:
+            self._pending[unit.index] = self._exchange.bucket(unit)
+        self._pending[unit.index].add(_used(grads, uses))
 
     # ---- meetings (Member)
     def offers(self) -> Offers:
         self._offered = {
-            Part(index): Offer(self._exchange.number(), _uses_of(pending))
-            for index, pending in sorted(self._pending.items())
+            Part(index): Offer(self._exchange.number(), _uses_of(bucket))
+            for index, bucket in sorted(self._pending.items())
         }
         return self._offered
 
@@ -228,10 +212,9 @@ class Reducer:
     def flush(self, offers: dict[int, Offers]) -> None:
         """Reduce what is pending on any rank."""
         for part, by_rank in _by_part(offers).items():
-            unit, pending = self._units[part.unit], self._pending.pop(part.unit, None)
-            if pending is not None:
-                _clear_absent(unit, pending)
-                launch = self._exchange.launch(unit, pending.bucket, self._offered[part])
+            unit, bucket = self._units[part.unit], self._pending.pop(part.unit, None)
+            if bucket is not None:
+                launch = self._exchange.launch(bucket, self._offered[part])
                 total = self._exchange.total(launch, by_rank)
             else:
                 total = self._exchange.join(unit, by_rank)
@@ -247,12 +230,12 @@ class Reducer:
 
     # ---- create_graph
     def reduce_now(
-        self, unit: Unit, grads: Sequence[torch.Tensor | None], uses: tuple[Use, ...], task: Task | None
+        self, unit: Unit, grads: Grads, uses: tuple[Use, ...], task: Task | None
     ) -> torch.Tensor:
         """Launch and collect at once, for a reduction that is itself part of a graph."""
         alone = Task()
         bucket = self._exchange.fill(unit, grads)
-        launch = self._exchange.launch(unit, bucket, Offer(self._exchange.number(), uses))
+        launch = self._exchange.launch(bucket, Offer(self._exchange.number(), uses))
         alone.launches[Part(unit.index)] = launch
         offered = self._end_backward(alone)
         only = {Part(unit.index)}
@@ -277,18 +260,12 @@ class Reducer:
         return self._exchange.scale
 
 
-def _uses_of(pending: Pending) -> tuple[Use, ...]:
-    return tuple(Use.ACCUMULATED if present else Use.NONE for present in pending.present)
+def _used(grads: Grads, uses: tuple[Use, ...]) -> list[torch.Tensor | None]:
+    return [grad if use else None for grad, use in zip(grads, uses, strict=True)]
 
 
-def _clear_absent(unit: Unit, pending: Pending) -> None:
-    """Parts nobody wrote (or that were dropped by zero_grad) travel as zeros."""
-    end = 0
-    for slot, present in zip(unit.layout.slots, pending.present, strict=True):
-        if not present:
-            pending.bucket[slot.offset : slot.end].zero_()
-        end = slot.end
-    pending.bucket[end:].zero_()
+def _uses_of(bucket: Bucket) -> tuple[Use, ...]:
+    return tuple(Use.ACCUMULATED if present else Use.NONE for present in bucket.present)
 
 
 def _by_part(offers: dict[int, Offers]) -> dict[Part, dict[int, Offer]]:
