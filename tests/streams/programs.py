@@ -96,7 +96,7 @@ class Rank:
         return [text for fault in self.faults if (text := fault()) is not None]
 
 
-def producers(streams: int, reductions: int, pages: int) -> Callable[[SimulatedDevice], Check]:
+def producers(streams: int, reductions: int, pages: int, passing: bool = True) -> Callable[[SimulatedDevice], Check]:
     """Gradients from up to three streams go into buckets that share their memory, one after the other, while pages are
     fetched into memory that they share too."""
 
@@ -109,7 +109,7 @@ def producers(streams: int, reductions: int, pages: int) -> Callable[[SimulatedD
             if 1 < number <= pages:
                 _use(rank, number - 1)  # while the one after it is on its way
             if number <= reductions:
-                _reduction(rank, rank.units[number - 1], sources, number)
+                _reduction(rank, sources, number, passing)
         if pages:
             _use(rank, pages)
         return rank.check
@@ -117,12 +117,13 @@ def producers(streams: int, reductions: int, pages: int) -> Callable[[SimulatedD
     return program
 
 
-def _reduction(rank: Rank, unit: Unit, sources: list[SimulatedStream], number: int) -> None:
+def _reduction(rank: Rank, sources: list[SimulatedStream], number: int, passing: bool) -> None:
     device, values = rank.device, (number + 1.0, number + 2.0, number + 3.0)
     chosen = [sources[slot % len(sources)] for slot in range(3)]
     grads = [rank.gradient(stream, slot, values[slot]) for slot, stream in enumerate(chosen)]
-    bucket = Bucket(unit, rank.pool, buckets.huge(grads))
-    assert list(bucket._passed) == [2]
+    passed = buckets.huge(grads)
+    assert list(passed) == [2]
+    bucket = Bucket(rank.units[number - 1], rank.pool, passed if passing else {})
     for slot, stream in enumerate(chosen):
         with device.on(stream):
             bucket.add([grad if index == slot else None for index, grad in enumerate(grads)])

@@ -17,6 +17,7 @@ CASES: dict[str, Program] = {
     "1 producer, 2 buckets": producers(1, 2, 0),
     "2 producers, 2 buckets": producers(2, 2, 0),
     "3 producers, 2 buckets": producers(3, 2, 0),
+    "3 producers, 2 buckets, all copied": producers(3, 2, 0, passing=False),
     "3 prefetched pages": producers(1, 0, 3),
     "3 producers, 2 buckets, 3 prefetched pages": producers(3, 2, 3),
     "a bucket that waits and one that is forgotten": kept,
@@ -56,6 +57,33 @@ def test_every_wait_and_event_is_needed(capsys: pytest.CaptureFixture[str]) -> N
         assert corrupted is not None, f"nothing goes wrong without {site}"
         with capsys.disabled():
             print(f"\nwithout {site}: after {corrupted.tried} orders {corrupted.faults[0]}")
+
+
+def test_every_producer_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each of the three, in both buckets, the one whose gradient is passed through (the third) as well."""
+    passing, copying = CASES["3 producers, 2 buckets"], CASES["3 producers, 2 buckets, all copied"]
+    device = SimulatedDevice()
+    passing(device)
+    closing = [site for site, times in device.sites.items() if site.file == "bucket.py" and times == 6]
+    assert {site.kind for site in closing} == {"wait", "record"}
+    needed = []
+    for site in sorted(closing):
+        for time in range(1, 7):
+            if _corrupts(passing, site._replace(time=time)) or _corrupts(copying, site._replace(time=time)):
+                needed.append(site._replace(time=time))
+    with capsys.disabled():
+        print(f"\n{len(needed)} single waits and events of producers are needed")
+    kinds = [site.kind for site in needed]
+    # All events, all waits of the reductions, and all waits for free storage but for those after a first one.
+    assert kinds.count("record") == 6 and kinds.count("wait") >= 6 + 4
+
+
+def _corrupts(program: Program, site: Site) -> bool:
+    try:
+        explore(program, without=site)
+    except Corrupted:
+        return True
+    return False
 
 
 def _first_corruption(site: Site) -> Corrupted | None:
