@@ -178,6 +178,37 @@ def test_cold_units_make_room(ranks: Callable[[int], RankPool]) -> None:
         assert [counts[f"tiles.{i}"] for i in range(6)] == [1, 1, 2, 0, 0, 0]
 
 
+class _Boom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        raise ValueError("boom")
+
+
+def _raises_after_making_room(rank: int, world: int) -> tuple[list[int], list[float]]:
+    """What had to make room in a backward that then raised came from good ones: it is not lost."""
+    model = Tiles()
+    engine = rg.shard(model, 2, units=nn.Linear, reduce="sum")
+    sizes = [unit.layout.page_bytes for unit in engine.units]
+    with engine.coalesce(budget=sum(sizes[:2])):
+        _play(model, [[(0, 1), (1, 1)]] * 3 + [[(2, 1)]])
+        with pytest.raises(ValueError, match="boom"):
+            (_Boom.apply(model.tiles[3].weight.sum()) + model.tiles[2].weight.sum()).backward()
+        held = sorted(engine.reducer.held)
+    got = engine.full_grads()
+    dist.barrier()
+    return held, [got[f"tiles.{i}.weight"][0, 0].item() for i in range(3)]
+
+
+def test_a_backward_that_raises_loses_only_its_own(ranks: Callable[[int], RankPool]) -> None:
+    for held, values in ranks(2).run(_raises_after_making_room):
+        assert 0 not in held  # it did make room
+        assert values[:2] == [6.0, 6.0] and values[2] in (2.0, 4.0)
+
+
 def _bad(rank: int, world: int, budget: object) -> str:
     engine = rg.shard(build(), 2)
     try:

@@ -86,6 +86,7 @@ class Engine:
             self.council.flush("the start of coalesce(budget=...)")
         with self.reducer.windows.window(limit):
             yield
+        self.reducer.recover()
         if not self.reducer.windows.open and not self.policy.until_step:
             self.council.flush("the end of coalesce()")
 
@@ -172,6 +173,7 @@ class Engine:
 
     def before_grad_read(self) -> None:
         """`.grad` shows what torch would: gradients still pending are reduced first."""
+        self.reducer.recover()
         if self.reducer.pending and _graph_task() == -1:
             self.council.flush("p.grad was read")
 

@@ -64,8 +64,8 @@ class Bucket:
         for index, present in enumerate(self.present):
             if not present:
                 stream.run(self._place(index).zero_)
-        layout = self.unit.layout
-        stream.run(self._store[self._store.numel() - (layout.padded_numel - layout.numel) :].zero_)
+        if padding := self.unit.layout.padded_numel - self.unit.layout.numel:
+            stream.run(self._store[-padding:].zero_)
 
     def parts(self, rank: int) -> list[torch.Tensor]:
         """What `rank` owns of this gradient, in order, as pieces of memory."""

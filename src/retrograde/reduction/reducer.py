@@ -10,7 +10,7 @@ hooks, `inputs=`, `autograd.grad` and accumulation into `.grad` are torch's own.
 Rule 1: a backward is a graph task. Nested backwards have their own and meet at their own end.
 Rule 2: nothing waits for another rank's main thread before the end of the backward.
 Rule 3: gradients that come from other ranks only, or from a flush, are delivered through Pack as well.
-Rule 4: what a backward that raised has left is dropped at the next entry.
+Rule 4: what a backward that raised has left is dropped at the next entry, but for what others brought before it.
 """
 
 from collections.abc import Sequence
@@ -136,14 +136,15 @@ class Reducer:
         return offers
 
     def _finish(self, number: int) -> None:
-        task = self._tasks.get(number)
-        if task is not None:
-            if not task.met and task.launches:  # no Pack ran: all that was launched had only to make room
-                self._end_backward(task)
-            del self._tasks[number]
-            for unit, total, present in task.joined:
-                with unit.accepting():
-                    self._deliver(unit, total, present)
+        if (task := self._tasks.pop(number, None)) is not None:
+            self._close(task)
+
+    def _close(self, task: Task) -> None:
+        if not task.met and task.launches:  # no Pack ran: all that was launched had only to make room
+            self._end_backward(task)
+        for unit, total, present in task.joined:
+            with unit.accepting():
+                self._deliver(unit, total, present)
 
     def _deliver(self, unit: Unit, total: torch.Tensor, present: tuple[bool, ...]) -> None:
         """Run Pack for a gradient that no backward of this rank brings."""
@@ -157,8 +158,11 @@ class Reducer:
     def recover(self) -> None:
         """Outside any backward: tasks still here belong to backwards that raised."""
         if self._tasks and _graph_task() == -1:
-            self._tasks.clear()
+            tasks, self._tasks = self._tasks, {}
             self._exchange.settle_sending()
+            for task in tasks.values():  # what had to make room came from backwards that did not raise
+                task.launches = {part: launch for part, launch in task.launches.items() if part.early}
+                self._close(task)
 
     # ---- pending gradients
     def _make_room(self, unit: Unit) -> bool:
