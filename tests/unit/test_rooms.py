@@ -24,7 +24,7 @@ COLUMNS = (
     ("pipeline",),
     ("checkpoint",),
     ("planning", "tracing"),
-    ("integrations", "cli"),
+    ("integrations", "cli", "simulated"),
 )
 COLUMN = {room: number for number, column in enumerate(COLUMNS) for room in column}
 
@@ -33,7 +33,7 @@ NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER
 }  # fmt: skip
 ENGINE_LINES = 2_500
-NOT_ENGINE = {"pipeline", "checkpoint", "integrations"}
+NOT_ENGINE = {"pipeline", "checkpoint", "integrations", "simulated"}
 
 
 class Import(NamedTuple):

@@ -53,7 +53,7 @@ class Key(NamedTuple):
     launch: int
 
 
-Turn = tuple[int, int]  # which meeting a gradient was put after, and the how-manieth of its unit since then
+Turn = tuple[int, int]  # which meeting a gradient was put after, and the how-manieth of its kind since then
 
 
 class Owner(Protocol):
@@ -94,7 +94,7 @@ class _Request:
 @dataclass(slots=True)
 class _Arrival:
     chunk: torch.Tensor
-    work: Any
+    works: list[Any]
     steps: int  # how many steps the sender had done
     turn: Turn
 
@@ -164,18 +164,20 @@ class Station:
             self.finish(work, "for a reader to take a shard")
 
     # ---- putting gradients
-    def put(self, key: Key, turn: Turn, dst: int, chunk: torch.Tensor) -> Any:
-        """Start sending `chunk` to `dst`, whose service thread takes it; the work is done when it is sent."""
-        tag = self.mesh.next_tag(mine=True)
-        self.mesh.send(dst, "put", self.number, tuple(key), chunk.numel(), chunk.dtype, self.steps, turn, tag)
-        return self.mesh.isend(chunk, dst, tag)
+    def put(self, key: Key, turn: Turn, dst: int, parts: list[torch.Tensor]) -> list[Any]:
+        """Start sending `parts` to `dst`, whose service thread takes them as one; the works are done when sent."""
+        tags = [self.mesh.next_tag(mine=True) for _ in parts]
+        sizes, dtype = [part.numel() for part in parts], parts[0].dtype
+        self.mesh.send(dst, "put", self.number, tuple(key), sizes, dtype, self.steps, turn, tags)
+        return [self.mesh.isend(part, dst, tag) for part, tag in zip(parts, tags, strict=True)]
 
     def take(self, key: Key, src: int) -> torch.Tensor:
         """What `src` put under `key`; it said so at a meeting, so it is there or on its way."""
         self._wait_until(lambda: (key, src) in self._arrivals, lambda: [src], f"its gradient of {key}")
         with self.mesh.changed:
             arrival = self._arrivals.pop((key, src))
-        self.finish(arrival.work, f"for the gradient of unit {self.owner.unit_name(key.unit)} from rank {src}")
+        for work in arrival.works:
+            self.finish(work, f"for the gradient of unit {self.owner.unit_name(key.unit)} from rank {src}")
         return arrival.chunk
 
     def arrived(self, unit: int, src: int, turn: Turn) -> Key | None:
@@ -191,8 +193,8 @@ class Station:
         with self.mesh.changed:
             stale = [place for place, arrival in self._arrivals.items() if arrival.steps <= self.steps]
             given_up = [self._arrivals.pop(place) for place in stale]
-        for arrival in given_up:
-            self.finish(arrival.work, "for a gradient of a backward that was given up")
+        for work in (work for arrival in given_up for work in arrival.works):
+            self.finish(work, "for a gradient of a backward that was given up")
         self.steps += 1
 
     # ---- meeting
@@ -260,11 +262,14 @@ class Station:
                 self._requests.append(request)
 
     def _on_put(
-        self, src: int, key: tuple[int, int], numel: int, dtype: torch.dtype, steps: int, turn: Turn, tag: int
-    ) -> None:
-        chunk = torch.empty(numel, dtype=dtype)
+        self, src: int, key: tuple[int, int], sizes: list[int], dtype: torch.dtype, steps: int, turn: Turn,
+        tags: list[int],
+    ) -> None:  # fmt: skip
+        chunk = torch.empty(sum(sizes), dtype=dtype)
         with self.mesh.changed:
-            self._arrivals[Key(*key), src] = _Arrival(chunk, self.mesh.irecv(chunk, src, tag), steps, turn)
+            parts = zip(torch.split(chunk, sizes), tags, strict=True)
+            works = [self.mesh.irecv(part, src, tag) for part, tag in parts]
+            self._arrivals[Key(*key), src] = _Arrival(chunk, works, steps, turn)
             self.mesh.changed.notify_all()
 
     def _on_meet(self, src: int, number: int, position: Position) -> None:

@@ -48,7 +48,8 @@ def explain(units: Sequence[Unit], policy: Policy, world: int) -> str:
     return _text(table) + (
         f"pages in memory: at most {human(pages)} (the whole model is {human(total)})\n"
         f"reductions: one per unit {when}\n"
-        f"a window (no_sync, coalesce) holds up to {human(window)} of unreduced gradients per rank at any world size\n"
+        f"a window (no_sync, coalesce) holds up to {human(window)} of unreduced gradients per rank at any world size; "
+        "coalesce(budget=...) bounds that\n"
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from retrograde.comm import Kind, Mesh, Stamp, Station
+from retrograde.comm import Kind, Mesh, Stamp, Station, streams_of
 from retrograde.engine.describe import explain, report
 from retrograde.engine.growth import Growth
 from retrograde.errors import ShardingError
@@ -45,8 +45,8 @@ class Engine:
         self.council = Council(self.station, self, self.ledger)
         self.gate = Gate(self.station, self.units, self.fence)
         self.pager = Pager(policy)
-        self._pages = BufferPool(self.ledger)
-        self._buckets = BufferPool(Ledger())
+        streams = streams_of(torch.device("cpu"))
+        self._pages, self._buckets = BufferPool(self.ledger, streams), BufferPool(Ledger(), streams)
         exchange = Exchange(self.station, policy, self._buckets, self.ledger)
         self.reducer = Reducer(self.units, exchange, self.council, self.station, self.pager)
         self.reducer.until_step = policy.until_step
@@ -69,28 +69,27 @@ class Engine:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Keep the gradients of the backwards inside; the next backward outside takes them along."""
-        with self._window():
+        self.reducer.recover()
+        with self.reducer.windows.window(math.inf):
             yield
 
     @contextlib.contextmanager
-    def coalesce(self, budget: int | str | None = None) -> Iterator[None]:
+    def coalesce(self, budget: int | float | str | None = None) -> Iterator[None]:
         """Keep the gradients of the backwards inside and reduce them once, at the end.
 
+        `budget`: how many bytes of them may wait; what does not fit is reduced early, in its backward (0: everything).
         At stage 1 the end is the step, as always. If the body raises nothing is reduced and what was kept stays
         pending, as it would in `.grad`.
         """
-        if budget is not None:
-            raise ShardingError(f"coalesce(budget={budget!r}) is not available in this version; leave it None")
-        with self._window():
-            yield
-        if not self.reducer.windows and not self.policy.until_step:
-            self.council.flush("the end of coalesce()")
-
-    @contextlib.contextmanager
-    def _window(self) -> Iterator[None]:
+        limit = math.inf if budget is None else parse_bytes(budget, "coalesce(budget)")
         self.reducer.recover()
-        with self.reducer.window():
+        if sum(self.reducer.held.values()) > limit:
+            self.council.flush("the start of coalesce(budget=...)")
+        with self.reducer.windows.window(limit):
             yield
+        self.reducer.recover()
+        if not self.reducer.windows.open and not self.policy.until_step:
+            self.council.flush("the end of coalesce()")
 
     @contextlib.contextmanager
     def full_params(self, *modules: nn.Module, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
@@ -135,9 +134,12 @@ class Engine:
 
     def _whole_grads(self, leaves: list[ShardedParameter]) -> list[torch.Tensor | None]:
         self.before_grad_read()
-        grads = [raw_grad(leaf) for leaf in leaves]
-        pieces = [None if grad is None else grad.detach().as_subclass(torch.Tensor).clone() for grad in grads]
-        by_rank = self.council.values(f"whole gradients of {len(leaves)} parameters", pieces)
+
+        def pieces() -> list[torch.Tensor | None]:
+            grads = [raw_grad(leaf) for leaf in leaves]
+            return [None if grad is None else grad.detach().as_subclass(torch.Tensor).clone() for grad in grads]
+
+        by_rank = self.council.fresh_values(f"whole gradients of {len(leaves)} parameters", pieces)
         whole: list[torch.Tensor | None] = []
         for leaf, *parts in zip(leaves, *by_rank, strict=True):
             present = [part for part in parts if part is not None]
@@ -172,6 +174,7 @@ class Engine:
 
     def before_grad_read(self) -> None:
         """`.grad` shows what torch would: gradients still pending are reduced first."""
+        self.reducer.recover()
         if self.reducer.pending and _graph_task() == -1:
             self.council.flush("p.grad was read")
 

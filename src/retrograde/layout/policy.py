@@ -18,7 +18,7 @@ def parse_bytes(value: int | float | str, argument: str) -> float:
         value = float(match[1]) * _UNITS[match[2].lower()]
     if isinstance(value, int | float) and value < 0:
         raise ShardingError(f"{argument}={value!r} is negative; give 0 or more bytes")
-    if not isinstance(value, int | float) or value != value:
+    if not isinstance(value, int | float) or isinstance(value, bool) or value != value:
         raise ShardingError(f'{argument}={value!r} is not a size; give bytes or a text like "2GiB"')
     return value
 

@@ -19,9 +19,9 @@ from typing import Any, Protocol
 from retrograde.comm import Kind, Position, Station
 from retrograde.ledger import Kind as Event
 from retrograde.ledger import Ledger
-from retrograde.reduction.exchange import Offer
+from retrograde.reduction.exchange import Offer, Part
 
-Offers = dict[int, Offer]  # by unit
+Offers = dict[Part, Offer]
 URGENCY = tuple(Kind)
 
 
@@ -47,19 +47,23 @@ class Council:
         return {rank: p.offers for rank, p in enumerate(positions) if p.kind is Kind.BACKWARD}
 
     def fence(self, label: str) -> None:
-        self._attend(Kind.FENCE, label, None)
+        self._attend(Kind.FENCE, label)
 
     def flush(self, label: str) -> None:
-        self._attend(Kind.FLUSH, label, None)
+        self._attend(Kind.FLUSH, label)
 
     def step(self, label: str) -> None:
-        self._attend(Kind.STEP, label, None)
+        self._attend(Kind.STEP, label)
 
     def values(self, label: str, value: Any) -> list[Any]:
         """Everybody's value, by rank."""
+        return self.fresh_values(label, lambda: value)
+
+    def fresh_values(self, label: str, value: Callable[[], Any]) -> list[Any]:
+        """The same for a value that a flush may change while this rank waits for the others."""
         return [p.offers[1] for p in self._attend(Kind.TOTAL, label, value)]
 
-    def _attend(self, kind: Kind, label: str, value: Any) -> list[Position]:
+    def _attend(self, kind: Kind, label: str, value: Callable[[], Any] = lambda: None) -> list[Position]:
         actions: dict[Kind, Callable[[dict[int, Offers]], None]] = {
             Kind.BACKWARD: self._member.join,
             Kind.FENCE: lambda _: self._member.advance(Kind.FENCE if kind is Kind.FENCE else Kind.TOTAL),
@@ -68,7 +72,7 @@ class Council:
             Kind.TOTAL: lambda _: None,
         }
         while True:
-            positions = self._meet(Position(kind, label, (self._member.offers(), value)))
+            positions = self._meet(Position(kind, label, (self._member.offers(), value())))
             first = min((p.kind for p in positions), key=URGENCY.index)
             if first in (Kind.STEP, Kind.TOTAL):
                 self._require_same(positions)

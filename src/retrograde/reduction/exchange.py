@@ -7,16 +7,18 @@ and equal to playing the ranks one after the other in one process. A rank withou
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
-from retrograde.comm import Key, Station, Turn
+from retrograde.comm import Event, Key, Station, Streams, Turn
 from retrograde.layout import Policy
 from retrograde.ledger import Kind, Ledger
+from retrograde.reduction.bucket import Bucket, Grads, huge
 from retrograde.residency import BufferPool, Unit
 
 
@@ -26,6 +28,13 @@ class Use(IntEnum):
     NONE = 0
     CAPTURED = 1  # torch.autograd.grad returns it
     ACCUMULATED = 2  # it goes to .grad
+
+
+class Part(NamedTuple):
+    """What the ranks add up together: a unit's gradient, or (`early`) what waited of it and had to make room."""
+
+    unit: int
+    early: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,59 +67,61 @@ class Exchange:
 
     def __init__(self, station: Station, policy: Policy, pool: BufferPool, ledger: Ledger) -> None:
         self._station, self._policy, self._pool, self._ledger = station, policy, pool, ledger
+        self._streams: Streams = pool.streams
         self._launched = 0
         self._sending: list[Any] = []
-        self._bucket: torch.Tensor | None = None
+        self._sent: tuple[Bucket, Event] | None = None
         self._since = -1
-        self._turns: Counter[int] = Counter()
+        self._turns: Counter[Part] = Counter()
 
     def number(self) -> int:
         self._launched += 1
         return self._launched
 
-    def bucket(self, unit: Unit) -> torch.Tensor:
-        return self._pool.take(unit.layout.padded_numel, unit.layout.dtype, unit.shard.device)
+    def bucket(self, unit: Unit) -> Bucket:
+        """For gradients that wait."""
+        self.settle_sending()  # its memory is free before more is taken
+        return Bucket(unit, self._pool, {})
 
-    def recycle(self, bucket: torch.Tensor) -> None:
-        self._pool.give(bucket)
-
-    def fill(self, unit: Unit, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """A bucket with the gradients of a backward; parts nobody wrote are zero."""
+    def fill(self, unit: Unit, grads: Grads) -> Bucket:
+        """For gradients that are launched now."""
         self.settle_sending()
-        bucket = self.bucket(unit)
-        end = 0
-        for slot, grad in zip(unit.layout.slots, grads, strict=True):
-            part = bucket[slot.offset : slot.end]
-            part.zero_() if grad is None else part.copy_(grad.reshape(-1))
-            end = slot.end
-        bucket[end:].zero_()
+        bucket = Bucket(unit, self._pool, huge(grads))
+        bucket.add(grads)
         return bucket
 
-    def launch(self, unit: Unit, bucket: torch.Tensor, offer: Offer) -> Launch:
+    def launch(self, bucket: Bucket, offer: Offer, early: bool = False) -> Launch:
         """Put every owner's part there; the bucket is given back when it has been sent."""
         self.settle_sending()
-        layout, mine = unit.layout, self._station.mesh.rank
-        key = Key(unit.index, offer.launch)
-        turn = self._turn(unit)
-        peers = self._station.mesh.peers
-        self._sending = [self._station.put(key, turn, dst, bucket[layout.span(dst)]) for dst in peers]
-        self._bucket = bucket
-        self._ledger.record(Kind.REDUCE, unit.name, layout.page_bytes - layout.shard_bytes)
-        return Launch(unit, offer, bucket[layout.span(mine)].clone(), turn)
+        unit, mesh, stream = bucket.unit, self._station.mesh, self._streams.reducing
+        layout, key, turn = unit.layout, Key(unit.index, offer.launch), self._turn(Part(unit.index, early))
+        own = stream.empty(layout.shard_numel, layout.dtype)
 
-    def _turn(self, unit: Unit) -> Turn:
+        def send() -> None:
+            for dst in mesh.peers:
+                self._sending += self._station.put(key, turn, dst, bucket.parts(dst))
+            torch.cat(bucket.parts(mesh.rank), out=own)
+
+        bucket.close(stream)
+        stream.run(send)
+        self._sent = (bucket, stream.record())
+        self._ledger.record(Kind.REDUCE, unit.name, layout.page_bytes - layout.shard_bytes)
+        return Launch(unit, offer, own, turn)
+
+    def _turn(self, part: Part) -> Turn:
         if self._since != self._station.meetings:
             self._since, self._turns = self._station.meetings, Counter()
-        self._turns[unit.index] += 1
-        return self._since, self._turns[unit.index]
+        self._turns[part] += 1
+        return self._since, 2 * self._turns[part] + part.early
 
     def settle_sending(self) -> None:
         sending, self._sending = self._sending, []
         for work in sending:
             self._station.finish(work, "for a rank to take its part of a gradient")
-        if self._bucket is not None:
-            self._pool.give(self._bucket)
-            self._bucket = None
+        if self._sent is not None:
+            bucket, read = self._sent
+            self._sent = None
+            bucket.release(read)
 
     def fold(self, launch: Launch) -> None:
         """Add the parts that have come, as far as no rank before them is missing."""
@@ -127,9 +138,15 @@ class Exchange:
         unit = launch.unit
         mine = rank == self._station.mesh.rank
         part = launch.own if mine else self._station.take(Key(unit.index, number), rank)
-        wide = torch.promote_types(unit.layout.dtype, torch.float32)
-        launch.sum = part.to(wide) if launch.sum is None else launch.sum.add_(part)
+        wide, stream = torch.promote_types(unit.layout.dtype, torch.float32), self._streams.reducing
         launch.added[rank] = number
+        if launch.sum is None and part.dtype == wide:
+            launch.sum = part
+        elif launch.sum is None:
+            total = launch.sum = stream.empty(part.numel(), wide)
+            stream.run(lambda: total.copy_(part))
+        else:
+            stream.run(partial(launch.sum.add_, part))
 
     def total(self, launch: Launch, offers: Mapping[int, Offer]) -> torch.Tensor:
         """The sum over the ranks that offer, in rank order, in `launch.own`."""
@@ -143,16 +160,20 @@ class Exchange:
                 f"gradient of unit {launch.unit.name}, and this rank did not; let all ranks give up a backward, or none"
             )
         assert launch.sum is not None
+        stream, own, total = self._streams.reducing, launch.own, launch.sum
+        launch.sum = None
         if self._policy.mean:
-            launch.sum.div_(self._station.mesh.world)
-        total, launch.sum = launch.sum, None
-        return launch.own if total is launch.own else launch.own.copy_(total)
+            stream.run(lambda: total.div_(self._station.mesh.world))
+        if total is not own:
+            stream.run(lambda: own.copy_(total))
+        self._streams.current().wait(stream.record())
+        return own
 
     def join(self, unit: Unit, offers: Mapping[int, Offer]) -> torch.Tensor:
         """The same sum on a rank that has nothing to add."""
         self._ledger.record(Kind.JOIN, unit.name)
         layout = unit.layout
-        launch = Launch(unit, Offer(0, ()), torch.empty(layout.shard_numel, dtype=layout.dtype), (0, 0))
+        launch = Launch(unit, Offer(0, ()), self._streams.reducing.empty(layout.shard_numel, layout.dtype), (0, 0))
         return self.total(launch, offers)
 
     @property

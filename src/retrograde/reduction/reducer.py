@@ -10,18 +10,19 @@ hooks, `inputs=`, `autograd.grad` and accumulation into `.grad` are torch's own.
 Rule 1: a backward is a graph task. Nested backwards have their own and meet at their own end.
 Rule 2: nothing waits for another rank's main thread before the end of the backward.
 Rule 3: gradients that come from other ranks only, or from a flush, are delivered through Pack as well.
-Rule 4: what a backward that raised has left is dropped at the next entry.
+Rule 4: what a backward that raised has left is dropped at the next entry, but for what others brought before it.
 """
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from retrograde.comm import Kind, Station
+from retrograde.reduction.bucket import Bucket, Grads
 from retrograde.reduction.council import Council, Offers
-from retrograde.reduction.exchange import Exchange, Launch, Offer, Use, union
+from retrograde.reduction.exchange import Exchange, Launch, Offer, Part, Use, union
+from retrograde.reduction.window import Windows
 from retrograde.residency import Pager, Unit
 
 _graph_task = torch._C._current_graph_task_id
@@ -32,17 +33,9 @@ _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 class Task:
     """One backward of ours: what it launched and whether its end has been met."""
 
-    launches: dict[int, Launch] = field(default_factory=dict)
+    launches: dict[Part, Launch] = field(default_factory=dict)
     joined: list[tuple[Unit, torch.Tensor, tuple[bool, ...]]] = field(default_factory=list)
     met: bool = False
-
-
-@dataclass(slots=True)
-class Pending:
-    """Gradients added up locally: a bucket in the unit's layout, and which parts hold something."""
-
-    bucket: torch.Tensor
-    present: list[bool]
 
 
 class Reducer:
@@ -50,26 +43,27 @@ class Reducer:
         self._units, self._exchange, self._council = units, exchange, council
         self._station, self._pager = station, pager
         self._tasks: dict[int, Task] = {}
-        self._pending: dict[int, Pending] = {}
-        self._offered: dict[int, Offer] = {}
+        self._pending: dict[int, Bucket] = {}  # gradients added up locally, by unit
+        self._offered: Offers = {}
         self._delivering: dict[int, tuple[bool, ...]] = {}
         self.until_step = False  # the policy keeps gradients pending
-        self.windows = 0  # so does a window
+        self.windows = Windows()  # so does a window
         self.backwards = 0
 
     # ---- autograd calls these (Sink)
-    def gathered(self, unit: Unit, grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    def gathered(self, unit: Unit, grads: Grads) -> torch.Tensor | None:
         """All gradients of `unit` in this backward have arrived."""
         self._pager.retire(unit)
         uses = self._uses(unit, grads)
         if torch.is_grad_enabled():
             return _Reduce.apply(self, unit, uses, self._task(), *grads)  # type: ignore[no-any-return, no-untyped-call]
         if Use.CAPTURED not in uses:
-            if self.windows or (self.until_step and not unit.hooked):
+            if (self.windows.open or (self.until_step and not unit.hooked)) and self._make_room(unit):
                 self._keep(unit, grads, uses)
                 return None
             if unit.index in self._pending:
-                return self._launch_pending(unit, grads, uses)
+                self._keep(unit, grads, uses)  # the first backward after `no_sync()` takes along what was kept
+                return self._launch_pending(Part(unit.index))
         return self._launch(unit, grads, uses).own
 
     def packed(self, unit: Unit, grad: torch.Tensor) -> Sequence[torch.Tensor | None]:
@@ -79,7 +73,7 @@ class Reducer:
             task = self._task()
             if not task.met:
                 self._end_backward(task)
-            present = task.launches[unit.index].present
+            present = task.launches[Part(unit.index)].present
         assert present is not None
         layout, rank = unit.layout, unit.rank
         return [grad[layout.piece(s, rank)] if p else None for s, p in zip(layout.slots, present, strict=True)]
@@ -93,7 +87,7 @@ class Reducer:
             _queue_callback(lambda: self._finish(number))
         return task
 
-    def _uses(self, unit: Unit, grads: Sequence[torch.Tensor | None]) -> tuple[Use, ...]:
+    def _uses(self, unit: Unit, grads: Grads) -> tuple[Use, ...]:
         uses = []
         for node, grad in zip(unit.accumulators, grads, strict=True):
             if grad is None:
@@ -107,22 +101,19 @@ class Reducer:
             uses.append(Use.ACCUMULATED if runs else Use.NONE)
         return tuple(uses)
 
-    def _launch(self, unit: Unit, grads: Sequence[torch.Tensor | None], uses: tuple[Use, ...]) -> Launch:
-        bucket = self._exchange.fill(unit, [g if u else None for g, u in zip(grads, uses, strict=True)])
-        launch = self._exchange.launch(unit, bucket, Offer(self._exchange.number(), uses))
+    def _launch(self, unit: Unit, grads: Grads, uses: tuple[Use, ...]) -> Launch:
+        bucket = self._exchange.fill(unit, _used(grads, uses))
+        launch = self._exchange.launch(bucket, Offer(self._exchange.number(), uses))
         for earlier in self._task().launches.values():
             self._exchange.fold(earlier)
-        self._task().launches[unit.index] = launch
+        self._task().launches[Part(unit.index)] = launch
         return launch
 
-    def _launch_pending(self, unit: Unit, grads: Sequence[torch.Tensor | None], uses: tuple[Use, ...]) -> torch.Tensor:
-        """The first backward after `no_sync()` takes along what was kept."""
-        self._keep(unit, grads, uses)
-        pending = self._pending.pop(unit.index)
-        _clear_absent(unit, pending)
-        offer = Offer(self._exchange.number(), _uses_of(pending))
-        launch = self._exchange.launch(unit, pending.bucket, offer)
-        self._task().launches[unit.index] = launch
+    def _launch_pending(self, part: Part) -> torch.Tensor:
+        """What was kept goes with this backward."""
+        bucket = self._pending.pop(part.unit)
+        launch = self._exchange.launch(bucket, Offer(self._exchange.number(), _uses_of(bucket)), part.early)
+        self._task().launches[part] = launch
         return launch.own
 
     def _end_backward(self, task: Task) -> dict[int, Offers]:
@@ -132,23 +123,27 @@ class Reducer:
         offers = self._council.end_backward(
             f"backward {self.backwards} since the last step", {i: launch.offer for i, launch in task.launches.items()}
         )
-        for index, by_rank in _by_unit(offers).items():
-            launch = task.launches.get(index)
+        for part, by_rank in _by_part(offers).items():
+            launch, unit = task.launches.get(part), self._units[part.unit]
             uses = union(by_rank)
-            if launch is not None:
-                self._exchange.total(launch, by_rank)
+            total = self._exchange.total(launch, by_rank) if launch else self._exchange.join(unit, by_rank)
+            if launch is not None and not part.early:
                 # What another rank captures is its own affair; what it accumulates belongs in `.grad` here too.
                 mine = launch.offer.uses
                 launch.present = tuple(bool(m) or u is Use.ACCUMULATED for m, u in zip(mine, uses, strict=True))
             else:
-                total = self._exchange.join(self._units[index], by_rank)
-                task.joined.append((self._units[index], total, tuple(use is Use.ACCUMULATED for use in uses)))
+                task.joined.append((unit, total, tuple(use is Use.ACCUMULATED for use in uses)))
         return offers
 
     def _finish(self, number: int) -> None:
-        task = self._tasks.pop(number, None)
-        if task is not None:
-            for unit, total, present in task.joined:
+        if (task := self._tasks.pop(number, None)) is not None:
+            self._close(task)
+
+    def _close(self, task: Task) -> None:
+        if not task.met and task.launches:  # no Pack ran: all that was launched had only to make room
+            self._end_backward(task)
+        for unit, total, present in task.joined:
+            with unit.accepting():
                 self._deliver(unit, total, present)
 
     def _deliver(self, unit: Unit, total: torch.Tensor, present: tuple[bool, ...]) -> None:
@@ -163,18 +158,28 @@ class Reducer:
     def recover(self) -> None:
         """Outside any backward: tasks still here belong to backwards that raised."""
         if self._tasks and _graph_task() == -1:
-            self._tasks.clear()
+            tasks, self._tasks = self._tasks, {}
             self._exchange.settle_sending()
+            for task in tasks.values():  # what had to make room came from backwards that did not raise
+                task.launches = {part: launch for part, launch in task.launches.items() if part.early}
+                self._close(task)
 
     # ---- pending gradients
-    @contextlib.contextmanager
-    def window(self) -> Iterator[None]:
-        """Keep gradients pending inside. If the body raises they stay, as `.grad` would: `zero_grad()` drops them."""
-        self.windows += 1
-        try:
-            yield
-        finally:
-            self.windows -= 1
+    def _make_room(self, unit: Unit) -> bool:
+        """May the gradient of `unit` wait? With a budget, others may have to go first."""
+        early = self.windows.room(unit.index, unit.layout.page_bytes, self.held)
+        if early:
+            parts = [Part(index, early=True) for index in early]
+            if any(part in self._task().launches for part in parts):
+                return False  # once in a backward; what came since then is from a backward inside this one
+            for part in parts:
+                self._launch_pending(part)
+        return early is not None
+
+    @property
+    def held(self) -> dict[int, int]:
+        """Bytes of unreduced gradients that wait, by unit."""
+        return {index: self._units[index].layout.page_bytes for index in self._pending}
 
     @property
     def pending(self) -> bool:
@@ -186,40 +191,34 @@ class Reducer:
         if pending is not None:
             pending.present[slot] = False
             if not any(pending.present):
-                self._exchange.recycle(self._pending.pop(unit.index).bucket)
+                self._pending.pop(unit.index).discard()
 
-    def _keep(self, unit: Unit, grads: Sequence[torch.Tensor | None], uses: tuple[Use, ...]) -> None:
-        pending = self._pending.get(unit.index)
-        if pending is None:
-            pending = Pending(self._exchange.bucket(unit), [False] * len(unit.leaves))
-            self._pending[unit.index] = pending
-        for index, (slot, grad, use) in enumerate(zip(unit.layout.slots, grads, uses, strict=True)):
-            if grad is not None and use:
-                part = pending.bucket[slot.offset : slot.end]
-                part.add_(grad.reshape(-1)) if pending.present[index] else part.copy_(grad.reshape(-1))
-                pending.present[index] = True
+    def _keep(self, unit: Unit, grads: Grads, uses: tuple[Use, ...]) -> None:
+        if unit.index not in self._pending:
+            self._pending[unit.index] = self._exchange.bucket(unit)
+        self._pending[unit.index].add(_used(grads, uses))
 
     # ---- meetings (Member)
     def offers(self) -> Offers:
         self._offered = {
-            index: Offer(self._exchange.number(), _uses_of(pending)) for index, pending in sorted(self._pending.items())
+            Part(index): Offer(self._exchange.number(), _uses_of(bucket))
+            for index, bucket in sorted(self._pending.items())
         }
         return self._offered
 
     def join(self, offers: dict[int, Offers]) -> None:
         """Another rank ended a backward that this one did not do."""
-        for index, by_rank in _by_unit(offers).items():
-            unit = self._units[index]
+        for part, by_rank in _by_part(offers).items():
+            unit = self._units[part.unit]
             total = self._exchange.join(unit, by_rank)
             self._deliver(unit, total, tuple(use is Use.ACCUMULATED for use in union(by_rank)))
 
     def flush(self, offers: dict[int, Offers]) -> None:
         """Reduce what is pending on any rank."""
-        for index, by_rank in _by_unit(offers).items():
-            unit, pending = self._units[index], self._pending.pop(index, None)
-            if pending is not None:
-                _clear_absent(unit, pending)
-                launch = self._exchange.launch(unit, pending.bucket, self._offered[index])
+        for part, by_rank in _by_part(offers).items():
+            unit, bucket = self._units[part.unit], self._pending.pop(part.unit, None)
+            if bucket is not None:
+                launch = self._exchange.launch(bucket, self._offered[part])
                 total = self._exchange.total(launch, by_rank)
             else:
                 total = self._exchange.join(unit, by_rank)
@@ -235,22 +234,23 @@ class Reducer:
 
     # ---- create_graph
     def reduce_now(
-        self, unit: Unit, grads: Sequence[torch.Tensor | None], uses: tuple[Use, ...], task: Task | None
+        self, unit: Unit, grads: Grads, uses: tuple[Use, ...], task: Task | None
     ) -> torch.Tensor:
         """Launch and collect at once, for a reduction that is itself part of a graph."""
         alone = Task()
         bucket = self._exchange.fill(unit, grads)
-        launch = self._exchange.launch(unit, bucket, Offer(self._exchange.number(), uses))
-        alone.launches[unit.index] = launch
+        launch = self._exchange.launch(bucket, Offer(self._exchange.number(), uses))
+        alone.launches[Part(unit.index)] = launch
         offered = self._end_backward(alone)
-        if any(set(by_unit) != {unit.index} for by_unit in offered.values()) or len(offered) < self._station.mesh.world:
+        only = {Part(unit.index)}
+        if any(set(parts) != only for parts in offered.values()) or len(offered) < self._station.mesh.world:
             self._station.fail(
                 f"rank {unit.rank}: a backward with create_graph=True reduces unit {unit.name} at once, which needs "
                 f"every rank to reach it at the same point; others were elsewhere"
             )
         if task is not None:
             task.met = True
-            task.launches[unit.index] = launch
+            task.launches[Part(unit.index)] = launch
             task.joined += alone.joined
         return launch.own
 
@@ -264,24 +264,18 @@ class Reducer:
         return self._exchange.scale
 
 
-def _uses_of(pending: Pending) -> tuple[Use, ...]:
-    return tuple(Use.ACCUMULATED if present else Use.NONE for present in pending.present)
+def _used(grads: Grads, uses: tuple[Use, ...]) -> list[torch.Tensor | None]:
+    return [grad if use else None for grad, use in zip(grads, uses, strict=True)]
 
 
-def _clear_absent(unit: Unit, pending: Pending) -> None:
-    """Parts nobody wrote (or that were dropped by zero_grad) travel as zeros."""
-    end = 0
-    for slot, present in zip(unit.layout.slots, pending.present, strict=True):
-        if not present:
-            pending.bucket[slot.offset : slot.end].zero_()
-        end = slot.end
-    pending.bucket[end:].zero_()
+def _uses_of(bucket: Bucket) -> tuple[Use, ...]:
+    return tuple(Use.ACCUMULATED if present else Use.NONE for present in bucket.present)
 
 
-def _by_unit(offers: dict[int, Offers]) -> dict[int, dict[int, Offer]]:
-    """rank -> unit -> offer, turned into unit -> rank -> offer, in unit order."""
-    units = sorted({index for by_unit in offers.values() for index in by_unit})
-    return {i: {rank: by_unit[i] for rank, by_unit in offers.items() if i in by_unit} for i in units}
+def _by_part(offers: dict[int, Offers]) -> dict[Part, dict[int, Offer]]:
+    """rank -> part -> offer, turned into part -> rank -> offer, in unit order."""
+    parts = sorted({part for by_part in offers.values() for part in by_part})
+    return {p: {rank: by_part[p] for rank, by_part in offers.items() if p in by_part} for p in parts}
 
 
 class _Reduce(torch.autograd.Function):

@@ -1,41 +1,50 @@
 """Flat buffers that are used again: fresh ones cost page faults, and pages and buckets come and go all step."""
 
+from typing import NamedTuple
+
 import torch
 
+from retrograde.comm import Event, Streams
 from retrograde.ledger import Ledger
+
+
+class Loan(NamedTuple):
+    data: torch.Tensor
+    free: Event  # whoever writes waits for it first: the last reader of the memory recorded it
 
 
 class BufferPool:
     """Free buffers stay only while everything taken and free together fits in `limit` bytes."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, streams: Streams) -> None:
         self.limit = 0.0
-        self._ledger = ledger
-        self._free: list[torch.Tensor] = []
+        self._ledger, self.streams = ledger, streams
+        self._free: list[Loan] = []
         self._used = 0
 
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Loan:
         need = numel * dtype.itemsize
         self._used += need
-        for index, buffer in enumerate(self._free):
+        for index, (buffer, _) in enumerate(self._free):
             if buffer.numel() == numel and buffer.dtype == dtype and buffer.device == device:
                 return self._free.pop(index)
         while self._free and self._held > self.limit:
-            self._ledger.hold(-self._free.pop(0).nbytes)
+            self._ledger.hold(-self._free.pop(0).data.nbytes)
         self._ledger.hold(need)
-        return torch.empty(numel, dtype=dtype, device=device)
+        current = self.streams.current()
+        return Loan(current.empty(numel, dtype), current.record())
 
-    def give(self, buffer: torch.Tensor) -> None:
+    def give(self, buffer: torch.Tensor, free: Event) -> None:
         self._used -= buffer.nbytes
         if self._held + buffer.nbytes <= self.limit:
-            self._free.append(buffer)
+            self._free.append(Loan(buffer, free))
         else:
             self._ledger.hold(-buffer.nbytes)
 
     def trim(self) -> None:
         while self._free:
-            self._ledger.hold(-self._free.pop().nbytes)
+            self._ledger.hold(-self._free.pop().data.nbytes)
 
     @property
     def _held(self) -> int:
-        return self._used + sum(buffer.nbytes for buffer in self._free)
+        return self._used + sum(loan.data.nbytes for loan in self._free)

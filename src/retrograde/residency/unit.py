@@ -29,7 +29,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
-from retrograde.comm import Reading, Station
+from retrograde.comm import Event, Reading, Station, Streams
 from retrograde.errors import RetrogradeError
 from retrograde.layout import Layout
 from retrograde.ledger import Kind, Ledger
@@ -122,7 +122,9 @@ class Unit:
         self.sink: Sink
         self._ledger: Ledger
         self._pool: BufferPool
+        self._streams: Streams
         self._reading: Reading | None = None
+        self._loaded: Event = None
         self._read_at = -1
         self._own_references = 0
         self._stubs = [torch.empty((), dtype=layout.dtype, device=home.device).expand(s.shape) for s in layout.slots]
@@ -130,6 +132,7 @@ class Unit:
 
     def connect(self, gate: Gate, station: Station, sink: Sink, pool: BufferPool, ledger: Ledger) -> None:
         self.gate, self.station, self.sink, self._pool, self._ledger = gate, station, sink, pool, ledger
+        self._streams = pool.streams
         # Plain tensors that share the leaves' memory and version counters: reading a leaf itself is slower.
         self.pieces = tuple(leaf.detach() for leaf in self.leaves)
         self.settled = self.version
@@ -196,14 +199,18 @@ class Unit:
         """Begin paging in (ABSENT or stale -> LOADING)."""
         if self.state is State.LOADING:
             self.finish()
+        fetching = self._streams.fetching
         if self.buffer is None:
-            self.buffer = self._pool.take(self.layout.padded_numel, self.layout.dtype, self.shard.device)
+            self.buffer, free = self._pool.take(self.layout.padded_numel, self.layout.dtype, self.shard.device)
+            fetching.wait(free)
+        fetching.wait(self._streams.current().record())  # a step may have written the shard there
         stamp = self.gate.stamp(self)
         buffer, span = self.buffer, self.layout.span(self.rank)
         if not self.at_home:
-            buffer[span].copy_(self.shard)
+            fetching.run(lambda: buffer[span].copy_(self.shard))
         self._read_at = self.version
         self._reading = self.station.read(self.index, stamp, lambda rank: buffer[self.layout.span(rank)])
+        self._loaded = fetching.record()
         self.state = State.LOADING
         self._ledger.record(Kind.GATHER, self.name, self.layout.page_bytes - self.layout.shard_bytes)
 
@@ -213,6 +220,7 @@ class Unit:
         if self.state is not State.LOADING or self._reading is None or self.buffer is None:
             raise RetrogradeError(f"unit {self.name}: finish() in state {self.state.name}")
         self._reading.wait()
+        self._streams.current().wait(self._loaded)
         self._reading = None
         self.state = State.READY
         self._point(list(self.layout.views(self.buffer)))
@@ -231,7 +239,7 @@ class Unit:
                 return False
             assert self.buffer is not None
             self._point(self._stubs)
-            self._pool.give(self.buffer)
+            self._pool.give(self.buffer, self._streams.current().record())
             self.buffer = None
             self.state = State.ABSENT
             self._ledger.record(Kind.DROP, self.name)

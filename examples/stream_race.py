@@ -1,0 +1,63 @@
+"""A race between streams that corrupts gradients, found on a CPU in a second, and the wait that ends it.
+
+Compiled regions and hooks may hand over gradients from several streams. If the stream that reduces a bucket waits for
+one of them only, it may send a part that is not written yet. On hardware this needs the right moment; here the device
+is simulated, its streams are queues, and every order of work that the events leave open is tried. The bucket is the
+engine's own.
+
+    python examples/stream_race.py
+"""
+
+import torch
+from torch import nn
+
+from retrograde.layout import Layout
+from retrograde.ledger import Ledger
+from retrograde.reduction.bucket import Bucket
+from retrograde.residency import BufferPool, Unit
+from retrograde.simulated import Corrupted, SimulatedDevice, Site, explore
+from retrograde.simulated.explore import Check
+
+VALUES = (1.0, 2.0, 3.0)  # the gradients of three parameters of two elements
+
+
+def program(device: SimulatedDevice) -> Check:
+    """Three streams compute a gradient each; the third is not copied but sent from where it lies."""
+    layout = Layout.of([(f"p{i}", torch.Size([2])) for i in range(3)], torch.float32, world=1)
+    unit = Unit(0, "block", layout, [nn.Parameter(torch.zeros(2)) for _ in VALUES], torch.zeros(6), rank=0)
+    producers = [device.stream(f"producer {number}") for number in range(3)]
+    grads = [device.memory(2) for _ in VALUES]
+    bucket = Bucket(unit, BufferPool(Ledger(), device), passed={2: grads[2]})
+    for slot, (stream, grad, value) in enumerate(zip(producers, grads, VALUES, strict=True)):
+        stream.run(lambda grad=grad, value=value: grad.fill_(value))
+        with device.on(stream):
+            bucket.add([grad if index == slot else None for index in range(3)])
+    sent = device.memory(6)
+    bucket.close(device.reducing)
+    device.reducing.run(lambda: torch.cat(bucket.parts(0), out=sent))
+    wanted = [value for value in VALUES for _ in range(2)]
+    return lambda: [] if sent.tolist() == wanted else [f"the reduction sends {sent.tolist()} instead of {wanted}"]
+
+
+def waits() -> list[Site]:
+    """The single waits of the reducing stream, one for each producer."""
+    device = SimulatedDevice()
+    program(device)
+    last = max(site for site in device.sites if site.kind == "wait")  # producers wait too, for free storage, before
+    return [last._replace(time=time) for time in (1, 2, 3)]
+
+
+def main() -> None:
+    for number, wait in enumerate(waits()):
+        print(f"\n--- the reduction does not wait for producer {number}")
+        try:
+            explore(program, without=wait)
+            raise SystemExit("no race was found, which cannot be")
+        except Corrupted as error:
+            print(error)
+    found = explore(program)
+    print(f"\n--- with every wait: no race in any of {found.interleavings:,} interleavings ({found.states} states)")
+
+
+if __name__ == "__main__":
+    main()

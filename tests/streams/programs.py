@@ -1,0 +1,178 @@
+"""Programs for the simulated device, made of the engine's own buckets, exchange, pool and units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retrograde.comm import Stamp
+from retrograde.layout import Layout, Policy
+from retrograde.ledger import Ledger
+from retrograde.reduction import bucket as buckets
+from retrograde.reduction.bucket import Bucket
+from retrograde.reduction.exchange import Exchange, Offer, Use
+from retrograde.residency import BufferPool, Unit
+from retrograde.simulated import SimulatedDevice, SimulatedStream
+
+Check = Callable[[], list[str]]
+SHAPES = (2, 2, 5)  # two small parameters and one that is sent from where it is; padded to 10 over 2 ranks
+PEER = 64.0  # what the other rank's gradient consists of
+
+
+class Peer:
+    """A station with one other rank: what is put there, and the shards and gradients that come from there."""
+
+    def __init__(self, device: SimulatedDevice, numel: int, launches: int) -> None:
+        self.device = device
+        self.mesh = SimpleNamespace(rank=0, world=2, peers=(1,))
+        self.meetings = 0
+        self.shard_numel = numel // 2
+        self.sent = [device.memory(self.shard_numel) for _ in range(launches)]
+        self.shard = device.memory(self.shard_numel).fill_(PEER)
+
+    def put(self, key: Any, turn: Any, dst: int, parts: list[Tensor]) -> list[Any]:
+        torch.cat(parts, out=self.sent[key.launch - 1])
+        return []
+
+    def take(self, key: Any, src: int) -> Tensor:
+        return self.device.memory(self.shard_numel).fill_(PEER)
+
+    def read(self, unit: int, stamp: Any, into: Callable[[int], Tensor]) -> Any:
+        place = into(1)
+        self.device.fetching.run(lambda: place.copy_(self.shard))
+        return SimpleNamespace(wait=lambda: None)
+
+
+class Rank:
+    """One rank's units and reductions on a simulated device."""
+
+    def __init__(self, device: SimulatedDevice, units: int, launches: int) -> None:
+        self.device = device
+        self.pool = BufferPool(Ledger(), device)
+        self.pages = BufferPool(Ledger(), device)
+        self.layout = Layout.of([(f"p{i}", torch.Size([n])) for i, n in enumerate(SHAPES)], torch.float32, 2)
+        self.pool.limit, self.pages.limit = self.layout.page_bytes, 2 * self.layout.page_bytes
+        self.peer = Peer(device, self.layout.padded_numel, launches)
+        self.exchange = Exchange(self.peer, Policy.of(3, 0, "mean", True), self.pool, Ledger())  # type: ignore[arg-type]
+        self.units = [self._unit(index) for index in range(units)]
+        self.faults: list[Callable[[], str | None]] = []
+
+    def _unit(self, index: int) -> Unit:
+        shard = self.device.memory(self.layout.shard_numel).fill_(0.0)
+        leaves = [nn.Parameter(shard[self.layout.piece(slot, 0)]) for slot in self.layout.slots]
+        unit = Unit(index, f"unit {index}", self.layout, leaves, shard, 0)
+        gate: Any = SimpleNamespace(stamp=lambda _: Stamp(0, 0, 0), before_write=None, after_write=lambda _: None)
+        unit.connect(gate, self.peer, None, self.pages, Ledger())  # type: ignore[arg-type]
+        return unit
+
+    def gradient(self, stream: SimulatedStream, slot: int, value: float) -> Tensor:
+        """Computed on `stream`."""
+        grad = self.device.memory(SHAPES[slot])
+        stream.run(lambda: grad.fill_(value))
+        return grad
+
+    def reduce(self, bucket: Bucket, values: tuple[float, ...], number: int) -> None:
+        """Launch, sum, and use the result on the current stream; `values` is what the slots must hold."""
+        launch = self.exchange.launch(bucket, Offer(number, (Use.ACCUMULATED,) * 3))
+        peer = Offer(number, (Use.ACCUMULATED,) * 3)
+        total = self.exchange.total(launch, {0: launch.offer, 1: peer})
+        used = self.device.memory(total.numel())
+        self.device.current().run(lambda: used.copy_(total))
+        flat = torch.cat([torch.full((n,), v) for n, v in zip(SHAPES, values, strict=True)] + [torch.zeros(1)])
+        mine, theirs = flat[:5], flat[5:]
+        self.expect(f"reduced gradient {number}", used, (mine + PEER) / 2)
+        self.expect(f"what rank 1 got of gradient {number}", self.peer.sent[number - 1], theirs)
+
+    def expect(self, what: str, got: Tensor, want: Tensor) -> None:
+        self.faults.append(
+            lambda: None if torch.equal(got, want) else f"{what} is {got.tolist()}, not {want.tolist()}"
+        )
+
+    def check(self) -> list[str]:
+        return [text for fault in self.faults if (text := fault()) is not None]
+
+
+def producers(streams: int, reductions: int, pages: int, passing: bool = True) -> Callable[[SimulatedDevice], Check]:
+    """Gradients from up to three streams go into buckets that share their memory, one after the other, while pages are
+    fetched into memory that they share too."""
+
+    def program(device: SimulatedDevice) -> Check:
+        rank = Rank(device, max(reductions, pages, 1), reductions)
+        sources = [device.stream(f"producer {number}") for number in range(streams)]
+        for number in range(1, max(reductions, pages) + 1):
+            if number <= pages:
+                _fetch(rank, number)
+            if 1 < number <= pages:
+                _use(rank, number - 1)  # while the one after it is on its way
+            if number <= reductions:
+                _reduction(rank, sources, number, passing)
+        if pages:
+            _use(rank, pages)
+        return rank.check
+
+    return program
+
+
+def _reduction(rank: Rank, sources: list[SimulatedStream], number: int, passing: bool) -> None:
+    device, values = rank.device, (number + 1.0, number + 2.0, number + 3.0)
+    chosen = [sources[slot % len(sources)] for slot in range(3)]
+    grads = [rank.gradient(stream, slot, values[slot]) for slot, stream in enumerate(chosen)]
+    passed = buckets.huge(grads)
+    assert list(passed) == [2]
+    bucket = Bucket(rank.units[number - 1], rank.pool, passed if passing else {})
+    for slot, stream in enumerate(chosen):
+        with device.on(stream):
+            bucket.add([grad if index == slot else None for index, grad in enumerate(grads)])
+    rank.reduce(bucket, values, number)
+    rank.exchange.settle_sending()
+    # Autograd has let go of the gradients: what their streams compute next may lie there.
+    for stream, grad in zip(chosen, grads, strict=True):
+        stream.run(lambda grad=grad: grad.fill_(-1.0))
+
+
+def _fetch(rank: Rank, number: int) -> None:
+    """A step writes the shard, and its page is fetched."""
+    unit = rank.units[number - 1]
+    rank.device.current().run(lambda: unit.shard.fill_(float(number)))
+    unit.start()
+
+
+def _use(rank: Rank, number: int) -> None:
+    """The page is read on the current stream and dropped."""
+    unit = rank.units[number - 1]
+    unit.finish()
+    used, page = rank.device.memory(rank.layout.padded_numel), unit.buffer
+    assert page is not None
+    rank.device.current().run(lambda: used.copy_(page))
+    rank.expect(f"page {number}", used, torch.tensor([float(number)] * 5 + [PEER] * 5))
+    assert unit.drop()
+
+
+def kept(device: SimulatedDevice) -> Check:
+    """Two streams add to the same parameter of a bucket that waits; a bucket that is forgotten is used again."""
+    rank = Rank(device, 2, 1)
+    first, second = device.stream("producer 0"), device.stream("producer 1")
+    forgotten = rank.exchange.bucket(rank.units[0])
+    with device.on(first):
+        forgotten.add([rank.gradient(first, 0, 100.0), None, None])
+    forgotten.discard()
+    bucket = rank.exchange.bucket(rank.units[1])
+    for stream, value in ((second, 1.0), (first, 2.0)):
+        with device.on(stream):
+            bucket.add([rank.gradient(stream, 0, value), None, None])
+    rank.reduce(bucket, (3.0, 0.0, 0.0), 1)
+    return rank.check
+
+
+def pages_of_two_streams(device: SimulatedDevice) -> Check:
+    """A page is used and dropped on one stream, and its memory fetched into for another."""
+    rank = Rank(device, 2, 0)
+    for number, stream in ((1, device.stream("one")), (2, device.stream("other"))):
+        with device.on(stream):
+            _fetch(rank, number)
+            _use(rank, number)
+    return rank.check
