@@ -5,6 +5,7 @@ What is wrong raises a `ScheduleError` with the grid of actions and the place ma
 
 from collections import Counter
 from collections.abc import Collection, Iterator
+from typing import NoReturn
 
 from retrograde.errors import ScheduleError
 from retrograde.pipeline.schedule import BACKWARD, Action, Kind, Place, Schedule
@@ -54,7 +55,7 @@ def grid(schedule: Schedule, marked: Collection[Place] = ()) -> str:
     )
 
 
-def _fail(schedule: Schedule, message: str, marked: Collection[Place] = ()) -> None:
+def _fail(schedule: Schedule, message: str, marked: Collection[Place] = ()) -> NoReturn:
     raise ScheduleError(f"schedule '{schedule.name}' is not valid: {message}\n\n{grid(schedule, marked)}")
 
 
@@ -120,8 +121,7 @@ def _check_transfers(schedule: Schedule) -> None:
         edge = 0 if action.kind in (Kind.SEND_B, Kind.RECV_F) else schedule.last_stage
         if action.stage == edge or (peer := schedule.peer(action)) == place.rank:
             _fail(schedule, f"{action} on rank {place.rank} has no other rank to exchange with", {place})
-        else:
-            lanes.setdefault((place.rank, peer), []).append((_message(action), place))
+        lanes.setdefault((place.rank, peer), []).append((_message(action), place))
     for (rank, peer), lane in sorted(lanes.items()):
         other = lanes.get((peer, rank), [])
         for number, (message, place) in enumerate(lane):
