@@ -38,7 +38,7 @@ def test_it_beats_every_named_schedule_where_none_was_made_for_the_case() -> Non
 
 
 def test_moves_improve_what_the_portfolio_has() -> None:
-    costs = Costs(1.0, 2.0, 0.5, transfer=0.25)
+    costs = Costs(1.0, 1.25, 0.75, transfer=0.125)
     first, second = (timeline_of(search(4, 8, costs, 3.0, tries), costs).bubble for tries in (0, 5 * FEW))
     assert second < first
 
