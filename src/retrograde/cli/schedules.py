@@ -56,7 +56,7 @@ def _costs(arguments: argparse.Namespace) -> Costs:
 
 def _list(arguments: argparse.Namespace) -> None:
     ranks, microbatches = arguments.ranks, arguments.microbatches
-    table = Table(title=f"{ranks} ranks, {microbatches} microbatches", title_justify="left")
+    table = Table(title=f"{ranks} ranks, {microbatches} microbatches", title_justify="left", box=None, pad_edge=False)
     table.add_column("schedule", no_wrap=True)
     for column in ("stages", "bubble", "one step", "activations"):
         table.add_column(column, justify="right")

@@ -41,6 +41,7 @@ def draw(timeline: Timeline, title: str, width: int = 120) -> RenderableType:
     """A row per rank, time to the right. What is wider than `width` columns goes on below; print it with rich."""
     room = max(LEAST_WIDTH, width - MARGINS)
     per_cell = _time_per_cell(timeline, room)
+    room -= room % max(1, round(_shortest(timeline) / per_cell))  # a new block starts where an action may start
     stages = stages_seen(timeline)
     lines = [_line(row, timeline.start, per_cell, stages[rank]) for rank, row in enumerate(timeline.by_rank)]
     longest = max(map(len, lines), default=0)
@@ -75,11 +76,19 @@ def colour(item: Timed, stages: Sequence[int]) -> str:
 
 def _time_per_cell(timeline: Timeline, room: int) -> float:
     """The shortest action has place for its label, as long as that needs no more than `BLOCKS` blocks."""
-    lengths = [item.end - item.start for row in timeline.by_rank for item in row if item.end > item.start]
-    if not lengths:
+    shortest = _shortest(timeline)
+    if not shortest:
         return 1.0
     labels = max(len(str(item.action.microbatch)) + 1 for row in timeline.by_rank for item in row)
-    return max(min(lengths) / (labels + 1), timeline.makespan / (BLOCKS * room))
+    least = timeline.makespan / (BLOCKS * room)
+    # A whole number of columns for the shortest action keeps equal actions equally wide.
+    columns = min(labels + 1, int(shortest / least + 1e-9))
+    return shortest / columns if columns else least
+
+
+def _shortest(timeline: Timeline) -> float:
+    lengths = (item.end - item.start for row in timeline.by_rank for item in row)
+    return min((length for length in lengths if length > 0), default=0.0)
 
 
 def _labels(item: Timed, stages: Sequence[int]) -> tuple[str, str]:
@@ -91,14 +100,17 @@ def _labels(item: Timed, stages: Sequence[int]) -> tuple[str, str]:
 
 def _line(row: Sequence[Timed], zero: float, per_cell: float, stages: Sequence[int]) -> Text:
     line = Text()
+    narrowest = min((item.end - item.start for item in row), default=0.0) / per_cell
     for item in row:
         left, right = (round((time - zero) / per_cell) for time in (item.start, item.end))
         left = max(left, len(line))
         if right <= left:
             continue  # shorter than half a column
         line.append("·" * (left - len(line)), style="dim")
-        label = next(text for text in _labels(item, stages) if len(text) <= max(1, right - left))
-        line.append(label.center(right - left), style=f"black on {colour(item, stages)}")
+        long, short = _labels(item, stages)
+        label = long if len(long) <= min(right - left, round(narrowest)) else short
+        label = f" {label}" if len(label) < right - left else label
+        line.append(label.ljust(right - left), style=f"black on {colour(item, stages)}")
     return line
 
 

@@ -13,7 +13,8 @@ from retrograde.pipeline.timeline import Timed, Timeline
 
 ROW, GAP = 28, 6
 LEFT, RIGHT, TOP = 64, 150, 56
-LABEL_ROOM = 15  # pixels a two-letter label needs
+LABEL_ROOM = 24  # pixels for the shortest action
+LETTER = 6.2
 WIDEST, NARROWEST = 2400, 640
 STYLE = (
     "text{font-family:Helvetica,Arial,sans-serif;font-size:12px;fill:#222}"
@@ -79,8 +80,9 @@ def _box(item: Timed, zero: float, scale: float, y: float, stages: Sequence[int]
         f'<rect x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{ROW}" fill="{colour(item, stages)}" '
         f'stroke="white" stroke-width="0.8"><title>{escape(hint)}</title></rect>'
     )
-    label = str(item.action.microbatch)
-    if width < 6.2 * len(label) + 2:
+    labels = (f"{item.action.kind.value}{item.action.microbatch}", str(item.action.microbatch))
+    label = next((text for text in labels if LETTER * len(text) + 2 <= width), None)
+    if label is None:
         return box
     middle = f'x="{_n(x + width / 2)}" y="{_n(y + ROW / 2)}"'
     return f'{box}<text class="label" {middle} pointer-events="none">{label}</text>'
