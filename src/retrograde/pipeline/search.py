@@ -19,6 +19,7 @@ from retrograde.pipeline.timeline import Costs, Timeline, try_simulate
 from retrograde.pipeline.vshape import v_placement
 
 ACTIONS_TRIED = 600_000  # simulated actions in the second phase: a few seconds
+MOVES = 2_000  # at most, from one start: small cases are settled long before
 STARTS = 3  # how many of the portfolio are improved
 REACH = 6  # how far a move carries an action
 SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
@@ -128,7 +129,7 @@ def _greedy(problem: Problem, placement: tuple[int, ...]) -> Iterator[Schedule]:
 def _improve(problem: Problem, best: Candidate, tries: int) -> Candidate:
     """Move one action at a time; keep what is no worse."""
     moves = random.Random(0)
-    for _ in range(tries // sum(map(len, best.schedule.ranks))):
+    for _ in range(min(MOVES, tries // sum(map(len, best.schedule.ranks)))):
         if best.timeline.bubble == 0 and best.timeline.step_bubble == 0:
             break
         candidate = _judge(problem, _moved(best.schedule, moves))
