@@ -9,14 +9,14 @@ from retrograde.pipeline import Action, Costs, Kind, Schedule, Timeline, check, 
 from retrograde.pipeline.generators import GENERATORS
 from retrograde.pipeline.timeline import try_simulate
 
-FEW = 40_000  # simulated actions: enough to improve small cases
+FEW = 10_000  # simulated actions: enough to improve small cases
 
 
 def timeline_of(schedule: Schedule, costs: Costs) -> Timeline:
     return simulate(schedule, costs.per_chunk(schedule.stages // len(schedule.ranks)))
 
 
-@pytest.mark.parametrize("limit", [2.0, 3.0, 4.0, 8.0, None])
+@pytest.mark.parametrize("limit", [2.0, 4.0, None])
 @pytest.mark.parametrize("costs", [Costs(), Costs(1.0, 1.25, 0.75, transfer=0.125), Costs(1.0, 2.0, 0.5, 0.25, 0.5)])
 def test_no_named_schedule_within_the_limit_is_better(costs: Costs, limit: float | None) -> None:
     found = search(4, 8, costs, limit, tries=FEW)
@@ -39,7 +39,7 @@ def test_it_beats_every_named_schedule_where_none_was_made_for_the_case() -> Non
 
 def test_moves_improve_what_the_portfolio_has() -> None:
     costs = Costs(1.0, 1.25, 0.75, transfer=0.125)
-    first, second = (timeline_of(search(4, 8, costs, 3.0, tries), costs).bubble for tries in (0, 5 * FEW))
+    first, second = (timeline_of(search(4, 8, costs, 3.0, tries), costs).bubble for tries in (0, 20 * FEW))
     assert second < first
 
 
