@@ -113,6 +113,16 @@ def test_one_resident_is_gathered_at_every_change_of_stage() -> None:
     assert str(add_pages(schedule, 2)).count("GATHER") == 8
 
 
+def test_the_page_needed_last_makes_room() -> None:
+    text = "schedule x microbatches=2 placement=0,0,0\nrank 0: 0F0 1F0 2F0 2B0 1B0 0F1 1F1 2F1 2B1 1B1 0B0 0B1\n"
+    lowered = str(add_pages(Schedule.parse(text), 2)).splitlines()[1]
+    # At 2F0 stage 1 is needed sooner than stage 0; at 0F1 it is sooner than stage 2; and so on.
+    assert lowered == (
+        "rank 0: 0GATHER 0F0 0DROP 1GATHER 1F0 2GATHER 2F0 2B0 2DROP 1B0 0GATHER 0F1 0DROP 1F1 2GATHER 2F1 2B1 2DROP "
+        "1B1 1DROP 0GATHER 0B0 0B1 0DROP"
+    )
+
+
 def test_no_room_for_any_page_is_refused() -> None:
     with pytest.raises(ScheduleError, match="resident=0"):
         add_pages(generate("zb-v", 2, 2), 0)

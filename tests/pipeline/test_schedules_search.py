@@ -5,8 +5,9 @@ import itertools
 import pytest
 
 from retrograde.errors import ScheduleError
-from retrograde.pipeline import Action, Costs, Kind, Schedule, Timeline, check, generate, search, simulate
+from retrograde.pipeline import Action, Costs, Kind, Schedule, Timeline, check, generate, schedule_for, search, simulate
 from retrograde.pipeline.generators import GENERATORS
+from retrograde.pipeline.listing import Floor, InOrder, play
 from retrograde.pipeline.timeline import try_simulate
 
 FEW = 10_000  # simulated actions: enough to improve small cases
@@ -41,6 +42,18 @@ def test_moves_improve_what_the_portfolio_has() -> None:
     costs = Costs(1.0, 1.25, 0.75, transfer=0.125)
     first, second = (timeline_of(search(4, 8, costs, 3.0, tries), costs).bubble for tries in (0, 20 * FEW))
     assert second < first
+
+
+def test_weight_gradients_are_placed_anew_for_the_costs() -> None:
+    costs, limit = Costs(1.0, 1.0, 0.25, transfer=0.125), 2.5
+    order = [[action for action in actions if action.kind is not Kind.W] for actions in generate("v-half", 3, 8).ranks]
+    floor = Floor(generate("v-half", 3, 8).placement, 8, costs.per_chunk(2))
+    filled = play("filled", floor, InOrder(order, 2 * limit))
+    assert filled is not None
+    check(filled)
+    bubble = timeline_of(filled, costs).bubble
+    assert bubble < timeline_of(generate("v-half", 3, 8), costs).bubble
+    assert timeline_of(search(3, 8, costs, limit, tries=0), costs).bubble <= bubble
 
 
 def test_zero_bubble_is_found_at_the_memory_of_1f1b() -> None:
@@ -96,3 +109,18 @@ def test_the_least_possible_limit_works() -> None:
 def test_bad_costs_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ScheduleError, match=r"^Costs: "):
         Costs(**bad)
+
+
+def test_what_a_user_may_give_as_schedule() -> None:
+    assert schedule_for("zb-v", 2, 4) == generate("zb-v", 2, 4)
+    assert schedule_for("auto", 1, 2).name == "auto"
+    mine = Schedule("mine", 4, (0, 1), generate("1f1b", 2, 4).ranks)
+    assert schedule_for(mine, 2, 4) is mine
+    for wrong, ranks, microbatches, message in (
+        ("zbv", 2, 4, r"schedule='zbv' is not known; give one of gpipe, .*'auto' or a Schedule"),
+        (mine, 4, 4, "schedule 'mine' is for 2 ranks, but 4 are used"),
+        (mine, 2, 8, "schedule 'mine' is for 4 microbatches, but 8 are used"),
+        (mine.with_ranks(reversed(mine.ranks)), 2, 4, "1F0 is on rank 0, but stage 1 is on rank 1"),
+    ):
+        with pytest.raises(ScheduleError, match=message):
+            schedule_for(wrong, ranks, microbatches)

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from retrograde.errors import ScheduleError
-from retrograde.pipeline import Costs, Schedule, dry_run, generate, lower, search
+from retrograde.pipeline import Costs, Schedule, dry_run, generate, lower, schedule_for
 from retrograde.pipeline.drawing import show
 from retrograde.pipeline.generators import GENERATORS
 from retrograde.pipeline.svg import svg
@@ -92,11 +92,9 @@ def _schedule(arguments: argparse.Namespace) -> Schedule:
     name = arguments.name
     if name not in GENERATORS and name != "auto" and Path(name).is_file():
         return Schedule.parse(Path(name).read_text(encoding="utf-8"))
-    if name == "auto":
-        if arguments.stages is not None:
-            raise ScheduleError("schedule 'auto' chooses the number of stages itself; give --ranks instead of --stages")
-        return search(arguments.ranks or 4, arguments.microbatches, _costs(arguments), arguments.limit)
-    return generate(name, _ranks(arguments), arguments.microbatches)
+    if name == "auto" and arguments.stages is not None:
+        raise ScheduleError("schedule 'auto' chooses the number of stages itself; give --ranks instead of --stages")
+    return schedule_for(name, _ranks(arguments), arguments.microbatches, _costs(arguments), arguments.limit)
 
 
 def _ranks(arguments: argparse.Namespace) -> int:

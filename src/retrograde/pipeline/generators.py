@@ -113,7 +113,7 @@ GENERATORS = {
 def generate(name: str, ranks: int, microbatches: int) -> Schedule:
     """The schedule of that name; its number of stages is `ranks` times the chunks of its generator."""
     if name not in GENERATORS:
-        raise ScheduleError(f"schedule={name!r} is not known; give one of {', '.join(GENERATORS)} or 'auto'")
+        raise ScheduleError(f"schedule={name!r} is not known; give one of {', '.join(GENERATORS)}")
     for argument, value in (("ranks", ranks), ("microbatches", microbatches)):
         if value < 1:
             raise ScheduleError(f"schedule '{name}': {argument}={value} must be at least 1")

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from retrograde.errors import ScheduleError
-from retrograde.pipeline.generators import GENERATORS
+from retrograde.pipeline.dryrun import check
+from retrograde.pipeline.generators import GENERATORS, generate
 from retrograde.pipeline.listing import Floor, Greedy, InOrder, play
 from retrograde.pipeline.schedule import Action, Kind, Schedule
 from retrograde.pipeline.timeline import Costs, Timeline, try_simulate
@@ -84,6 +85,26 @@ def search(
     fitting.sort(key=lambda candidate: candidate.merit)
     improved = [_improve(problem, candidate, tries // STARTS) for candidate in fitting[:STARTS]]
     return replace(min(improved, key=lambda candidate: candidate.merit).schedule, name="auto")
+
+
+def schedule_for(
+    schedule: str | Schedule, ranks: int, microbatches: int, costs: Costs | None = None, limit: float | None = None
+) -> Schedule:
+    """What a user means by `schedule`: a name, "auto", or a schedule of their own, which is checked."""
+    if isinstance(schedule, str):
+        if schedule == "auto":
+            return search(ranks, microbatches, costs, limit)
+        if schedule not in GENERATORS:
+            names = ", ".join(GENERATORS)
+            raise ScheduleError(f"schedule={schedule!r} is not known; give one of {names}, 'auto' or a Schedule")
+        return generate(schedule, ranks, microbatches)
+    for what, has, wanted in (
+        ("ranks", len(schedule.ranks), ranks), ("microbatches", schedule.microbatches, microbatches)
+    ):  # fmt: skip
+        if has != wanted:
+            raise ScheduleError(f"schedule '{schedule.name}' is for {has} {what}, but {wanted} are used")
+    check(schedule)
+    return schedule
 
 
 def _judge(problem: Problem, schedule: Schedule) -> Candidate | None:
