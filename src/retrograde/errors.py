@@ -15,3 +15,7 @@ class UnsupportedError(RetrogradeError, TypeError):
 
 class DivergenceError(RetrogradeError):
     """Ranks did things that cannot be reconciled; raised on every rank that takes part."""
+
+
+class ScheduleError(RetrogradeError, ValueError):
+    """A pipeline schedule that cannot be read, is incomplete, or would not run to its end."""
