@@ -9,7 +9,7 @@ collectives: positions need not be equal, they only have to be reconcilable (red
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import StrEnum
@@ -102,8 +102,8 @@ class _Arrival:
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Station:
     mesh: Mesh
-    owner: Owner
     timeout: float
+    owner: Owner = field(init=False)
     number: int = -1
     failure: str | None = None
     notices: dict[int, str] = field(default_factory=dict)
@@ -221,19 +221,33 @@ class Station:
 
     def fail(self, text: str, cause: BaseException | None = None) -> None:
         """Give up on every rank: tell the others, then raise."""
-        if self.failure is None:
-            self.failure = text
-            for peer in self.mesh.peers:
-                with contextlib.suppress(RuntimeError):  # gloo closes a pair on which a wait timed out
-                    self.mesh.send(peer, "fail", self.number, text)
+        self._announce(text)
         raise DivergenceError(self.failure) from cause
 
+    def _announce(self, failure: str) -> None:
+        if self.failure is None:
+            self.failure = failure
+            for peer in self.mesh.peers:
+                with contextlib.suppress(RuntimeError):  # gloo closes a pair on which a wait timed out
+                    self.mesh.send(peer, "fail", self.number, failure)
+
+    @contextlib.contextmanager
+    def shared_fate(self, what: str) -> Iterator[None]:
+        """What goes wrong inside on one rank is told to the others, which would wait for it in vain."""
+        try:
+            yield
+        except DivergenceError:
+            raise
+        except Exception as error:
+            self._announce(f"rank {self.mesh.rank}: {what} raised {type(error).__name__}: {error}")
+            raise
+
     def _wait_until(self, done: Callable[[], bool], missing: Callable[[], list[int]], what: str) -> None:
-        self.check()
         with self.mesh.changed:
-            if self.mesh.changed.wait_for(lambda: done() or self.failure is not None, self.timeout):
-                self.check()
+            self.mesh.changed.wait_for(lambda: done() or self.failure is not None, self.timeout)
+            if done():
                 return
+            self.check()
             absent = missing()
         self._told.clear()
         for peer in absent:

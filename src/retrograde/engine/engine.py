@@ -4,13 +4,13 @@ import contextlib
 import functools
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from retrograde.comm import Kind, Mesh, Stamp, Station, streams_of
+from retrograde.comm import Kind, Stamp, Station, streams_of
 from retrograde.engine.describe import explain, report
 from retrograde.engine.growth import Growth
 from retrograde.errors import ShardingError
@@ -34,14 +34,14 @@ class _Norm(NamedTuple):
 class Engine:
     """Made by `shard()`. The model's modules hold it, so it lives as long as the model."""
 
-    def __init__(self, model: nn.Module, policy: Policy, mesh: Mesh, timeout: float) -> None:
+    def __init__(self, model: nn.Module, policy: Policy, station: Station) -> None:
         self.model, self.policy = model, policy
         self.units: list[Unit] = []
         self.growth = Growth()
         self.ledger = Ledger()
         self._steps = 0
         self._norms: dict[int, _Norm] = {}
-        self.station = Station(mesh, self, timeout)
+        self.station, station.owner = station, self
         self.council = Council(self.station, self, self.ledger)
         self.gate = Gate(self.station, self.units, self.fence)
         self.pager = Pager(policy)
@@ -63,7 +63,7 @@ class Engine:
             for index, leaf in enumerate(unit.leaves):
                 ShardedParameter.adopt(leaf, unit, index, self)
             self.saved.add(unit)
-        self.council.values("shard() is done", None)  # from here on others may read our shards
+        self.council.values("shard() is done", lambda: None)  # from here on others may read our shards
 
     # ---- users
     @contextlib.contextmanager
@@ -139,7 +139,7 @@ class Engine:
             grads = [raw_grad(leaf) for leaf in leaves]
             return [None if grad is None else grad.detach().as_subclass(torch.Tensor).clone() for grad in grads]
 
-        by_rank = self.council.fresh_values(f"whole gradients of {len(leaves)} parameters", pieces)
+        by_rank = self.council.values(f"whole gradients of {len(leaves)} parameters", pieces)
         whole: list[torch.Tensor | None] = []
         for leaf, *parts in zip(leaves, *by_rank, strict=True):
             present = [part for part in parts if part is not None]
@@ -147,7 +147,8 @@ class Engine:
         return whole
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """`torch.nn.utils.clip_grad_norm_` over this engine's parameters."""
+        """`torch.nn.utils.clip_grad_norm_` over this engine's parameters; also where some ranks did no backward."""
+        self.council.flush("clip_grad_norm_")
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
 
     def explain(self) -> str:
@@ -188,7 +189,10 @@ class Engine:
         """
         if not all(self._known(tensor, order) for tensor in tensors):
             family = self._family(tensors)
-            local = torch.stack([_power_sum(tensor, order) for tensor in family])
+
+            def local() -> torch.Tensor:
+                return torch.stack([_power_sum(tensor, order) for tensor in family])
+
             combine = {math.inf: torch.maximum, -math.inf: torch.minimum}.get(order, torch.add)
             whole = functools.reduce(combine, self.everywhere(f"norm {order:g} of {len(family)} tensors", local))
             whole = whole if order == 0 or math.isinf(order) else whole ** (1.0 / order)
@@ -211,8 +215,7 @@ class Engine:
         known = {id(tensor) for tensor in family}
         return family if all(id(tensor) in known for tensor in tensors) else list(tensors)
 
-    def everywhere(self, label: str, value: Any) -> list[Any]:
-        """Everybody's value, by rank."""
+    def everywhere(self, label: str, value: Callable[[], Any]) -> list[Any]:
         return self.council.values(label, value)
 
     # ---- optimizers (Stepped)

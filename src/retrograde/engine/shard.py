@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from retrograde.comm import Mesh
+from retrograde.comm import Mesh, Station
 from retrograde.engine.engine import Engine
 from retrograde.engine.materialize import check_resettable, materialize
 from retrograde.errors import ShardingError
@@ -45,19 +45,20 @@ def shard(
     stage 3 beyond the one in use and the one being prefetched. `timeout`: seconds after which waiting for a rank
     that never comes becomes a `DivergenceError` on every rank.
     """
-    for name, value in (("precision", precision), ("offload", offload), ("trace", trace)):
-        if value is not None:
-            raise ShardingError(f"{name}={value!r} is not available in this version; leave it None")
-    policy = Policy.of(stage, resident, reduce, prefetch)
-    ranks = Mesh.of(_group(process_group, mesh))
-    _check_unsharded(model)
-    specs = find_units(model, units)
-    if not specs:
-        raise ShardingError(f"{type(model).__name__} has no parameters to shard")
-    tend(ShardedParameter)
-    watch_steps()
-    engine = Engine(model, policy, ranks, timeout)
-    _enlist(engine, specs)
+    station = Station(Mesh.of(_group(process_group, mesh)), timeout)
+    with station.shared_fate("shard()"):
+        for name, value in (("precision", precision), ("offload", offload), ("trace", trace)):
+            if value is not None:
+                raise ShardingError(f"{name}={value!r} is not available in this version; leave it None")
+        policy = Policy.of(stage, resident, reduce, prefetch)
+        _check_unsharded(model)
+        specs = find_units(model, units)
+        if not specs:
+            raise ShardingError(f"{type(model).__name__} has no parameters to shard")
+        tend(ShardedParameter)
+        watch_steps()
+        engine = Engine(model, policy, station)
+        _enlist(engine, specs)
     patch(model, engine.saved, (), engine, before_forward=engine.growth.check)
     engine.growth.watch(lambda: _enlist(engine, _added(model, units)))
     return engine
@@ -126,7 +127,7 @@ def _check_same(engine: Engine, specs: list[UnitSpec]) -> None:
     """All ranks must shard the same model in the same way; say what differs, by name."""
     mine = [(s.name, [(n, tuple(p.shape), str(p.dtype)) for n, p in s.params]) for s in specs]
     mine.append(("(policy)", [(str(engine.policy), (), "")]))
-    everybody = engine.council.values("shard()", mine)
+    everybody = engine.council.values("shard()", lambda: mine)
     for rank, theirs in enumerate(everybody):
         if theirs != everybody[0]:
             ours = {item for _, params in everybody[0] for item in params}
@@ -183,7 +184,7 @@ def _same_values(engine: Engine, tensors: list[torch.Tensor]) -> None:
     if mesh.world == 1 or not tensors:
         return
     sums = [zlib.crc32(bytes(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())) for t in tensors]
-    everybody = engine.council.values("values of the model", sums)
+    everybody = engine.council.values("values of the model", lambda: sums)
     for index, tensor in enumerate(tensors):
         if any(other[index] != everybody[0][index] for other in everybody):
             value = tensor.detach().contiguous()

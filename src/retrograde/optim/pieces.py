@@ -50,7 +50,7 @@ class Holder(Protocol):
 
     def norms(self, tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]: ...
 
-    def everywhere(self, label: str, value: Any) -> list[Any]: ...
+    def everywhere(self, label: str, value: Callable[[], Any]) -> list[Any]: ...
 
 
 class Piece(torch.Tensor):
@@ -300,9 +300,12 @@ def _wholes(args: Any, name: str) -> Any:
     """
     leaves, spec = tree_flatten(list(args))
     source = next(leaf for leaf in leaves if isinstance(leaf, Piece))
-    parts = [None if isinstance(leaf, ShardedParameter) else _part(leaf, source) for leaf in leaves]
+
+    def parts() -> list[torch.Tensor | None]:
+        return [None if isinstance(leaf, ShardedParameter) else _part(leaf, source) for leaf in leaves]
+
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not isinstance(leaf, ShardedParameter)]
-    by_rank = _alive(source).everywhere(f"{name} of {source.title}", parts) if tensors else [parts]
+    by_rank = _alive(source).everywhere(f"{name} of {source.title}", parts) if tensors else [parts()]
     for index, (leaf, *found) in enumerate(zip(leaves, *by_rank, strict=True)):
         of = leaf if isinstance(leaf, Piece) else source
         if isinstance(leaf, ShardedParameter):
@@ -415,7 +418,8 @@ def _reduction(combine: Callable[..., torch.Tensor]) -> Callable[..., Any]:
 def _combined(piece: Piece, func: Callable[..., Any], combine: Callable[..., torch.Tensor]) -> torch.Tensor:
     with torch._C.DisableTorchFunctionSubclass():
         plain = piece.as_subclass(torch.Tensor).detach()
-        local = func(plain) if plain.numel() else None  # an empty piece has no say in a maximum
+        # An empty piece has no say in a maximum.
+        local = functools.partial(func, plain) if plain.numel() else lambda: None
         by_rank = _alive(piece).everywhere(f"{func.__name__} of {piece.title}", local)
         found = [value for value in by_rank if value is not None]
         return cast(torch.Tensor, functools.reduce(combine, found) if found else func(plain))
@@ -434,7 +438,7 @@ def _found_inf(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
     pieces = [grad for grad in grads if isinstance(grad, Piece)]
     if pieces:
-        found.copy_(functools.reduce(torch.maximum, _alive(pieces[0]).everywhere("found_inf", found.clone())))
+        found.copy_(functools.reduce(torch.maximum, _alive(pieces[0]).everywhere("found_inf", found.clone)))
     return result
 
 

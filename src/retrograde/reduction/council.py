@@ -55,12 +55,8 @@ class Council:
     def step(self, label: str) -> None:
         self._attend(Kind.STEP, label)
 
-    def values(self, label: str, value: Any) -> list[Any]:
-        """Everybody's value, by rank."""
-        return self.fresh_values(label, lambda: value)
-
-    def fresh_values(self, label: str, value: Callable[[], Any]) -> list[Any]:
-        """The same for a value that a flush may change while this rank waits for the others."""
+    def values(self, label: str, value: Callable[[], Any]) -> list[Any]:
+        """Everybody's value, by rank. Asked for anew if a flush changed gradients while this rank waited."""
         return [p.offers[1] for p in self._attend(Kind.TOTAL, label, value)]
 
     def _attend(self, kind: Kind, label: str, value: Callable[[], Any] = lambda: None) -> list[Position]:

@@ -256,7 +256,7 @@ class Reducer:
 
     def gather_now(self, unit: Unit, shard: torch.Tensor) -> torch.Tensor:
         """All ranks' `shard`s end to end (the transpose of a reduction)."""
-        parts = self._council.values(f"second derivative of unit {unit.name}", shard.detach().clone())
+        parts = self._council.values(f"second derivative of unit {unit.name}", shard.detach().clone)
         return torch.cat(parts)
 
     @property
