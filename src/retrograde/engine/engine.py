@@ -256,8 +256,7 @@ class Engine:
 
     # ---- the service thread (Owner)
     def shard_for(self, unit: int, stamp: Stamp) -> torch.Tensor | str:
-        reason = self.gate.admit(self.units[unit], stamp)
-        return self.units[unit].shard if reason is None else reason
+        return self.gate.shard_at(self.units[unit], stamp)
 
     def unit_name(self, unit: int) -> str:
         return self.units[unit].name

@@ -15,6 +15,7 @@ Three things do, and all are seen in `__torch_function__`:
 Full tensors do not come through here, so forward and backward pay nothing.
 """
 
+import contextlib
 import functools
 import weakref
 from collections import deque
@@ -115,12 +116,8 @@ class Piece(torch.Tensor):
                     return result
                 if kind is Reads.ALL:
                     return func(*_wholes(args, name), **kwargs)
-        for leaf in written:
-            leaf.unit.gate.before_write(f"{name} on {leaf.slot.name}")
-        with torch._C.DisableTorchFunctionSubclass():
+        with _writing(name, written), torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        for leaf in written:
-            leaf.unit.gate.after_write(leaf.unit)
         return _keep(result, name, kind, args)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -343,6 +340,17 @@ def _written(name: str, args: Any, kwargs: Any) -> list[Any]:
         return []
     found = targets if isinstance(targets, list | tuple) else (targets,)
     return [t for t in found if isinstance(t, ShardedParameter | _Alias)]
+
+
+@contextlib.contextmanager
+def _writing(name: str, leaves: Sequence[Piece]) -> Iterator[None]:
+    by_gate: dict[Any, list[tuple[Unit, int]]] = {}
+    for leaf in leaves:
+        by_gate.setdefault(leaf.unit.gate, []).append((leaf.unit, leaf.place))
+    with contextlib.ExitStack() as gates:
+        for gate, targets in by_gate.items():
+            gates.enter_context(gate.writing(f"{name} on {leaves[0].title}", targets))
+        yield
 
 
 _VIEWS = {"detach", "view", "reshape", "flatten", "ravel", "view_as", "narrow", "__getitem__", "alias"}

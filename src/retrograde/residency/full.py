@@ -111,9 +111,9 @@ def _reporting(name: str) -> Callable[..., Any]:
                 f"parameter {unit.layout.slots[self._slot].name} requires grad and is used in an in-place "
                 f"operation ({name}); edit weights under torch.no_grad()"
             )
-        unit.gate.before_write(f"{name} on {unit.layout.slots[self._slot].name}")
-        result = method(self, *args, **kwargs)
-        unit.write_back(self._slot)
+        with unit.gate.writing(f"{name} on {unit.layout.slots[self._slot].name}", [(unit, self._slot)]):
+            result = method(self, *args, **kwargs)
+            unit.write_back(self._slot)
         return result
 
     return edit

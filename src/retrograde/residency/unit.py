@@ -115,7 +115,8 @@ class Unit:
         self.buffer: torch.Tensor | None = home if self.at_home else None
         self.arrived = [False] * len(leaves)  # which leaves the last run of Pack had a gradient for
         self._hooks: list[dict[int, Any]] = []  # the leaves' post-accumulate hooks
-        self.edits = 0
+        self.edits = self.fenced = 0  # made so far, and at the last fence (gate.py)
+        self.undo: list[tuple[int, torch.Tensor]] = []  # slots edited since, with their pieces before
         self.settled = 0
         self.gate: Gate
         self.station: Station
@@ -274,9 +275,10 @@ class Unit:
         """An edit that was not reported (through an alias of a full tensor) reaches the shard here."""
         if self.state is State.READY and (now := self._edit_counter()) != self._edits_seen:
             self._edits_seen = now  # a fence looks for edits too
-            self.gate.before_write(f"an edit of unit {self.name}")
-            for slot in range(len(self.leaves)):
-                self.write_back(slot)
+            every = range(len(self.leaves))
+            with self.gate.writing(f"an edit of unit {self.name}", [(self, slot) for slot in every]):
+                for slot in every:
+                    self.write_back(slot)
 
     def write_back(self, slot: int) -> None:
         """A full tensor was edited: its part on this rank goes into the shard. The page stays valid."""
@@ -289,7 +291,17 @@ class Unit:
             self.pieces[slot].copy_(mine)
         self._read_at = self.version
         self._edits_seen = self._edit_counter()
-        self.gate.after_write(self)
+
+    def edited(self, slot: int) -> bool:
+        """Since the last fence."""
+        return any(slot == other for other, _ in self.undo)
+
+    def shard_after(self, edits: int) -> torch.Tensor:
+        """A copy of the shard as it was after so many edits. Also right while another is being made."""
+        old = self.shard.clone()
+        for slot, piece in reversed(self.undo[edits - self.fenced :]):
+            old[self.layout.piece(self.layout.slots[slot], self.rank)] = piece
+        return old
 
 
 _set_requires_grad = cast(Any, torch.Tensor.requires_grad).__set__
