@@ -2,10 +2,12 @@
 
 from retrograde.residency.access import patch, tend
 from retrograde.residency.buffers import BufferPool
-from retrograde.residency.full import edits
+from retrograde.residency.full import edits, overloads
 from retrograde.residency.gate import Gate, Phase
 from retrograde.residency.pager import Pager
 from retrograde.residency.saved import SavedTensors
 from retrograde.residency.unit import Sink, Unit
 
-__all__ = ["BufferPool", "Gate", "Pager", "Phase", "SavedTensors", "Sink", "Unit", "edits", "patch", "tend"]
+__all__ = [
+    "BufferPool", "Gate", "Pager", "Phase", "SavedTensors", "Sink", "Unit", "edits", "overloads", "patch", "tend",
+]  # fmt: skip

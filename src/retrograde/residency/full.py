@@ -21,6 +21,14 @@ _OPERATORS = {
 _NOT_EDITS = {"requires_grad_", "detach_", "share_memory_", "rename_"}
 
 
+def overloads(name: str) -> list[Any]:
+    """What torch knows of its function of this name: none if it is written in Python."""
+    packet = getattr(torch.ops.aten, name, None)
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return []
+    return [getattr(packet, overload) for overload in packet.overloads()]  # type: ignore[no-untyped-call]
+
+
 def edits(name: str) -> bool:
     """Does a method or function of this name change its first argument in place?"""
     if name.endswith("__"):
@@ -28,16 +36,51 @@ def edits(name: str) -> bool:
     return name.endswith("_") and name not in _NOT_EDITS
 
 
-class FullTensor(torch.Tensor):
-    """A view of a page. Operations on it give plain tensors; only in-place edits are different.
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
-    An edit (`w.clamp_()`, `w.data.fill_()`) is written back to the shard, where torch's own parameter would
-    have it. `data` shares the version counter, unlike torch's, so that no edit goes unseen.
+
+class Aliased(torch.Tensor):
+    """Memory of a page. Operations on it give plain tensors, but for two kinds:
+
+    An edit (`w.clamp_()`, `w.data.fill_()`) is written back to the shard, where torch's own parameter would have it.
+    A view that takes no part in a graph (`w.data`, `w.T` under no_grad) may be edited as well, so it is `Aliased` too.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _unit: "weakref.ref[Unit]"
     _slot: int
+
+    def _alias(self, view: Any) -> Any:
+        if isinstance(view, list | tuple):
+            return type(view)(self._alias(each) for each in view)
+        if type(view) is not torch.Tensor or not _same_memory(view, self):
+            return view
+        if torch.is_grad_enabled() and view.requires_grad:
+            return view
+        alias = view.as_subclass(Aliased)
+        alias._unit, alias._slot = self._unit, self._slot
+        return alias
+
+    @property
+    def data(self) -> torch.Tensor:
+        """Shares the version counter, unlike torch's, so that no edit goes unseen."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        with torch.no_grad():
+            self.copy_(value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.detach().clone().requires_grad_(self.requires_grad)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+class FullTensor(Aliased):
+    """What `module.weight` returns: a full-shaped view of a page, in the graph of its parameter."""
 
     @staticmethod
     def of(data: torch.Tensor, unit: "Unit", slot: int) -> "FullTensor":
@@ -48,15 +91,6 @@ class FullTensor(torch.Tensor):
     def point_to(self, data: torch.Tensor) -> None:
         """Swap the memory behind this tensor; its place in the autograd graph stays."""
         _set_data(self, data)
-
-    @property
-    def data(self) -> torch.Tensor:
-        return self.detach()
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        with torch.no_grad():
-            self.copy_(value)
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -91,18 +125,12 @@ class FullTensor(torch.Tensor):
         unit = self._unit()
         return None if unit is None else unit.leaves[self._slot]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return self.detach().clone().requires_grad_(self.requires_grad)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.detach().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
 
 def _reporting(name: str) -> Callable[..., Any]:
     method = getattr(torch.Tensor, name)
 
     @functools.wraps(method)
-    def edit(self: FullTensor, *args: Any, **kwargs: Any) -> Any:
+    def edit(self: Aliased, *args: Any, **kwargs: Any) -> Any:
         unit = self._unit()
         if unit is None:
             return method(self, *args, **kwargs)
@@ -119,6 +147,24 @@ def _reporting(name: str) -> Callable[..., Any]:
     return edit
 
 
+def _aliasing(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def view(self: Aliased, *args: Any, **kwargs: Any) -> Any:
+        return self._alias(method(self, *args, **kwargs))
+
+    return view
+
+
+def _views(name: str) -> bool:
+    """Does torch's method of this name return a view of its tensor? Its schema says so."""
+    returned = [overload._schema.returns for overload in overloads(name)]
+    return name == "__getitem__" or any(r and r[0].alias_info and not r[0].alias_info.is_write for r in returned)
+
+
 for _name in dir(torch.Tensor):
     if edits(_name) and callable(getattr(torch.Tensor, _name)):
-        setattr(FullTensor, _name, _reporting(_name))
+        setattr(Aliased, _name, _reporting(_name))
+    elif _name in ("T", "mT", "H", "mH"):
+        setattr(Aliased, _name, property(_aliasing(getattr(torch.Tensor, _name).__get__)))
+    elif _views(_name) and callable(getattr(torch.Tensor, _name)):
+        setattr(Aliased, _name, _aliasing(getattr(torch.Tensor, _name)))
