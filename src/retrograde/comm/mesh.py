@@ -41,12 +41,15 @@ def keep_sending(works: deque[Any], work: Any) -> None:
         works.popleft().wait()
 
 
+GONE = "so a process ended or gave up; its own output says why"
+
+
 class Receiver(Protocol):
     """What the service thread hands a message to."""
 
     def on_message(self, src: int, op: str, args: tuple[Any, ...]) -> None: ...
 
-    def on_lost(self, cause: str) -> None: ...
+    def on_lost(self, cause: str, error: Exception) -> None: ...
 
 
 class Mesh:
@@ -149,7 +152,7 @@ class Mesh:
                 pass
         except Exception as error:
             if not self._closing:
-                self._lost(f"the connection between ranks was lost ({type(error).__name__}: {error})")
+                self._lost(f"the connection between ranks was lost, {GONE}", error)
 
     def _handle(self, src: int, message: tuple[Any, ...]) -> bool:
         """One message; in a call of its own, so that nothing of it is kept while waiting for the next."""
@@ -166,12 +169,14 @@ class Mesh:
             self._early[number].append((src, op, args))
         elif (receiver := self._receivers[number]()) is not None:
             receiver.on_message(src, op, args)
+        elif op == "read":
+            self.send(src, "notice", number, args[-1], "it has let go of this model")
 
-    def _lost(self, cause: str) -> None:
+    def _lost(self, cause: str, error: Exception) -> None:
         with self.changed:
             for reference in self._receivers:
                 if (receiver := reference()) is not None:
-                    receiver.on_lost(cause)
+                    receiver.on_lost(cause, error)
             self.changed.notify_all()
 
     def close(self) -> None:

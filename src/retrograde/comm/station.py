@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from retrograde.comm.mesh import Mesh, keep_sending
+from retrograde.comm.mesh import GONE, Mesh, keep_sending
 from retrograde.errors import DivergenceError
 
 
@@ -114,6 +114,7 @@ class Station:
     _requests: list[_Request] = field(default_factory=list)
     _served: deque[Any] = field(default_factory=deque)
     steps: int = 0
+    _lost: Exception | None = None  # what the backend said when a connection broke
     _arrivals: dict[tuple[Key, int], _Arrival] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -127,8 +128,9 @@ class Station:
         works = []
         for src in self.mesh.peers:
             tag = self.mesh.next_tag(mine=False)
-            works.append((src, self.mesh.irecv(into(src), src, tag), tag))
-            self.mesh.send(src, "read", self.number, unit, tuple(stamp), tag)
+            with self._reaching(src):
+                works.append((src, self.mesh.irecv(into(src), src, tag), tag))
+                self.mesh.send(src, "read", self.number, unit, tuple(stamp), tag)
         return Reading(self, unit, works)
 
     def finish(self, work: Any, what: str, tag: int = -1) -> None:
@@ -139,7 +141,7 @@ class Station:
         except RuntimeError as error:
             late = time.monotonic() - began >= self.timeout
             silent = self.notices.get(tag, "it did not answer")
-            cause = silent if late else f"the connection was lost ({error})"
+            cause = silent if late else f"the connection was lost, {GONE}"
             self.fail(f"rank {self.mesh.rank} waited {time.monotonic() - began:.0f} s {what}: {cause}", error)
 
     def answer_waiting(self) -> None:
@@ -168,8 +170,9 @@ class Station:
         """Start sending `parts` to `dst`, whose service thread takes them as one; the works are done when sent."""
         tags = [self.mesh.next_tag(mine=True) for _ in parts]
         sizes, dtype = [part.numel() for part in parts], parts[0].dtype
-        self.mesh.send(dst, "put", self.number, tuple(key), sizes, dtype, self.steps, turn, tags)
-        return [self.mesh.isend(part, dst, tag) for part, tag in zip(parts, tags, strict=True)]
+        with self._reaching(dst):
+            self.mesh.send(dst, "put", self.number, tuple(key), sizes, dtype, self.steps, turn, tags)
+            return [self.mesh.isend(part, dst, tag) for part, tag in zip(parts, tags, strict=True)]
 
     def take(self, key: Key, src: int) -> torch.Tensor:
         """What `src` put under `key`; it said so at a meeting, so it is there or on its way."""
@@ -204,7 +207,8 @@ class Station:
         number = self.meetings
         self.where = f"waiting for the other ranks at {position.kind} ({position.label})"
         for peer in self.mesh.peers:
-            self.mesh.send(peer, "meet", self.number, number, position)
+            with self._reaching(peer):
+                self.mesh.send(peer, "meet", self.number, number, position)
 
         def missing() -> list[int]:
             return [p for p in self.mesh.peers if p not in self._met.get(number, {})]
@@ -215,9 +219,17 @@ class Station:
         met[self.mesh.rank] = position
         return [met[rank] for rank in range(self.mesh.world)]
 
+    @contextlib.contextmanager
+    def _reaching(self, peer: int) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            self.check()
+            self.fail(f"rank {self.mesh.rank}: rank {peer} cannot be reached, {GONE}", error)
+
     def check(self) -> None:
         if self.failure is not None:
-            raise DivergenceError(self.failure)
+            raise DivergenceError(self.failure) from self._lost
 
     def fail(self, text: str, cause: BaseException | None = None) -> None:
         """Give up on every rank: tell the others, then raise."""
@@ -243,11 +255,11 @@ class Station:
             raise
 
     def _wait_until(self, done: Callable[[], bool], missing: Callable[[], list[int]], what: str) -> None:
+        self.check()
         with self.mesh.changed:
-            self.mesh.changed.wait_for(lambda: done() or self.failure is not None, self.timeout)
-            if done():
+            if self.mesh.changed.wait_for(lambda: done() or self.failure is not None, self.timeout):
+                self.check()
                 return
-            self.check()
             absent = missing()
         self._told.clear()
         for peer in absent:
@@ -266,7 +278,8 @@ class Station:
     def on_message(self, src: int, op: str, args: tuple[Any, ...]) -> None:
         _HANDLERS[op](self, src, *args)
 
-    def on_lost(self, cause: str) -> None:
+    def on_lost(self, cause: str, error: Exception) -> None:
+        self._lost = error
         self.failure = self.failure or f"rank {self.mesh.rank}: {cause}"
 
     def _on_read(self, src: int, unit: int, stamp: tuple[int, int, int], tag: int) -> None:

@@ -139,7 +139,8 @@ class Engine:
             grads = [raw_grad(leaf) for leaf in leaves]
             return [None if grad is None else grad.detach().as_subclass(torch.Tensor).clone() for grad in grads]
 
-        by_rank = self.council.values(f"whole gradients of {len(leaves)} parameters", pieces)
+        label = f"the whole gradient of {leaves[0].slot.name}" + f" and {len(leaves) - 1} more" * (len(leaves) > 1)
+        by_rank = self.council.values(label, pieces)
         whole: list[torch.Tensor | None] = []
         for leaf, *parts in zip(leaves, *by_rank, strict=True):
             present = [part for part in parts if part is not None]

@@ -58,7 +58,7 @@ def shard(
         tend(ShardedParameter)
         watch_steps()
         engine = Engine(model, policy, station)
-        _enlist(engine, specs)
+    _enlist(engine, specs)
     patch(model, engine.saved, (), engine, before_forward=engine.growth.check)
     engine.growth.watch(lambda: _enlist(engine, _added(model, units)))
     return engine
@@ -69,7 +69,8 @@ def _enlist(engine: Engine, specs: list[UnitSpec]) -> None:
     if not specs:
         return
     first = len(engine.units)
-    made = [_make(first + index, spec, engine.policy, engine.station.mesh) for index, spec in enumerate(specs)]
+    with engine.station.shared_fate("making room for units"):
+        made = [_make(first + index, spec, engine.policy, engine.station.mesh) for index, spec in enumerate(specs)]
     _check_same(engine, specs)
     check_resettable(engine.model)
     params = {id(param) for spec in specs for _, param in spec.params}
