@@ -165,7 +165,7 @@ class Convolution:
 
 def _linear(input: Any, weight: Any, bias: Any = None) -> Product | None:
     known = _fits(input, weight) and input.dim() >= 2 and weight.dim() == 2
-    if not known or not (bias is None or bias.dim() == 1 and bias.shape[0] == weight.shape[0]):
+    if not known or not (bias is None or (bias.dim() == 1 and bias.shape[0] == weight.shape[0])):
         return None
     return Product(Linear(True, _column_major(weight.t())), input, weight, bias)
 

@@ -10,7 +10,7 @@ sums over several uses, hooks of the leaf, the layout of `.grad` and accumulatio
 Rule 1: a weight gradient waits only while I runs, and only if I would add it to the leaf's `.grad`. A gradient
         that a nested `autograd.grad` asks for, or that a backward inside the forward makes, is computed at once.
 Rule 2: a parameter that is also used by something that is not a product does not wait: its gradient is one sum,
-        made once, in torch's order.
+        made once, in torch's order. Nor does one with a hook: autograd would call the hook in I, with nothing.
 Rule 3: pairs refer to no graph. Inputs are kept detached, with their version, which W checks as autograd would.
 Rule 4: the mode is active in I as well: a recompute of checkpointed blocks must save what the forward saved.
 Rule 5: nodes of W are made in the opposite order of I, because autograd runs the youngest first: weights that are
@@ -69,9 +69,9 @@ class _Pair:
     def compute(self) -> ParamGrads:
         if self.x._version != self.version:
             raise PipelineError(
-                f"the input of a {type(self.rule).__name__.lower()} ({list(self.x.shape)}) was changed in place between "
-                f"I and W: it is at version {self.x._version}, I saw version {self.version}; do not write to tensors "
-                f"that a stage computed before the step has ended"
+                f"the input of a {type(self.rule).__name__.lower()} ({list(self.x.shape)}) was changed in place "
+                f"between I and W: it is at version {self.x._version}, I saw version {self.version}; do not "
+                f"write to tensors that a stage computed before the step has ended"
             )
         return self.rule.param_grads(self.grad, self.x, len(self.targets) > 1)
 
@@ -124,14 +124,14 @@ class SplitBackward:
 
     # ---- the mode and the nodes call these
     def note_use(self, parameter: Tensor) -> None:
-        self._elsewhere.add(_identity(parameter))
+        self._elsewhere.add(id(parameter))
 
     def waits(self, target: Tensor) -> bool:
         """Rules 1 and 2, asked in the backward of a product."""
         parameter = parameter_of(target)
-        if parameter is None:
+        if parameter is None or not self._deferring or torch.is_grad_enabled():
             return False
-        if not self._deferring or torch.is_grad_enabled() or _identity(parameter) in self._elsewhere:
+        if id(parameter) in self._elsewhere or parameter._backward_hooks:
             return False
         if isinstance(parameter, FullTensor):
             return True  # its leaf is behind nodes that sum however often they run
@@ -179,26 +179,24 @@ def _storages(pair: _Pair) -> tuple[torch.UntypedStorage, torch.UntypedStorage]:
     return pair.x.untyped_storage(), pair.grad.untyped_storage()
 
 
-def _identity(parameter: Tensor) -> int:
-    return id(parameter)
-
-
 class _Recorder(TorchFunctionMode):
     """Routes products with a parameter; leaves everything else as it is."""
 
     def __init__(self, split: SplitBackward) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._split = split
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _transformed():
+        if torch.compiler.is_compiling() or _transformed():
             return func(*args, **kwargs)
         if func is torch.autograd.backward or func is Tensor.backward:
             with self:
                 return _NESTED[func](*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return func(*args, **kwargs)
         product = recognise(func, args, kwargs)
         if product is not None and not torch.is_autocast_enabled(product.weight.device.type):
             return _Routed.apply(  # type: ignore[no-untyped-call]
@@ -209,12 +207,13 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _note(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        outputs = result if isinstance(result, tuple | list) else (result,)
+        if not any(isinstance(output, Tensor) for output in outputs):
+            return  # a question about a parameter (its shape, its dtype)
         for value in (*args, *kwargs.values()):
             parameter = parameter_of(value)
             # A view is not a use yet; what is done with the view will be.
             if parameter is not None and not (isinstance(result, Tensor) and result._base is parameter):
-                if not isinstance(result, Tensor | tuple | list):
-                    continue  # a question about the parameter (its shape, its dtype)
                 self._split.note_use(parameter)
 
 
@@ -230,7 +229,7 @@ def _run_engine(
     given = (grad_tensors,) if isinstance(grad_tensors, Tensor) else tuple(grad_tensors or [None] * len(roots))
     leaves = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs or ())
     grads = torch.autograd._make_grads(roots, given, is_grads_batched=False)
-    torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.run_backward(
         roots,
         grads,
         create_graph if retain_graph is None else retain_graph,
@@ -278,7 +277,7 @@ class _Routed(torch.autograd.Function):
         ctx.save_for_backward(*((x, weight) if x.requires_grad else (x,)))
         out = run()
         # An output that is a view could not be changed in place after a custom Function; torch's own can be.
-        return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out  # type: ignore[no-any-return]
+        return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
