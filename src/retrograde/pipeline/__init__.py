@@ -1,5 +1,22 @@
 """Pipelines: schedules as data, and what runs them."""
 
+from retrograde.pipeline.dryrun import check, dry_run
+from retrograde.pipeline.generators import generate
+from retrograde.pipeline.lowering import forward_only, lower
 from retrograde.pipeline.schedule import Action, Kind, Schedule
+from retrograde.pipeline.timeline import Costs, Timed, Timeline, simulate
 
-__all__ = ["Action", "Kind", "Schedule"]
+__all__ = [
+    "Action",
+    "Costs",
+    "Kind",
+    "Schedule",
+    "Timed",
+    "Timeline",
+    "check",
+    "dry_run",
+    "forward_only",
+    "generate",
+    "lower",
+    "simulate",
+]

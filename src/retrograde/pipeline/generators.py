@@ -1,0 +1,120 @@
+"""The named schedules. Each function gives the compute actions; bubble and memory are proved by the dry run.
+
+p ranks, v stages on each of them, m >= 2p-1 microbatches (interleaved: a multiple of p), F = I = W. The bubble is
+a share of the work (see timeline.py), activations are in microbatches of a rank's whole share of the model:
+
+    name               stages  bubble          activations
+    gpipe              p       (p-1)/m         m
+    1f1b               p       (p-1)/m         p
+    interleaved-1f1b   vp      (p-1)/vm        p + (p-1)/v
+    zb-h1              p       (p-1)/3m        p
+    zb-h2              p       0               2p-1
+    zb-v               2p      0               p
+    v-half             2p      (3p-5)/6m       (p+1)/2, rounded up   (p even and > 2; (3p-4)/6m for odd p)
+    v-min              2p      (4p-5)/6m       (p+2)/3, rounded up
+
+zb-h1, zb-h2 and zb-v are of "Zero Bubble Pipeline Parallelism", v-half and v-min of "Pipeline Parallelism with
+Controllable Memory" (vshape.py).
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain, repeat, zip_longest
+
+from retrograde.errors import ScheduleError
+from retrograde.pipeline.schedule import Action, Kind, Schedule
+from retrograde.pipeline.vshape import v_half, v_min, zb_v
+
+
+def gpipe(ranks: int, microbatches: int) -> Schedule:
+    """All forwards, then all backwards, last microbatch first: its graph is the youngest."""
+    order = [(Kind.F, k) for k in range(microbatches)] + [(Kind.B, k) for k in reversed(range(microbatches))]
+    lists = [tuple(Action(kind, rank, k) for kind, k in order) for rank in range(ranks)]
+    return Schedule("gpipe", microbatches, tuple(range(ranks)), tuple(lists))
+
+
+def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
+    """Rank r is p-r forwards ahead of its backwards."""
+    lists = []
+    for rank in range(ranks):
+        forwards = [Action(Kind.F, rank, k) for k in range(microbatches)]
+        backwards = [Action(Kind.B, rank, k) for k in range(microbatches)]
+        lists.append(tuple(_one_for_one(forwards, backwards, ahead=ranks - rank)))
+    return Schedule("1f1b", microbatches, tuple(range(ranks)), tuple(lists))
+
+
+def interleaved_1f1b(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
+    """Rank r has stages r, r+p, r+2p, ...; p microbatches go through all chunks before the next p start.
+
+    The list is made for a multiple of p; leaving out microbatches of a list that runs cannot make it hang.
+    """
+    groups = [range(k, k + ranks) for k in range(0, microbatches, ranks)]
+    lists = []
+    for rank in range(ranks):
+        stages = range(rank, ranks * chunks, ranks)
+        forwards = [Action(Kind.F, s, k) for group in groups for s in stages for k in group]
+        backwards = [Action(Kind.B, s, k) for group in groups for s in reversed(stages) for k in group]
+        ahead = 2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1
+        full = _one_for_one(forwards, backwards, ahead)
+        lists.append(tuple(action for action in full if action.microbatch in range(microbatches)))
+    return Schedule("interleaved-1f1b", microbatches, tuple(range(ranks)) * chunks, tuple(lists))
+
+
+def _one_for_one(forwards: list[Action], backwards: list[Action], ahead: int) -> Iterator[Action]:
+    """`ahead` forwards, then a backward and a forward in turn."""
+    yield from forwards[:ahead]
+    for pair in zip_longest(backwards, forwards[ahead:]):
+        yield from (action for action in pair if action is not None)
+
+
+def zb_h1(ranks: int, microbatches: int) -> Schedule:
+    """1F1B in which rank r is r weight gradients late: p activations everywhere, I never waits for W."""
+    return _late_weights("zb-h1", microbatches, [(ranks - rank, rank) for rank in range(ranks)])
+
+
+def zb_h2(ranks: int, microbatches: int) -> Schedule:
+    """Forwards fill the time until the first gradient can come back; 2p-1 activations everywhere."""
+    return _late_weights("zb-h2", microbatches, [(2 * (ranks - rank) - 1, 2 * rank) for rank in range(ranks)])
+
+
+def _late_weights(name: str, microbatches: int, shape: list[tuple[int, int]]) -> Schedule:
+    """For each rank: how many forwards it is ahead of I, and how many W it is behind."""
+    lists = []
+    for rank, (ahead, late) in enumerate(shape):
+        forwards = [Action(Kind.F, rank, k) for k in range(microbatches)]
+        inputs = [Action(Kind.I, rank, k) for k in range(microbatches)]
+        weights = [Action(Kind.W, rank, k) for k in range(microbatches)]
+        turns = zip_longest(inputs, chain(repeat(None, late), weights), forwards[ahead:])
+        lists.append((*forwards[:ahead], *(action for action in chain(*turns) if action is not None)))
+    return Schedule(name, microbatches, tuple(range(len(shape))), tuple(lists))
+
+
+@dataclass(frozen=True)
+class Generator:
+    """A named schedule: how to make it, how many stages each rank has, and a line for people."""
+
+    make: Callable[[int, int], Schedule]
+    chunks: int
+    about: str
+
+
+GENERATORS = {
+    "gpipe": Generator(gpipe, 1, "all forwards, then all backwards"),
+    "1f1b": Generator(one_f_one_b, 1, "one forward, one backward; activations of p microbatches"),
+    "interleaved-1f1b": Generator(interleaved_1f1b, 2, "1f1b with two stages per rank: half the bubble"),
+    "zb-h1": Generator(zb_h1, 1, "1f1b with late weight gradients: a third of the bubble, the same memory"),
+    "zb-h2": Generator(zb_h2, 1, "no bubble, with nearly twice the activations"),
+    "zb-v": Generator(zb_v, 2, "stages in a V: no bubble, the activations of 1f1b"),
+    "v-half": Generator(v_half, 2, "stages in a V: about half the activations and half the bubble of 1f1b"),
+    "v-min": Generator(v_min, 2, "stages in a V: about a third of the activations, two thirds of the bubble"),
+}
+
+
+def generate(name: str, ranks: int, microbatches: int) -> Schedule:
+    """The schedule of that name; its number of stages is `ranks` times the chunks of its generator."""
+    if name not in GENERATORS:
+        raise ScheduleError(f"schedule={name!r} is not known; give one of {', '.join(GENERATORS)} or 'auto'")
+    for argument, value in (("ranks", ranks), ("microbatches", microbatches)):
+        if value < 1:
+            raise ScheduleError(f"schedule '{name}': {argument}={value} must be at least 1")
+    return GENERATORS[name].make(ranks, microbatches)

@@ -1,0 +1,124 @@
+"""Small passes from schedule to schedule: from what is computed to what a rank does.
+
+Each adds one thing and keeps the order of what is there. `lower` applies them all.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from retrograde.errors import ScheduleError
+from retrograde.pipeline.schedule import BACKWARD, Action, Kind, Schedule
+from retrograde.pipeline.timeline import Costs, simulate
+
+USES_WEIGHTS = frozenset({Kind.F, *BACKWARD})  # never W: it needs inputs and output gradients only
+
+
+def lower(schedule: Schedule, *, pages: bool = False, resident: int = 1, costs: Costs | None = None) -> Schedule:
+    """Reductions, pages if the weights are sharded, and transfers."""
+    schedule = add_reductions(schedule)
+    if pages:
+        schedule = add_pages(schedule, resident)
+    return add_transfers(schedule, costs)
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """The forwards alone, for evaluation. They depend on nothing else, so the order still runs to its end."""
+    kept = [[action for action in actions if action.kind is Kind.F] for actions in schedule.ranks]
+    return schedule.with_ranks(kept)
+
+
+def add_transfers(schedule: Schedule, costs: Costs | None = None) -> Schedule:
+    """Sends and receives between stages on different ranks.
+
+    The schedule is played once; when an action ends whose result another rank needs, the send is written on
+    this rank and the receive on the other at that same moment. All ranks' lists are then cuts through one order
+    of all transfers. So the two ranks of a pair agree on their order, and even sends that wait for their
+    receiver cannot wait in a circle. A receive is posted before its data is needed, as soon as it can arrive.
+    """
+    timeline = simulate(schedule, costs)
+    moments: list[tuple[tuple[float, int, int, int], Action]] = []
+    for number, item in enumerate(timeline.timed):
+        moments.append(((item.start, 1, number, 0), item.action))
+        if (send := _send(schedule, item.action)) is not None:
+            # What ends now is sent before anything starts now; an action that takes no time starts first, though.
+            moments.append(((item.end, int(item.end == item.start), number, 1), send))
+    lists: list[list[Action]] = [[] for _ in schedule.ranks]
+    for _, action in sorted(moments, key=lambda moment: moment[0]):
+        lists[schedule.placement[action.stage]].append(action)
+        if action.kind.is_transfer:
+            lists[schedule.peer(action)].append(_receive(action))
+    return schedule.with_ranks(lists)
+
+
+def _send(schedule: Schedule, action: Action) -> Action | None:
+    if action.kind is Kind.F and action.stage < schedule.last_stage:
+        send = Action(Kind.SEND_F, action.stage, action.microbatch)
+    elif action.kind in BACKWARD and action.stage > 0:
+        send = Action(Kind.SEND_B, action.stage, action.microbatch)
+    else:
+        return None
+    return send if schedule.peer(send) != schedule.placement[action.stage] else None
+
+
+def _receive(send: Action) -> Action:
+    if send.kind is Kind.SEND_F:
+        return Action(Kind.RECV_F, send.stage + 1, send.microbatch)
+    return Action(Kind.RECV_B, send.stage - 1, send.microbatch)
+
+
+class _Span(NamedTuple):
+    """The weights of a stage are needed from action `first` to action `last` of a rank."""
+
+    stage: int
+    first: int
+    last: int
+
+
+def add_pages(schedule: Schedule, resident: int = 1) -> Schedule:
+    """Gather a stage's weights before F, I and B, and drop them when they are not needed soon.
+
+    At most `resident` stages are gathered on a rank at a time. The whole order is known, so the stage to drop is
+    the one whose next use is farthest away.
+    """
+    if resident < 1:
+        raise ScheduleError(f"resident={resident}: at least one stage must be gathered to compute")
+    lists = []
+    for actions in schedule.ranks:
+        spans = list(_spans(actions, resident))
+        gathers = {span.first: Action(Kind.GATHER, span.stage) for span in spans}
+        drops = {span.last: Action(Kind.DROP, span.stage) for span in spans}
+        lowered: list[Action] = []
+        for position, action in enumerate(actions):
+            around = (gathers.get(position), action, drops.get(position))
+            lowered.extend(part for part in around if part is not None)
+        lists.append(lowered)
+    return schedule.with_ranks(lists)
+
+
+def _spans(actions: tuple[Action, ...], resident: int) -> Iterator[_Span]:
+    uses = [(position, action.stage) for position, action in enumerate(actions) if action.kind in USES_WEIGHTS]
+    present: dict[int, _Span] = {}
+    for number, (position, stage) in enumerate(uses):
+        if stage in present:
+            present[stage] = present[stage]._replace(last=position)
+            continue
+        if len(present) == resident:
+            later = [other for _, other in uses[number:]]
+            farthest = max(present, key=lambda other: later.index(other) if other in later else len(later))
+            yield present.pop(farthest)
+        present[stage] = _Span(stage, position, position)
+    yield from present.values()
+
+
+def add_reductions(schedule: Schedule) -> Schedule:
+    """One reduction per stage, right after its last W or B: its gradients are complete then."""
+    lists = []
+    for actions in schedule.ranks:
+        last = {action.stage: place for place, action in enumerate(actions) if action.kind in (Kind.W, Kind.B)}
+        lowered: list[Action] = []
+        for place, action in enumerate(actions):
+            lowered.append(action)
+            if last.get(action.stage) == place:
+                lowered.append(Action(Kind.REDUCE, action.stage))
+        lists.append(lowered)
+    return schedule.with_ranks(lists)

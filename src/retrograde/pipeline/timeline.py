@@ -1,0 +1,283 @@
+"""When each action of a schedule would run, given what each costs; bubble and activations follow from that.
+
+[Note: bubble and makespan]
+A rank's *span* is the time from its first action to its last; the *period* is the longest span. Steps can
+follow each other at that distance if no rank waits for all others in between, so the bubble of the literature
+is (period - work) / work, with the work of the busiest rank: (p-1)/m for 1F1B. The *makespan*, from the first
+action of all to the last, is what a single step takes; ranks that start late add to it.
+
+[Note: activations]
+One activation is what a forward of one stage keeps for one microbatch. It counts from the start of F to the
+end of W; between I and W it counts `Costs.pending`. Divided by the stages per rank this is in units of one
+microbatch through a rank's whole share of the model, in which 1F1B needs p on rank 0.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from retrograde.errors import ScheduleError
+from retrograde.pipeline.schedule import BACKWARD, Action, Kind, Place, Schedule
+
+Cost = float | tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Times of one stage's F, I and W on one microbatch (a number, or one for each stage) and of one transfer."""
+
+    forward: Cost = 1.0
+    input: Cost = 1.0
+    weight: Cost = 1.0
+    transfer: float = 0.0
+    pending: float = 1.0  # what of an activation lives between I and W, as a share
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "input", "weight", "transfer", "pending"):
+            value = getattr(self, name)
+            if any(cost < 0 for cost in (value if isinstance(value, tuple) else (value,))):
+                raise ScheduleError(f"Costs: {name}={value!r} is negative")
+
+    def of(self, action: Action) -> float:
+        match action.kind:
+            case Kind.F:
+                return _at(self.forward, action.stage)
+            case Kind.I:
+                return _at(self.input, action.stage)
+            case Kind.W:
+                return _at(self.weight, action.stage)
+            case Kind.B:
+                return _at(self.input, action.stage) + _at(self.weight, action.stage)
+        return 0.0
+
+    def per_chunk(self, chunks: int) -> "Costs":
+        """Costs of a rank's whole share become those of its `chunks` equal stages."""
+        if isinstance(self.forward, tuple) or isinstance(self.input, tuple) or isinstance(self.weight, tuple):
+            raise ScheduleError("Costs: costs for each stage are already per chunk")
+        return replace(
+            self, forward=self.forward / chunks, input=self.input / chunks, weight=self.weight / chunks
+        )
+
+
+def _at(cost: Cost, stage: int) -> float:
+    if not isinstance(cost, tuple):
+        return cost
+    if stage >= len(cost):
+        raise ScheduleError(f"Costs: {len(cost)} costs are given, but the schedule has a stage {stage}")
+    return cost[stage]
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """An action with its place in time, planned or measured."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """`timed` is in order of time on each rank; `chunks` stages per rank."""
+
+    timed: tuple[Timed, ...]
+    ranks: int
+    chunks: float = 1.0
+    pending: float = 1.0
+
+    @cached_property
+    def by_rank(self) -> tuple[tuple[Timed, ...], ...]:
+        rows: list[list[Timed]] = [[] for _ in range(self.ranks)]
+        for item in self.timed:
+            if item.action.kind.is_compute:
+                rows[item.rank].append(item)
+        return tuple(tuple(row) for row in rows)
+
+    @cached_property
+    def start(self) -> float:
+        return min((row[0].start for row in self.by_rank if row), default=0.0)
+
+    @cached_property
+    def makespan(self) -> float:
+        return max((row[-1].end for row in self.by_rank if row), default=0.0) - self.start
+
+    @cached_property
+    def work(self) -> tuple[float, ...]:
+        return tuple(sum(item.end - item.start for item in row) for row in self.by_rank)
+
+    @cached_property
+    def period(self) -> float:
+        return max((row[-1].end - row[0].start for row in self.by_rank if row), default=0.0)
+
+    @property
+    def bubble(self) -> float:
+        """See [Note: bubble and makespan]; 0 is perfect."""
+        return _ratio(self.period, max(self.work))
+
+    @property
+    def step_bubble(self) -> float:
+        """The same for a single step: every rank waits for the last one."""
+        return _ratio(self.makespan, max(self.work))
+
+    def rank_bubble(self, rank: int) -> float:
+        """The part of the makespan in which `rank` is idle."""
+        return 1 - self.work[rank] / self.makespan if self.makespan else 0.0
+
+    @cached_property
+    def activations(self) -> tuple[float, ...]:
+        """The peak on each rank; see [Note: activations]."""
+        return tuple(_peak((i.action for i in row), self.pending) / self.chunks for row in self.by_rank)
+
+
+def _ratio(time: float, work: float) -> float:
+    # Sums of floats in another order: a difference below any real bubble is none.
+    return 0.0 if not work or abs(time - work) < 1e-9 * work else (time - work) / work
+
+
+def _peak(actions: Iterable[Action], pending: float) -> float:
+    alive = peak = 0.0
+    for action in actions:
+        match action.kind:
+            case Kind.F:
+                alive += 1
+            case Kind.I:
+                alive += pending - 1
+            case Kind.W:
+                alive -= pending
+            case Kind.B:
+                alive -= 1
+        peak = max(peak, alive)
+    return peak
+
+
+class Wiring:
+    """Who needs what: the dependencies between the actions of one schedule."""
+
+    def __init__(self, placement: Sequence[int], lowered: bool) -> None:
+        self._placement = placement
+        self._lowered = lowered
+
+    @staticmethod
+    def of(schedule: Schedule) -> "Wiring":
+        return Wiring(schedule.placement, any(action.kind.is_transfer for _, action in schedule.actions()))
+
+    def needs(self, action: Action) -> list[Action]:
+        """What must be done before `action` starts; I stands for B too."""
+        kind, stage, micro = action.kind, action.stage, action.microbatch
+        match kind:
+            case Kind.F:
+                return [] if stage == 0 else self._from(Kind.F, stage - 1, stage, micro)
+            case Kind.I | Kind.B:
+                own = [Action(Kind.F, stage, micro)]
+                last = stage == len(self._placement) - 1
+                return own if last else [*own, *self._from(Kind.I, stage + 1, stage, micro)]
+            case Kind.W | Kind.SEND_B:
+                return [Action(Kind.I, stage, micro)]
+            case Kind.SEND_F:
+                return [Action(Kind.F, stage, micro)]
+        return []
+
+    def crosses(self, need: Action, action: Action) -> bool:
+        """Whether what `action` needs comes from another rank."""
+        return self._placement[need.stage] != self._placement[action.stage]
+
+    def _from(self, kind: Kind, source: int, stage: int, micro: int | None) -> list[Action]:
+        if not self._lowered or self._placement[source] == self._placement[stage]:
+            return [Action(kind, source, micro)]
+        forward = kind is Kind.F
+        return [
+            Action(Kind.SEND_F if forward else Kind.SEND_B, source, micro),
+            Action(Kind.RECV_F if forward else Kind.RECV_B, stage, micro),
+        ]
+
+
+@dataclass(frozen=True)
+class Stuck:
+    """A rank that stands still for ever: where, and what it waits for."""
+
+    place: Place
+    action: Action
+    need: Action
+
+
+class _Run:
+    """Ranks work through their lists; each goes on until it needs something that is not there yet."""
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        self.schedule = schedule
+        self.costs = costs
+        self.wiring = Wiring.of(schedule)
+        self.done: dict[Action, float] = {}
+        self.timed: list[Timed] = []
+        self.clock = [0.0] * len(schedule.ranks)
+        self.position = [0] * len(schedule.ranks)
+        self.waiting: dict[Action, set[int]] = {}
+
+    def run(self) -> None:
+        awake = list(range(len(self.schedule.ranks)))
+        while awake:
+            awake.extend(self._advance(awake.pop()))
+
+    def _advance(self, rank: int) -> list[int]:
+        woken: list[int] = []
+        actions = self.schedule.ranks[rank]
+        while self.position[rank] < len(actions):
+            action = actions[self.position[rank]]
+            needs = self.wiring.needs(action)
+            missing = next((need for need in needs if need not in self.done), None)
+            if missing is not None:
+                self.waiting.setdefault(missing, set()).add(rank)
+                break
+            start = max([self.clock[rank], *(self._arrival(need, action) for need in needs)])
+            end = start + self.costs.of(action)
+            self.clock[rank] = end
+            self.timed.append(Timed(rank, action, start, end))
+            self.position[rank] += 1
+            for made in _made(action):
+                self.done[made] = end
+                woken.extend(self.waiting.pop(made, ()))
+        return woken
+
+    def _arrival(self, need: Action, action: Action) -> float:
+        return self.done[need] + (self.costs.transfer if self.wiring.crosses(need, action) else 0.0)
+
+    def stuck(self) -> list[Stuck]:
+        found = []
+        for need, ranks in self.waiting.items():
+            for rank in ranks:
+                place = Place(rank, self.position[rank])
+                found.append(Stuck(place, self.schedule.ranks[rank][place.position], need))
+        return sorted(found, key=lambda item: item.place)
+
+
+def _made(action: Action) -> list[Action]:
+    if action.kind is Kind.B:
+        return [action, Action(Kind.I, action.stage, action.microbatch)]
+    return [action]
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+    """Start and end of every action. The schedule must be able to run: `check` it first."""
+    costs = costs or Costs()
+    run = _Run(schedule, costs)
+    run.run()
+    if stuck := run.stuck():
+        raise ScheduleError(
+            f"schedule '{schedule.name}' does not run to its end: rank {stuck[0].place.rank} waits at "
+            f"{stuck[0].action} for {stuck[0].need}; check() says more"
+        )
+    order = sorted(range(len(run.timed)), key=lambda i: (run.timed[i].start, i))
+    chunks = schedule.stages / len(schedule.ranks)
+    return Timeline(tuple(run.timed[i] for i in order), len(schedule.ranks), chunks, costs.pending)
+
+
+def find_stuck(schedule: Schedule) -> list[Stuck]:
+    """The ranks that would wait for ever, in rank order; empty if the schedule runs to its end."""
+    run = _Run(schedule, Costs())
+    run.run()
+    return run.stuck()
+
+
+def has_backward(schedule: Schedule) -> bool:
+    return any(action.kind in BACKWARD or action.kind is Kind.W for _, action in schedule.actions())

@@ -1,0 +1,145 @@
+"""Schedules for stages in a V: rank r holds stage r on the way down and stage 2p-1-r on the way up.
+
+[Note: the building block]
+Let every action take 1. One microbatch goes through the V in four runs of p hops: F down, F up, I down, I up
+(the last stage is on rank 0, so the backward too starts there). If a hop in the runs takes a, b, c, d, then an
+activation of rank r lives (p-1-r)(a+d) + (p-1)(b+c) in the first stage and r(b+c) in the second, up to a
+constant. With a+d = b+c = s the sum is 2s(p-1) on every rank: memory is balanced. A new microbatch starts every
+6 (a rank does two each of F, I and W in that time), so s(p-1)/3 stages' activations are alive, s(p-1)/6 in units
+of a rank's share: p for s = 6, half of that for s = 3, a third for s = 2, the least that hops of 1 allow.
+
+The hops and the turns between the runs must be such that no rank has two of its four actions at the same time
+modulo 6. The order in time of all F and I is then the order of the schedule; it runs as early as it can, and W
+fills the gaps.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from retrograde.pipeline.listing import Floor, InOrder, play
+from retrograde.pipeline.schedule import Action, Kind, Schedule
+from retrograde.pipeline.timeline import Costs
+
+PERIOD = 6
+
+
+def v_placement(ranks: int) -> tuple[int, ...]:
+    return (*range(ranks), *reversed(range(ranks)))
+
+
+class Slots(NamedTuple):
+    """When a rank does its four F and I on the first microbatch."""
+
+    forward_down: int
+    forward_up: int
+    input_down: int
+    input_up: int
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Time of a hop in each of the four runs, and of the three turns between them."""
+
+    hops: tuple[int, int, int, int]
+    turns: tuple[int, int, int]
+
+    def slots(self, ranks: int) -> list[Slots]:
+        a, b, c, d = self.hops
+        last = ranks - 1
+        up = last * a + self.turns[0]
+        back = up + last * b + self.turns[1]
+        end = back + last * c + self.turns[2]
+        return [Slots(r * a, up + (last - r) * b, back + r * c, end + (last - r) * d) for r in range(ranks)]
+
+    def fits(self, ranks: int) -> bool:
+        return all(len({time % PERIOD for time in slots}) == 4 for slots in self.slots(ranks))
+
+    def orders(self, ranks: int, microbatches: int) -> list[list[Action]]:
+        """F and I of each rank in the order of the repeated block."""
+        orders = []
+        for rank, slots in enumerate(self.slots(ranks)):
+            down, up = rank, 2 * ranks - 1 - rank
+            kinds = ((Kind.F, down), (Kind.F, up), (Kind.I, up), (Kind.I, down))
+            timed = [
+                (time + PERIOD * k, Action(kind, stage, k))
+                for k in range(microbatches)
+                for time, (kind, stage) in zip(slots, kinds, strict=True)
+            ]
+            orders.append([action for _, action in sorted(timed, key=lambda item: item[0])])
+        return orders
+
+
+def half_block(ranks: int) -> Block:
+    return Block((1, 2, 1, 2), (1, 1, 2) if ranks % 2 else (4, 1, 5))
+
+
+def min_block(ranks: int) -> Block:
+    return Block((1, 1, 1, 1), (3, 1, 3) if ranks % 3 == 0 else (1, 1, 1))
+
+
+def v_half(ranks: int, microbatches: int) -> Schedule:
+    """s = 3: activations of (p+1)/2 microbatches, rounded up."""
+    return _repeat("v-half", half_block(ranks), ranks, microbatches, limit=2 * -(-(ranks + 1) // 2))
+
+
+def v_min(ranks: int, microbatches: int) -> Schedule:
+    """s = 2: activations of (p+2)/3 microbatches, rounded up."""
+    return _repeat("v-min", min_block(ranks), ranks, microbatches, limit=2 * -(-(ranks + 2) // 3))
+
+
+def _repeat(name: str, block: Block, ranks: int, microbatches: int, limit: int) -> Schedule:
+    floor = Floor(v_placement(ranks), microbatches, Costs())
+    schedule = play(name, floor, InOrder(block.orders(ranks, microbatches), limit))
+    assert schedule is not None, f"{name}: {block} does not run with {limit} activations on {ranks} ranks"
+    return schedule
+
+
+def zb_v(ranks: int, microbatches: int) -> Schedule:
+    """s = 6, with the first and last microbatches packed by hand so that not even they leave a gap.
+
+    With every action taking 1, rank r gets its first F at r. Going up, the first microbatch comes by at 2p-1-r:
+    until then there is time for 2(p-r)-1 F down. Its I comes at 2p+r: time for r pairs of F up and F down. From
+    then on there is one I every 3, first on the way up only (p-r times), then on both ways in turn. At the end I
+    goes before W, and the W that are left fill the rest.
+    """
+    lists = []
+    for rank in range(ranks):
+        lane = _Lane(microbatches)
+        down, up = rank, 2 * ranks - 1 - rank
+        lane.repeat(2 * (ranks - rank) - 1, (Kind.F, down))
+        lane.repeat(rank, (Kind.F, up), (Kind.F, down))
+        lane.repeat(ranks - rank, (Kind.F, up), (Kind.I, up), (Kind.W, up))
+        while not lane.finished(Kind.F, up):
+            lane.repeat(1, (Kind.F, down), (Kind.I, down), (Kind.W, down), (Kind.F, up), (Kind.I, up), (Kind.W, up))
+        lane.repeat(rank, (Kind.I, down), (Kind.I, up))
+        lane.repeat(ranks - rank, (Kind.I, down), (Kind.W, down))
+        lane.repeat(microbatches, (Kind.I, up), (Kind.I, down))
+        lane.repeat(microbatches, (Kind.W, up))
+        lane.repeat(microbatches, (Kind.W, down))
+        lists.append(tuple(lane.actions))
+    return Schedule("zb-v", microbatches, v_placement(ranks), tuple(lists))
+
+
+class _Lane:
+    """One rank's list; what has run out of microbatches, or waits for one, is left out."""
+
+    def __init__(self, microbatches: int) -> None:
+        self.actions: list[Action] = []
+        self._microbatches = microbatches
+        self._count: dict[tuple[Kind, int], int] = {}
+
+    def repeat(self, times: int, *turn: tuple[Kind, int]) -> None:
+        for _ in range(times):
+            for kind, stage in turn:
+                self._add(kind, stage)
+
+    def finished(self, kind: Kind, stage: int) -> bool:
+        return self._count.get((kind, stage), 0) == self._microbatches
+
+    def _add(self, kind: Kind, stage: int) -> None:
+        before = {Kind.I: Kind.F, Kind.W: Kind.I}.get(kind)
+        available = self._microbatches if before is None else self._count.get((before, stage), 0)
+        number = self._count.get((kind, stage), 0)
+        if number < available:
+            self.actions.append(Action(kind, stage, number))
+            self._count[kind, stage] = number + 1

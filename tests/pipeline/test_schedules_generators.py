@@ -1,0 +1,140 @@
+"""The named schedules: golden text for small ones, bubble and memory as arithmetic for many sizes."""
+
+from fractions import Fraction
+from math import ceil
+
+import pytest
+
+from retrograde.errors import ScheduleError
+from retrograde.pipeline import Costs, Kind, Schedule, dry_run, generate
+from retrograde.pipeline.generators import GENERATORS, interleaved_1f1b
+from retrograde.pipeline.timeline import Timeline
+from retrograde.pipeline.vshape import half_block, min_block
+
+SIZES = [(p, m) for p in (1, 2, 3, 4, 5, 6, 8) for m in (2 * p - 1, 2 * p, 4 * p, 4 * p + 1)]
+
+GOLDEN = {
+    "gpipe": """\
+schedule gpipe microbatches=2 placement=0,1
+rank 0: 0F0 0F1 0B1 0B0
+rank 1: 1F0 1F1 1B1 1B0
+""",
+    "1f1b": """\
+schedule 1f1b microbatches=3 placement=0,1
+rank 0: 0F0 0F1 0B0 0F2 0B1 0B2
+rank 1: 1F0 1B0 1F1 1B1 1F2 1B2
+""",
+    "interleaved-1f1b": """\
+schedule interleaved-1f1b microbatches=2 placement=0,1,0,1
+rank 0: 0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
+rank 1: 1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
+""",
+    "zb-h1": """\
+schedule zb-h1 microbatches=3 placement=0,1
+rank 0: 0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
+rank 1: 1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
+""",
+    "zb-h2": """\
+schedule zb-h2 microbatches=3 placement=0,1
+rank 0: 0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2
+rank 1: 1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2
+""",
+    "zb-v": """\
+schedule zb-v microbatches=3 placement=0,1,1,0
+rank 0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2
+rank 1: 1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
+""",
+}
+
+
+def microbatches_of(text: str) -> int:
+    return Schedule.parse(text).microbatches
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_text(name: str) -> None:
+    assert str(generate(name, 2, microbatches_of(GOLDEN[name]))) == GOLDEN[name]
+
+
+def idle(timeline: Timeline) -> float:
+    """The bubble in units of one action: (period - work), exact because all times are small integers."""
+    return timeline.period - max(timeline.work)
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_figures_of_the_linear_schedules(p: int, m: int) -> None:
+    figures = {name: dry_run(generate(name, p, m)) for name in ("gpipe", "1f1b", "zb-h1", "zb-h2")}
+    assert {name: (idle(t), max(t.activations)) for name, t in figures.items()} == {
+        "gpipe": (3 * (p - 1), m),
+        "1f1b": (3 * (p - 1), min(p, m)),
+        "zb-h1": (p - 1, min(p, m)),
+        "zb-h2": (0, min(2 * p - 1, m)),
+    }
+    assert Fraction(figures["1f1b"].bubble).limit_denominator(10_000) == Fraction(p - 1, m)
+    assert figures["1f1b"].activations == tuple(min(p - rank, m) for rank in range(p))
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_figures_of_the_v_schedules(p: int, m: int) -> None:
+    figures = {name: dry_run(generate(name, p, m)) for name in ("zb-v", "v-half", "v-min")}
+    # Work on a rank is 6m here (two stages), so 1f1b's bubble would be 6(p-1).
+    half = {1: 0, 2: 2}.get(p, 3 * p - (4 if p % 2 else 5))
+    assert {name: idle(t) for name, t in figures.items()} == {
+        "zb-v": 0, "v-half": half, "v-min": max(0, 4 * p - 5)
+    }  # fmt: skip
+    # The last rank starts p-1 later than the first: no single step is shorter than that.
+    assert figures["zb-v"].makespan == 6 * m + p - 1
+    assert max(figures["zb-v"].activations) == min(p, m)
+    assert max(figures["v-half"].activations) <= ceil((p + 1) / 2)
+    assert max(figures["v-min"].activations) <= ceil((p + 2) / 3)
+
+
+@pytest.mark.parametrize("p", [12, 24])
+def test_memory_of_the_v_schedules_is_balanced_and_tends_to_a_half_and_a_third(p: int) -> None:
+    assert set(dry_run(generate("zb-v", p, 3 * p)).activations) == {p}
+    half, least = (dry_run(generate(name, p, 3 * p)).activations for name in ("v-half", "v-min"))
+    assert p / 2 < max(half) <= p / 2 + 1 and min(half) >= p / 2 - 1
+    assert p / 3 < max(least) <= p / 3 + 1 and min(least) >= p / 3 - 1
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 6])
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_figures_of_interleaved(p: int, chunks: int) -> None:
+    timeline = dry_run(interleaved_1f1b(p, 4 * p, chunks))
+    assert idle(timeline) == 3 * (p - 1)  # of work 3vm: (p-1)/vm
+    assert max(timeline.activations) == pytest.approx(p + (p - 1) / chunks)  # a division by 3
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_any_number_of_microbatches_runs_to_its_end(name: str) -> None:
+    for p in range(1, 8):
+        for m in range(1, 2 * p + 3):
+            schedule = generate(name, p, m)
+            assert dry_run(schedule).ranks == p
+            assert schedule.stages == p * GENERATORS[name].chunks
+            assert Schedule.parse(str(schedule)) == schedule
+
+
+def test_unequal_costs_follow_the_formulas_of_the_paper() -> None:
+    p, m, f, i, w = 4, 12, 2.0, 3.0, 1.0
+    costs = Costs(f, i, w)
+    assert idle(dry_run(generate("1f1b", p, m), costs)) == (p - 1) * (f + i + w)
+    assert idle(dry_run(generate("zb-h1", p, m), costs)) == (p - 1) * (f + i - w)
+
+
+def test_weights_come_after_inputs_and_b_stands_for_both() -> None:
+    for name in GENERATORS:
+        kinds = {action.kind for _, action in generate(name, 3, 6).actions()}
+        split = name.startswith(("zb", "v-"))
+        assert kinds == ({Kind.F, Kind.I, Kind.W} if split else {Kind.F, Kind.B})
+
+
+@pytest.mark.parametrize("p", range(1, 30))
+def test_the_blocks_never_put_two_actions_in_one_slot(p: int) -> None:
+    assert half_block(p).fits(p) and min_block(p).fits(p)
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), [("zb", 2, 2), ("zb-v", 0, 2), ("zb-v", 2, 0)])
+def test_bad_arguments_are_named(name: str, ranks: int, microbatches: int) -> None:
+    with pytest.raises(ScheduleError, match=r"'zb' is not known; give one of gpipe|(ranks|microbatches)=0 must be"):
+        generate(name, ranks, microbatches)
