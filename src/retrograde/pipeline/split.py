@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from retrograde.errors import PipelineError
@@ -88,7 +88,7 @@ class SplitBackward:
         """A context for the forward."""
         return _Recorder(self)
 
-    def run_inputs(self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+    def run_inputs(self, outputs: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor | None]) -> None:
         """I: accumulates into the leaves of the graph, except for what waits for W."""
         self._deferring = True
         try:
@@ -218,17 +218,17 @@ class _Recorder(TorchFunctionMode):
 
 
 def _run_engine(
-    tensors: Tensor | Sequence[Tensor],
+    tensors: Tensor | GradientEdge | Sequence[Tensor | GradientEdge],
     grad_tensors: Tensor | Sequence[Tensor | None] | None = None,
     retain_graph: bool | None = None,
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
     """`torch.autograd.backward`, which as a torch function would switch the mode off while it runs (Rule 4)."""
-    roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+    roots = (tensors,) if isinstance(tensors, Tensor | GradientEdge) else tuple(tensors)
     given = (grad_tensors,) if isinstance(grad_tensors, Tensor) else tuple(grad_tensors or [None] * len(roots))
-    leaves = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs or ())
-    grads = torch.autograd._make_grads(roots, given, is_grads_batched=False)
+    leaves = (inputs,) if isinstance(inputs, Tensor | GradientEdge) else tuple(inputs or ())
+    grads = torch.autograd._make_grads(roots, given, is_grads_batched=False)  # type: ignore[arg-type]
     torch.autograd.Variable._execution_engine.run_backward(
         roots,
         grads,
