@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from retrograde.pipeline import Kind, Schedule
 from retrograde.pipeline.partition import Chain
 
 WIDTH = 8
@@ -168,7 +169,10 @@ CASES: dict[str, Case] = {
     "trees": Case(tree_blocks),
     "outputs without gradient": Case(unused_output),
     "in place": Case(in_place),
-    "views": Case(lambda: [Fn(lambda m, x: torch.tanh(m.a(x.transpose(1, 2)).transpose(1, 2))[:, :], a=lin(3, 3)) for _ in range(8)], sequences),
+    "views": Case(
+        lambda: [Fn(lambda m, x: m.a(x.transpose(1, 2)).tanh().transpose(1, 2)[:, :], a=lin(3, 3)) for _ in range(8)],
+        sequences,
+    ),
     "memory order": Case(lambda: [Fn(lambda m, x: m.a(x).t().contiguous().t(), a=lin()) for _ in range(8)]),
     "first blocks frozen": Case(lambda: frozen(tanhs(8), lambda n, name: n < 4)),
     "last blocks frozen": Case(lambda: frozen(tanhs(8), lambda n, name: n >= 4)),
@@ -184,7 +188,9 @@ CASES: dict[str, Case] = {
         lambda: Data((torch.randn(8, WIDTH),), torch.randn(8, WIDTH), {"mask": torch.rand(8), "scale": 0.5}),
     ),
     "convolutions": Case(
-        lambda: [Fn(lambda m, x: m.n(m.c(x)).relu(), c=nn.Conv2d(4, 4, 3, padding=1), n=nn.BatchNorm2d(4)) for _ in range(8)],
+        lambda: [
+            Fn(lambda m, x: m.n(m.c(x)).relu(), c=nn.Conv2d(4, 4, 3, padding=1), n=nn.BatchNorm2d(4)) for _ in range(8)
+        ],
         lambda: Data((torch.randn(8, 4, 5, 5),), torch.randn(8, 4, 5, 5)),
     ),
     "empty tensor": Case(
@@ -200,16 +206,30 @@ def cut(value: Any, count: int) -> list[Any]:
     return [value] * count
 
 
-def plain_step(blocks: Sequence[nn.Module], data: Data, loss: Callable[..., Tensor], count: int) -> Tensor:
-    """One step of plain torch: microbatches one after the other, losses weighted by size."""
-    chain, total = Chain(list(blocks)), None
+def plain_step(blocks: Sequence[nn.Module], data: Data, loss: Callable[..., Tensor], order: Sequence[int]) -> Tensor:
+    """One step of plain torch: losses weighted by size, the backwards of the microbatches in the given order."""
+    chain, count = Chain(list(blocks)), len(order)
     sizes = [len(part) for part in cut(data.target, count)]
     args = list(zip(*(cut(arg, count) for arg in data.args), strict=True))
+    losses = []
     for number, target in enumerate(cut(data.target, count)):
         options = {name: cut(value, count)[number] for name, value in data.options.items()}
         value = loss(chain(*copy.deepcopy(args[number]), **options), target)
-        weight = sizes[number] / sum(sizes)
-        (value * weight).backward()
-        total = value.detach() * weight if total is None else total + value.detach() * weight
-    assert total is not None
+        losses.append(value * (sizes[number] / sum(sizes)))
+    for number in order:
+        losses[number].backward()
+    total = losses[0].detach()
+    for value in losses[1:]:
+        total = total + value.detach()
     return total
+
+
+def backward_order(schedule: Schedule) -> list[int]:
+    """In which order the weight gradients of microbatches are added; it must be one order for all stages."""
+    orders = {
+        tuple(a.microbatch for a in actions if a.stage == stage and a.kind in (Kind.W, Kind.B))
+        for actions in schedule.ranks
+        for stage in {a.stage for a in actions}
+    }
+    (order,) = orders
+    return [number for number in order if number is not None]

@@ -68,7 +68,7 @@ class Executor:
         watch: Callable[[Action], None] | None = None,
     ) -> None:
         self.schedule, self.rank, self.stages = schedule, rank, stages
-        self._transport, self._watch = transport, watch
+        self._transport, self.watch = transport, watch
         self._actions = schedule.ranks[rank]
         self._split = {(a.stage, a.microbatch) for a in self._actions if a.kind is Kind.I}
         self._arriving: dict[Address, Incoming] = {}
@@ -108,8 +108,8 @@ class Executor:
             start = time.perf_counter()
             self._do(action)
             self._outcome.trace.append(Timed(self.rank, action, start, time.perf_counter()))
-            if self._watch is not None:
-                self._watch(action)
+            if self.watch is not None:
+                self.watch(action)
         outcome, self._outcome = self._outcome, Outcome()
         del self._batch
         self._arriving.clear()

@@ -7,7 +7,7 @@ rank is one error on all of them and leaves nobody waiting.
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from retrograde.pipeline.executor import Batch, Executor, Outcome, total_loss
 from retrograde.pipeline.generators import generate
 from retrograde.pipeline.lowering import forward_only, lower
 from retrograde.pipeline.partition import Block, Chain, Model, Tie, blocks_of, divide, find_ties, keep
-from retrograde.pipeline.schedule import Schedule
+from retrograde.pipeline.schedule import Action, Schedule
 from retrograde.pipeline.stage import Lesson, Loss, Stage
 from retrograde.pipeline.timeline import Timed
 from retrograde.pipeline.transport import TorchTransport, Transport
@@ -134,6 +134,10 @@ class Pipeline:
         batch = self._batch(args, target, options, learn=target is not None)
         with torch.no_grad():
             return self._finish(self._evaluator.run(batch))
+
+    def watch(self, told: Callable[[Action], None] | None) -> None:
+        """Call `told` after each action of this rank in later steps (tests, progress, traces)."""
+        self._executor.watch = told
 
     def train(self, mode: bool = True) -> "Pipeline":
         for module in self.modules():
