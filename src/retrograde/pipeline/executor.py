@@ -29,6 +29,7 @@ class Batch:
     inputs: Sequence[Any]
     options: Sequence[Mapping[str, Any]]
     lessons: Sequence[Lesson | None]
+    keep_outputs: bool = False
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,8 @@ class Executor:
             self._hand_over(action, Address(True, action.stage, number), stage.run(number, arrived, options, split))
             return
         loss, output = stage.run_last(number, arrived, options, self._batch.lessons[number], split)
-        self._outcome.outputs[number] = output
+        if self._batch.keep_outputs:
+            self._outcome.outputs[number] = output
         if loss is not None:
             self._outcome.losses[number] = loss
 

@@ -8,7 +8,7 @@ rank is one error on all of them and leaves nobody waiting.
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -119,13 +119,15 @@ class Pipeline:
         `args` matter on the rank of the first stage, `target` on that of the last; `options` are keyword arguments
         for whichever blocks accept them.
         """
-        loss = self.run(*args, target=target, **options).loss
+        loss = self._train(self._batch(args, target, options, learn=True)).loss
         assert loss is not None
         return loss
 
     def run(self, *args: Any, target: Any = None, **options: Any) -> Result:
         """A step that also returns the outputs, detached."""
-        batch = self._batch(args, target, options, learn=True)
+        return self._train(replace(self._batch(args, target, options, learn=True), keep_outputs=True))
+
+    def _train(self, batch: Batch) -> Result:
         with torch.enable_grad(), self._one_reduction(), _summed_once(self._ties, self._group, self.rank):
             return self._finish(self._executor.run(batch))
 
@@ -133,7 +135,7 @@ class Pipeline:
         """Forward only. The loss is computed if there is a target."""
         batch = self._batch(args, target, options, learn=target is not None)
         with torch.no_grad():
-            return self._finish(self._evaluator.run(batch))
+            return self._finish(self._evaluator.run(replace(batch, keep_outputs=True)))
 
     def watch(self, told: Callable[[Action], None] | None) -> None:
         """Call `told` after each action of this rank in later steps (tests, progress, traces)."""

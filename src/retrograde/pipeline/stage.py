@@ -171,6 +171,7 @@ class Stage:
     def _roots(self, flight: Flight, grads: Sequence[Tensor | None] | None) -> tuple[list[GradientEdge], list[Tensor]]:
         edges, flight.edges = flight.edges, []
         given = flight.seed if flight.seed is not None else grads
+        flight.seed = None
         assert given is not None
         pairs = [(e, g) for e, g in zip(edges, given, strict=True) if e is not None and g is not None]
         return [edge for edge, _ in pairs], [grad for _, grad in pairs]
