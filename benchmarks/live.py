@@ -11,8 +11,10 @@ from torch.utils._pytree import tree_leaves
 class Live(TorchDispatchMode):
     """Storages that were made inside. `ignored` are not counted (parameters, gradients, buffers of a transport)."""
 
-    def __init__(self) -> None:
+    def __init__(self, peak: bool = False) -> None:
+        """With `peak`, everything alive is counted after each operation, which is slow."""
         super().__init__()
+        self._counts_peak = peak
         self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
         self._ignored: dict[int, StorageWeakRef] = {}
         self.peak = 0
@@ -24,7 +26,8 @@ class Live(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self.watch(leaf)
-        self.peak = max(self.peak, self.bytes())
+        if self._counts_peak:
+            self.peak = max(self.peak, self.bytes())
         return result
 
     def watch(self, tensor: torch.Tensor) -> None:

@@ -81,7 +81,7 @@ def measure(make: Callable[[nn.Sequential, Tensor, Tensor], Stage], kind: str, r
     run = make(module, x, grad)
     figures = Figures()
     fixed = [*module.parameters(), x.detach(), grad]
-    with Live() as live:
+    with Live(peak=True) as live:
         live.ignore(*fixed)
         run.forward()
         figures.after_f = settled(live, module)
