@@ -11,7 +11,7 @@ from retrograde.pipeline.generators import GENERATORS, interleaved_1f1b
 from retrograde.pipeline.timeline import Timeline
 from retrograde.pipeline.vshape import half_block, min_block
 
-SIZES = [(p, m) for p in (1, 2, 3, 4, 5, 6, 8) for m in (2 * p - 1, 2 * p, 4 * p, 4 * p + 1)]
+SIZES = [(p, m) for p in (1, 2, 3, 4, 5, 6, 8) for m in (2 * p - 1, 2 * p, 3 * p + 1)]
 
 GOLDEN = {
     "gpipe": """\
@@ -89,7 +89,7 @@ def test_figures_of_the_v_schedules(p: int, m: int) -> None:
     assert max(figures["v-min"].activations) <= ceil((p + 2) / 3)
 
 
-@pytest.mark.parametrize("p", [12, 24])
+@pytest.mark.parametrize("p", [12, 18])
 def test_memory_of_the_v_schedules_is_balanced_and_tends_to_a_half_and_a_third(p: int) -> None:
     assert set(dry_run(generate("zb-v", p, 3 * p)).activations) == {p}
     half, least = (dry_run(generate(name, p, 3 * p)).activations for name in ("v-half", "v-min"))
@@ -107,8 +107,8 @@ def test_figures_of_interleaved(p: int, chunks: int) -> None:
 
 @pytest.mark.parametrize("name", GENERATORS)
 def test_any_number_of_microbatches_runs_to_its_end(name: str) -> None:
-    for p in range(1, 8):
-        for m in range(1, 2 * p + 3):
+    for p in (1, 2, 3, 5, 6):
+        for m in sorted({1, 2, p - 1, p, p + 1, p + 2, 2 * p - 1, 2 * p + 1} - {0}):
             schedule = generate(name, p, m)
             assert dry_run(schedule).ranks == p
             assert schedule.stages == p * GENERATORS[name].chunks

@@ -15,7 +15,7 @@ SIZES = [(1, 3), (2, 5), (3, 6), (4, 8), (5, 7)]
 GOLDEN_ZB_V = """\
 schedule zb-v microbatches=1 placement=0,1,1,0
 rank 0: 0GATHER 0F0 0SEND_F0 0DROP 3GATHER 3RECV_F0 3F0 3I0 3SEND_B0 3DROP 3W0 3REDUCE 0GATHER 0RECV_B0 0I0 0DROP 0W0 0REDUCE
-rank 1: 1GATHER 1RECV_F0 1F0 1DROP 2GATHER 2F0 2SEND_F0 2RECV_B0 2I0 2DROP 1GATHER 1I0 1SEND_B0 1DROP 2W0 2REDUCE 1W0 1REDUCE
+rank 1: 1GATHER 1RECV_F0 1F0 1DROP 2GATHER 2F0 2SEND_F0 2RECV_B0 2I0 2DROP 2W0 2REDUCE 1GATHER 1I0 1SEND_B0 1DROP 1W0 1REDUCE
 """  # noqa: E501
 
 
@@ -111,6 +111,16 @@ def test_one_resident_is_gathered_at_every_change_of_stage() -> None:
     changes = sum(1 + sum(a != b for a, b in itertools.pairwise(stages)) for stages in uses)
     assert str(add_pages(schedule, 1)).count("GATHER") == changes > 8
     assert str(add_pages(schedule, 2)).count("GATHER") == 8
+
+
+def test_the_page_needed_last_makes_room() -> None:
+    text = "schedule x microbatches=2 placement=0,0,0\nrank 0: 0F0 1F0 2F0 2B0 1B0 0F1 1F1 2F1 2B1 1B1 0B0 0B1\n"
+    lowered = str(add_pages(Schedule.parse(text), 2)).splitlines()[1]
+    # At 2F0 stage 1 is needed sooner than stage 0; at 0F1 it is sooner than stage 2; and so on.
+    assert lowered == (
+        "rank 0: 0GATHER 0F0 0DROP 1GATHER 1F0 2GATHER 2F0 2B0 2DROP 1B0 0GATHER 0F1 0DROP 1F1 2GATHER 2F1 2B1 2DROP "
+        "1B1 1DROP 0GATHER 0B0 0B1 0DROP"
+    )
 
 
 def test_no_room_for_any_page_is_refused() -> None:

@@ -25,6 +25,7 @@ COLUMNS = (
     ("checkpoint",),
     ("planning", "tracing"),
     ("integrations", "cli"),
+    ("__main__",),
 )
 COLUMN = {room: number for number, column in enumerate(COLUMNS) for room in column}
 
@@ -33,7 +34,7 @@ NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER
 }  # fmt: skip
 ENGINE_LINES = 2_500
-NOT_ENGINE = {"pipeline", "checkpoint", "integrations"}
+NOT_ENGINE = {"pipeline", "checkpoint", "integrations", "cli", "__main__"}
 
 
 class Import(NamedTuple):
@@ -65,8 +66,8 @@ def imports(path: Path, root: Path) -> Iterator[Import]:
 def may_import(here: str, there: str) -> bool:
     if there in COLUMN:
         return COLUMN[there] < COLUMN[here]
-    # Anything else is a name of the package's face, and only the last column uses the public interface.
-    return here in COLUMNS[-1]
+    # Anything else is a name of the package's face, and only what is right of the engine's rooms uses it.
+    return here in (*COLUMNS[-2], *COLUMNS[-1])
 
 
 def order_faults(root: Path) -> list[str]:

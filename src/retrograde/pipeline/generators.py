@@ -100,20 +100,20 @@ class Generator:
 
 GENERATORS = {
     "gpipe": Generator(gpipe, 1, "all forwards, then all backwards"),
-    "1f1b": Generator(one_f_one_b, 1, "one forward, one backward; activations of p microbatches"),
-    "interleaved-1f1b": Generator(interleaved_1f1b, 2, "1f1b with two stages per rank: half the bubble"),
-    "zb-h1": Generator(zb_h1, 1, "1f1b with late weight gradients: a third of the bubble, the same memory"),
-    "zb-h2": Generator(zb_h2, 1, "no bubble, with nearly twice the activations"),
-    "zb-v": Generator(zb_v, 2, "stages in a V: no bubble, the activations of 1f1b"),
-    "v-half": Generator(v_half, 2, "stages in a V: about half the activations and half the bubble of 1f1b"),
-    "v-min": Generator(v_min, 2, "stages in a V: about a third of the activations, two thirds of the bubble"),
+    "1f1b": Generator(one_f_one_b, 1, "one forward, one backward in turn"),
+    "interleaved-1f1b": Generator(interleaved_1f1b, 2, "1f1b, two stages per rank"),
+    "zb-h1": Generator(zb_h1, 1, "1f1b with late weight gradients"),
+    "zb-h2": Generator(zb_h2, 1, "filled with forwards"),
+    "zb-v": Generator(zb_v, 2, "V: no bubble, 1f1b's activations"),
+    "v-half": Generator(v_half, 2, "V: half the activations"),
+    "v-min": Generator(v_min, 2, "V: a third of the activations"),
 }
 
 
 def generate(name: str, ranks: int, microbatches: int) -> Schedule:
     """The schedule of that name; its number of stages is `ranks` times the chunks of its generator."""
     if name not in GENERATORS:
-        raise ScheduleError(f"schedule={name!r} is not known; give one of {', '.join(GENERATORS)} or 'auto'")
+        raise ScheduleError(f"schedule={name!r} is not known; give one of {', '.join(GENERATORS)}")
     for argument, value in (("ranks", ranks), ("microbatches", microbatches)):
         if value < 1:
             raise ScheduleError(f"schedule '{name}': {argument}={value} must be at least 1")

@@ -14,7 +14,7 @@ microbatch through a rank's whole share of the model, in which 1F1B needs p on r
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from retrograde.errors import ScheduleError
 from retrograde.pipeline.schedule import BACKWARD, Action, Kind, Place, Schedule
@@ -37,6 +37,8 @@ class Costs:
             value = getattr(self, name)
             if any(cost < 0 for cost in (value if isinstance(value, tuple) else (value,))):
                 raise ScheduleError(f"Costs: {name}={value!r} is negative")
+        if len(counts := self._counts()) > 1:
+            raise ScheduleError(f"Costs: they are given for {sorted(counts)} stages; give as many for F, I and W")
 
     def of(self, action: Action) -> float:
         match action.kind:
@@ -49,6 +51,14 @@ class Costs:
             case Kind.B:
                 return _at(self.input, action.stage) + _at(self.weight, action.stage)
         return 0.0
+
+    @property
+    def stages(self) -> int | None:
+        """How many stages the costs are for; None if they are the same for all."""
+        return max(self._counts(), default=None)
+
+    def _counts(self) -> set[int]:
+        return {len(cost) for cost in (self.forward, self.input, self.weight) if isinstance(cost, tuple)}
 
     def per_chunk(self, chunks: int) -> "Costs":
         """Costs of a rank's whole share become those of its `chunks` equal stages."""
@@ -152,18 +162,24 @@ def _peak(actions: Iterable[Action], pending: float) -> float:
 
 
 class Wiring:
-    """Who needs what: the dependencies between the actions of one schedule."""
+    """Who needs what: the dependencies between the actions of any schedule with that placement."""
 
     def __init__(self, placement: Sequence[int], lowered: bool) -> None:
         self._placement = placement
         self._lowered = lowered
+        self._known: dict[Action, list[Action]] = {}
 
     @staticmethod
     def of(schedule: Schedule) -> "Wiring":
-        return Wiring(schedule.placement, any(action.kind.is_transfer for _, action in schedule.actions()))
+        return _wiring(schedule.placement, any(action.kind.is_transfer for _, action in schedule.actions()))
 
     def needs(self, action: Action) -> list[Action]:
         """What must be done before `action` starts; I stands for B too."""
+        if action not in self._known:
+            self._known[action] = self._find(action)
+        return self._known[action]
+
+    def _find(self, action: Action) -> list[Action]:
         kind, stage, micro = action.kind, action.stage, action.microbatch
         match kind:
             case Kind.F:
@@ -190,6 +206,11 @@ class Wiring:
             Action(Kind.SEND_F if forward else Kind.SEND_B, source, micro),
             Action(Kind.RECV_F if forward else Kind.RECV_B, stage, micro),
         ]
+
+
+@lru_cache(maxsize=8)  # a search simulates thousands of schedules with one placement
+def _wiring(placement: tuple[int, ...], lowered: bool) -> Wiring:
+    return Wiring(placement, lowered)
 
 
 @dataclass(frozen=True)
@@ -259,14 +280,22 @@ def _made(action: Action) -> list[Action]:
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Start and end of every action. The schedule must be able to run: `check` it first."""
-    costs = costs or Costs()
+    timeline = try_simulate(schedule, costs or Costs())
+    if timeline is None:
+        stuck = find_stuck(schedule)[0]
+        raise ScheduleError(
+            f"schedule '{schedule.name}' does not run to its end: rank {stuck.place.rank} waits at "
+            f"{stuck.action} for {stuck.need}; check() says more"
+        )
+    return timeline
+
+
+def try_simulate(schedule: Schedule, costs: Costs) -> Timeline | None:
+    """The same; None for a schedule that does not run to its end."""
     run = _Run(schedule, costs)
     run.run()
-    if stuck := run.stuck():
-        raise ScheduleError(
-            f"schedule '{schedule.name}' does not run to its end: rank {stuck[0].place.rank} waits at "
-            f"{stuck[0].action} for {stuck[0].need}; check() says more"
-        )
+    if run.waiting:
+        return None
     order = sorted(range(len(run.timed)), key=lambda i: (run.timed[i].start, i))
     chunks = schedule.stages / len(schedule.ranks)
     return Timeline(tuple(run.timed[i] for i in order), len(schedule.ranks), chunks, costs.pending)

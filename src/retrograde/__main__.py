@@ -1,0 +1,7 @@
+"""`python -m retrograde`."""
+
+import sys
+
+from retrograde.cli import main
+
+sys.exit(main())
