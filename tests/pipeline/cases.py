@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from retrograde.pipeline import Kind, Schedule
-from retrograde.pipeline.partition import Chain
+from retrograde.pipeline.blocks import Chain
 
 WIDTH = 8
 

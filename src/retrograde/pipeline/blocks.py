@@ -15,6 +15,7 @@ from torch import nn
 
 from retrograde.engine.materialize import check_resettable, materialize
 from retrograde.errors import PipelineError
+from retrograde.pipeline.partition import balance, cut_before
 
 Model = nn.Module | Sequence[nn.Module]
 
@@ -77,48 +78,15 @@ def divide(
 ) -> list[list[Block]]:
     """Contiguous groups: cut before the blocks named in `at`, or balanced by `costs` (by default, parameters)."""
     if at is not None:
-        return _cut(blocks, stages, at)
-    if len(blocks) < stages:
-        raise PipelineError(f"{len(blocks)} blocks cannot fill {stages} stages; use fewer stages or smaller blocks")
+        runs = cut_before([block.name for block in blocks], at)
+        if len(runs) != stages:
+            raise PipelineError(f"cut at {list(at)} makes {len(runs)} stages, the schedule has {stages}")
+        return [[blocks[number] for number in run] for run in runs]
     if costs is None:
         costs = [float(sum(p.numel() for p in block.module.parameters())) for block in blocks]
     if len(costs) != len(blocks):
         raise PipelineError(f"costs has {len(costs)} entries for {len(blocks)} blocks: {[b.name for b in blocks]}")
-    ends = _balance(costs, stages)
-    return [list(blocks[start:end]) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-
-
-def _cut(blocks: Sequence[Block], stages: int, at: Sequence[str]) -> list[list[Block]]:
-    names = [block.name for block in blocks]
-    unknown = [name for name in at if name not in names[1:]]
-    if unknown or len(set(at)) != stages - 1:
-        needed = f"{stages} stages need {stages - 1} names"
-        what = f"no block (after the first) is named {unknown}" if unknown else needed
-        raise PipelineError(f"cut at {list(at)}: {what}; the blocks are {names}")
-    groups: list[list[Block]] = [[]]
-    for block in blocks:
-        if block.name in at:
-            groups.append([])
-        groups[-1].append(block)
-    return groups
-
-
-def _balance(costs: Sequence[float], stages: int) -> list[int]:
-    """Ends of the groups for which the costliest group is cheapest; of equal ones, those that cut late."""
-    total = [0.0]
-    for cost in costs:
-        total.append(total[-1] + cost)
-    count = len(costs)
-    # best[n] for the groups so far: the costliest of them if they cover the first n blocks, and where the last starts
-    best: list[tuple[float, list[int]]] = [(total[n], [n]) for n in range(count + 1)]
-    for group in range(2, stages + 1):
-        following: list[tuple[float, list[int]]] = [(float("inf"), [])] * (count + 1)
-        for end in range(group, count + 1):
-            choices = [(max(best[cut][0], total[end] - total[cut]), cut) for cut in range(group - 1, end)]
-            cost, cut = min(choices, key=lambda choice: (choice[0], -choice[1]))
-            following[end] = (cost, [*best[cut][1], end])
-        best = following
-    return best[count][1]
+    return [[blocks[number] for number in run] for run in balance(costs, stages)]
 
 
 def keep(blocks: Sequence[Block], mine: Collection[nn.Module], device: torch.device) -> None:

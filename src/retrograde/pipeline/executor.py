@@ -106,9 +106,9 @@ class Executor:
         """All actions of a step. Never raises for what an action does: the outcome tells."""
         self._batch, self._outcome = batch, Outcome()
         for action in self._actions:
-            start = time.perf_counter()
+            self._started = time.perf_counter()
             self._do(action)
-            self._outcome.trace.append(Timed(self.rank, action, start, time.perf_counter()))
+            self._outcome.trace.append(Timed(self.rank, action, self._started, time.perf_counter()))
             if self.watch is not None:
                 self.watch(action)
         outcome, self._outcome = self._outcome, Outcome()
@@ -185,7 +185,11 @@ class Executor:
 
     def _take(self, address: Address) -> Any:
         incoming = self._arriving.pop(address, None)
-        return self._here.pop(address) if incoming is None else incoming.wait()
+        if incoming is None:
+            return self._here.pop(address)
+        content = incoming.wait()
+        self._started = time.perf_counter()  # waiting for others is not this action's work
+        return content
 
     def _send(self, action: Action) -> None:
         address = _address(action)

@@ -20,12 +20,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from retrograde.engine import Engine, shard
 from retrograde.errors import PipelineError
 from retrograde.layout.units import Units
+from retrograde.pipeline.blocks import Block, Chain, Model, Tie, blocks_of, divide, find_ties, keep
 from retrograde.pipeline.dryrun import check
 from retrograde.pipeline.executor import Batch, Executor, Outcome, total_loss
-from retrograde.pipeline.generators import generate
 from retrograde.pipeline.lowering import forward_only, lower
-from retrograde.pipeline.partition import Block, Chain, Model, Tie, blocks_of, divide, find_ties, keep
 from retrograde.pipeline.schedule import Action, Schedule
+from retrograde.pipeline.search import schedule_for
 from retrograde.pipeline.stage import Lesson, Loss, Stage
 from retrograde.pipeline.timeline import Timed
 from retrograde.pipeline.transport import TorchTransport, Transport
@@ -80,7 +80,7 @@ class Pipeline:
         """
         self._group = _group(mesh)
         self.rank = dist.get_rank(self._group)
-        self.schedule = self._schedule(schedule, microbatches)
+        self.schedule = schedule_for(schedule, dist.get_world_size(self._group), microbatches)
         self.device = torch.device("cpu")
         blocks = blocks_of(model)
         groups = divide(blocks, self.schedule.stages, *((cut.at, cut.costs) if cut else (None, None)))
@@ -150,17 +150,6 @@ class Pipeline:
         return self.train(False)
 
     # ---- parts
-    def _schedule(self, schedule: str | Schedule, microbatches: int) -> Schedule:
-        world = dist.get_world_size(self._group)
-        made = generate(schedule, world, microbatches) if isinstance(schedule, str) else schedule
-        if len(made.ranks) != world or made.microbatches != microbatches:
-            raise PipelineError(
-                f"schedule '{made.name}' is for {len(made.ranks)} ranks and {made.microbatches} microbatches; this "
-                f"pipeline has {world} ranks and microbatches={microbatches}"
-            )
-        check(made)
-        return made
-
     def _shard(self, zero: Zero | None, chains: list[Chain]) -> Engine | None:
         if zero is None:
             return None
