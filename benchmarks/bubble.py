@@ -22,6 +22,7 @@ from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 
 import retrograde as rg
 from retrograde.pipeline import generate, simulate
+from retrograde.pipeline.stage import Stage
 
 RANKS, MICROBATCHES, STEPS = 4, 8, 4
 PAUSE = 0.06  # seconds for F, I and W each, over a rank's whole share
@@ -55,7 +56,7 @@ class PauseBackward(torch.autograd.Function):
 class Sleeper(nn.Module):
     """A linear layer whose forward, input gradient and weight gradient take `seconds` each.
 
-    Where W sleeps depends on whose W it is: torch's walks the graph to the weight, ours accumulates into the leaf.
+    Where W sleeps depends on whose W it is: torch's walks the graph to the weight; ours is a call of the stage.
     """
 
     def __init__(self, clock: Clock, seconds: float, ours: bool) -> None:
@@ -63,8 +64,6 @@ class Sleeper(nn.Module):
         self.clock, self.seconds, self.ours = clock, seconds, ours
         self.shift = nn.Parameter(torch.zeros(WIDTH))  # so that the first stage has an input gradient too
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)
-        if ours:
-            self.weight.register_post_accumulate_grad_hook(lambda p: clock.pause(seconds))
 
     def forward(self, x: Tensor) -> Tensor:
         self.clock.pause(self.seconds)
@@ -89,12 +88,28 @@ CONTENDERS = (
 )
 
 
+def pause_weights(stage: Stage, clock: Clock, seconds: float) -> None:
+    """W, and the W in B, take their time."""
+
+    def slow(work: Any) -> Any:
+        def run(*args: Any) -> Any:
+            result = work(*args)
+            clock.pause(seconds)
+            return result
+
+        return run
+
+    stage.backward_weights, stage.backward = slow(stage.backward_weights), slow(stage.backward)
+
+
 def stepper(contender: Contender, clock: Clock, rank: int) -> Any:
     seconds = PAUSE / contender.chunks
     x = torch.randn(MICROBATCHES * 2, WIDTH)
     if contender.torchs is None:
         blocks = [Sleeper(clock, seconds, True) for _ in range(RANKS * contender.chunks)]
         pipe = rg.Pipeline(blocks, schedule=contender.name, microbatches=MICROBATCHES, loss=F.mse_loss)
+        for stage in pipe.stages.values():
+            pause_weights(stage, clock, seconds)
         return lambda: pipe.step(x, target=x)
     last = RANKS * contender.chunks - 1
     v_shape = contender.torchs is ScheduleZBVZeroBubble

@@ -10,7 +10,7 @@ sums over several uses, hooks of the leaf, the layout of `.grad` and accumulatio
 Rule 1: a weight gradient waits only while I runs, and only if I would add it to the leaf's `.grad`. A gradient
         that a nested `autograd.grad` asks for, or that a backward inside the forward makes, is computed at once.
 Rule 2: a parameter that is also used by something that is not a product does not wait: its gradient is one sum,
-        made once, in torch's order. Nor does one with a hook: autograd would call the hook in I, with nothing.
+        made once, in torch's order. Nor does one with a hook, of any kind: autograd would call it in I, with nothing.
 Rule 3: pairs refer to no graph. Inputs are kept detached, with their version, which W checks as autograd would.
 Rule 4: the mode is active in I as well: a recompute of checkpointed blocks must save what the forward saved.
 Rule 5: nodes of W are made in the opposite order of I, because autograd runs the youngest first: weights that are
@@ -131,7 +131,7 @@ class SplitBackward:
         parameter = parameter_of(target)
         if parameter is None or not self._deferring or torch.is_grad_enabled():
             return False
-        if id(parameter) in self._elsewhere or parameter._backward_hooks:
+        if id(parameter) in self._elsewhere or parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             return False
         if isinstance(parameter, FullTensor):
             return True  # its leaf is behind nodes that sum however often they run
