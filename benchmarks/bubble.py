@@ -24,8 +24,8 @@ import retrograde as rg
 from retrograde.pipeline import generate, simulate
 from retrograde.pipeline.stage import Stage
 
-RANKS, MICROBATCHES, STEPS = 4, 8, 4
-PAUSE = 0.06  # seconds for F, I and W each, over a rank's whole share
+RANKS, MICROBATCHES, STEPS = 4, 8, 3
+PAUSE = 0.15  # seconds for F, I and W each, over a rank's whole share
 WIDTH = 8
 
 
