@@ -6,7 +6,7 @@ from math import ceil
 import pytest
 
 from retrograde.errors import ScheduleError
-from retrograde.pipeline import Costs, Kind, Schedule, dry_run, generate
+from retrograde.pipeline import Costs, Kind, Schedule, dry_run, generate, search
 from retrograde.pipeline.generators import GENERATORS, interleaved_1f1b
 from retrograde.pipeline.timeline import Timeline
 from retrograde.pipeline.vshape import half_block, min_block
@@ -16,8 +16,8 @@ SIZES = [(p, m) for p in (1, 2, 3, 4, 5, 6, 8) for m in (2 * p - 1, 2 * p, 3 * p
 GOLDEN = {
     "gpipe": """\
 schedule gpipe microbatches=2 placement=0,1
-rank 0: 0F0 0F1 0B1 0B0
-rank 1: 1F0 1F1 1B1 1B0
+rank 0: 0F0 0F1 0B0 0B1
+rank 1: 1F0 1F1 1B0 1B1
 """,
     "1f1b": """\
 schedule 1f1b microbatches=3 placement=0,1
@@ -113,6 +113,24 @@ def test_any_number_of_microbatches_runs_to_its_end(name: str) -> None:
             assert dry_run(schedule).ranks == p
             assert schedule.stages == p * GENERATORS[name].chunks
             assert Schedule.parse(str(schedule)) == schedule
+
+
+def in_order(schedule: Schedule) -> bool:
+    """Every kind of action takes the microbatches of a stage in order, so sums over microbatches are torch's."""
+    seen: dict[tuple[Kind, int], list[int | None]] = {}
+    for _, action in schedule.actions():
+        seen.setdefault((action.kind, action.stage), []).append(action.microbatch)
+    return all(order == list(range(schedule.microbatches)) for order in seen.values())
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_microbatches_go_through_a_stage_in_order(name: str) -> None:
+    assert all(in_order(generate(name, p, m)) for p, m in ((1, 3), (2, 5), (4, 8), (5, 7)))
+
+
+@pytest.mark.parametrize("limit", [2.0, 3.0, None])
+def test_and_so_they_do_in_what_the_search_finds(limit: float | None) -> None:
+    assert in_order(search(4, 8, Costs(1.0, 1.25, 0.75, transfer=0.125), limit, tries=100_000))
 
 
 def test_unequal_costs_follow_the_formulas_of_the_paper() -> None:

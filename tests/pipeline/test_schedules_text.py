@@ -1,7 +1,11 @@
 """The text form of actions and schedules: a round trip, and errors that say where."""
 
+import ast
+from pathlib import Path
+
 import pytest
 
+import retrograde.pipeline.schedule
 from retrograde.errors import ScheduleError
 from retrograde.pipeline import Action, Kind, Schedule
 
@@ -68,3 +72,24 @@ def test_errors_name_the_place(text: str, message: str) -> None:
     with pytest.raises(ScheduleError) as error:
         Schedule.parse(text)
     assert message in str(error.value)
+
+
+ARITHMETIC = (
+    "schedule", "timeline", "dryrun", "generators", "vshape", "listing", "lowering", "search", "partition",
+    "drawing", "svg",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("module", ARITHMETIC)
+def test_schedules_are_arithmetic_and_need_no_torch(module: str) -> None:
+    path = Path(retrograde.pipeline.schedule.__file__).with_name(f"{module}.py")
+    imported = {
+        name
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
+    }
+    assert imported
+    assert not any((name + ".").startswith("torch.") for name in imported)
+    ours = {name for name in imported if name.startswith("retrograde.")} - {"retrograde.errors"}
+    assert ours <= {f"retrograde.pipeline.{other}" for other in ARITHMETIC}

@@ -33,7 +33,7 @@ def from_trace(timed: Iterable[Timed], chunks: float = 1.0, pending: float = 1.0
 def summary(timeline: Timeline) -> str:
     return (
         f"bubble {timeline.bubble:.1%} of the work ({timeline.step_bubble:.1%} for a single step), "
-        f"makespan {timeline.makespan:g}, peak activations {max(timeline.activations):g} microbatches"
+        f"makespan {timeline.makespan:.4g}, peak activations {max(timeline.activations):g} microbatches"
     )
 
 
@@ -41,9 +41,10 @@ def draw(timeline: Timeline, title: str, width: int = 120) -> RenderableType:
     """A row per rank, time to the right. What is wider than `width` columns goes on below; print it with rich."""
     room = max(LEAST_WIDTH, width - MARGINS)
     per_cell = _time_per_cell(timeline, room)
-    room -= room % max(1, round(_shortest(timeline) / per_cell))  # a new block starts where an action may start
+    columns = max(1, round(short_length([timeline]) / per_cell))
+    room -= room % columns  # a new block starts where an action may start
     stages = stages_seen(timeline)
-    lines = [_line(row, timeline.start, per_cell, stages[rank]) for rank, row in enumerate(timeline.by_rank)]
+    lines = [_line(row, timeline.start, per_cell, columns, stages[rank]) for rank, row in enumerate(timeline.by_rank)]
     longest = max(map(len, lines), default=0)
     parts: list[RenderableType] = [Text(title, style="bold")]
     for left in range(0, longest, room):
@@ -76,7 +77,7 @@ def colour(item: Timed, stages: Sequence[int]) -> str:
 
 def _time_per_cell(timeline: Timeline, room: int) -> float:
     """The shortest action has place for its label, as long as that needs no more than `BLOCKS` blocks."""
-    shortest = _shortest(timeline)
+    shortest = short_length([timeline])
     if not shortest:
         return 1.0
     labels = max(len(str(item.action.microbatch)) + 1 for row in timeline.by_rank for item in row)
@@ -86,9 +87,11 @@ def _time_per_cell(timeline: Timeline, room: int) -> float:
     return shortest / columns if columns else least
 
 
-def _shortest(timeline: Timeline) -> float:
-    lengths = (item.end - item.start for row in timeline.by_rank for item in row)
-    return min((length for length in lengths if length > 0), default=0.0)
+def short_length(timelines: Sequence[Timeline]) -> float:
+    """The length most actions have at least; in a measured trace the shortest of all may be next to nothing."""
+    items = (item for timeline in timelines for row in timeline.by_rank for item in row)
+    lengths = sorted(item.end - item.start for item in items if item.end > item.start)
+    return lengths[len(lengths) // 20] if lengths else 0.0
 
 
 def _labels(item: Timed, stages: Sequence[int]) -> tuple[str, str]:
@@ -98,9 +101,9 @@ def _labels(item: Timed, stages: Sequence[int]) -> tuple[str, str]:
     return f"{letter}{item.action.microbatch}", letter
 
 
-def _line(row: Sequence[Timed], zero: float, per_cell: float, stages: Sequence[int]) -> Text:
+def _line(row: Sequence[Timed], zero: float, per_cell: float, columns: int, stages: Sequence[int]) -> Text:
+    """`columns` of a short action: if they have no place for long labels, no action gets one."""
     line = Text()
-    narrowest = min((item.end - item.start for item in row), default=0.0) / per_cell
     for item in row:
         left, right = (round((time - zero) / per_cell) for time in (item.start, item.end))
         left = max(left, len(line))
@@ -108,7 +111,7 @@ def _line(row: Sequence[Timed], zero: float, per_cell: float, stages: Sequence[i
             continue  # shorter than half a column
         line.append("·" * (left - len(line)), style="dim")
         long, short = _labels(item, stages)
-        label = long if len(long) <= min(right - left, round(narrowest)) else short
+        label = long if len(long) <= min(right - left, columns) else short
         label = f" {label}" if len(label) < right - left else label
         line.append(label.ljust(right - left), style=f"black on {colour(item, stages)}")
     return line

@@ -13,6 +13,9 @@ a share of the work (see timeline.py), activations are in microbatches of a rank
     v-half             2p      (3p-5)/6m       (p+1)/2, rounded up   (p even and > 2; (3p-4)/6m for odd p)
     v-min              2p      (4p-5)/6m       (p+2)/3, rounded up
 
+Microbatches go through every stage in order, backward too: weight gradients are then summed in the order of plain
+gradient accumulation, and are equal to it bit for bit.
+
 zb-h1, zb-h2 and zb-v are of "Zero Bubble Pipeline Parallelism", v-half and v-min of "Pipeline Parallelism with
 Controllable Memory" (vshape.py).
 """
@@ -27,8 +30,8 @@ from retrograde.pipeline.vshape import v_half, v_min, zb_v
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:
-    """All forwards, then all backwards, last microbatch first: its graph is the youngest."""
-    order = [(Kind.F, k) for k in range(microbatches)] + [(Kind.B, k) for k in reversed(range(microbatches))]
+    """All forwards, then all backwards."""
+    order = [(kind, k) for kind in (Kind.F, Kind.B) for k in range(microbatches)]
     lists = [tuple(Action(kind, rank, k) for kind, k in order) for rank in range(ranks)]
     return Schedule("gpipe", microbatches, tuple(range(ranks)), tuple(lists))
 

@@ -153,7 +153,8 @@ def _improve(problem: Problem, best: Candidate, tries: int) -> Candidate:
     for _ in range(min(MOVES, tries // sum(map(len, best.schedule.ranks)))):
         if best.timeline.bubble == 0 and best.timeline.step_bubble == 0:
             break
-        candidate = _judge(problem, _moved(best.schedule, moves))
+        moved = _moved(best.schedule, moves)
+        candidate = None if moved is None else _judge(problem, moved)
         if (
             candidate is not None
             and max(candidate.timeline.activations) <= problem.limit + 1e-9
@@ -163,10 +164,15 @@ def _improve(problem: Problem, best: Candidate, tries: int) -> Candidate:
     return best
 
 
-def _moved(schedule: Schedule, moves: random.Random) -> Schedule:
+def _moved(schedule: Schedule, moves: random.Random) -> Schedule | None:
+    """One action moved; None if it would overtake another microbatch of its kind and stage."""
     ranks: list[list[Action]] = [list(actions) for actions in schedule.ranks]
     actions = ranks[moves.randrange(len(ranks))]
     source = moves.randrange(len(actions))
     target = max(0, min(len(actions) - 1, source + moves.choice((-1, 1)) * moves.randint(1, REACH)))
-    actions.insert(target, actions.pop(source))
+    action = actions.pop(source)
+    overtaken = actions[min(source, target) : max(source, target)]
+    if any(other.kind is action.kind and other.stage == action.stage for other in overtaken):
+        return None
+    actions.insert(target, action)
     return schedule.with_ranks(ranks)

@@ -7,13 +7,13 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from retrograde.pipeline.drawing import COLOURS, NAMES, colour, stages_seen, summary
+from retrograde.pipeline.drawing import COLOURS, NAMES, colour, short_length, stages_seen, summary
 from retrograde.pipeline.schedule import Kind
 from retrograde.pipeline.timeline import Timed, Timeline
 
 ROW, GAP = 28, 6
-LEFT, RIGHT, TOP = 64, 150, 56
-LABEL_ROOM = 24  # pixels for the shortest action
+LEFT, RIGHT, TOP = 64, 170, 56
+LABEL_ROOM = 24  # pixels for a short action
 LETTER = 6.2
 WIDEST, NARROWEST = 2400, 640
 STYLE = (
@@ -43,9 +43,8 @@ def svg(timelines: Sequence[tuple[str, Timeline]]) -> str:
 
 
 def _width(timelines: Sequence[Timeline], longest: float) -> float:
-    """Wide enough for labels in the shortest actions, within reason."""
-    lengths = [i.end - i.start for timeline in timelines for row in timeline.by_rank for i in row if i.end > i.start]
-    wanted = longest / min(lengths, default=longest) * LABEL_ROOM
+    """Wide enough for labels in short actions, within reason."""
+    wanted = longest / (short_length(timelines) or longest) * LABEL_ROOM
     return min(WIDEST, max(NARROWEST, wanted))
 
 
