@@ -82,8 +82,9 @@ class Contender:
 CONTENDERS = (
     Contender("1f1b", 1),
     Contender("zb-h1", 1),
-    Contender("torch InterleavedZeroBubble", 2, ScheduleInterleavedZeroBubble),
+    Contender("torch InterleavedZeroBubble, one stage per rank", 1, ScheduleInterleavedZeroBubble),
     Contender("zb-v", 2),
+    Contender("torch InterleavedZeroBubble, two", 2, ScheduleInterleavedZeroBubble),
     Contender("torch ZBVZeroBubble", 2, ScheduleZBVZeroBubble),
 )
 
@@ -113,7 +114,7 @@ def stepper(contender: Contender, clock: Clock, rank: int) -> Any:
         return lambda: pipe.step(x, target=x)
     last = RANKS * contender.chunks - 1
     v_shape = contender.torchs is ScheduleZBVZeroBubble
-    numbers = (rank, last - rank) if v_shape else (rank, rank + RANKS)
+    numbers = [rank, last - rank] if v_shape else list(range(rank, last + 1, RANKS))
     stages = [
         PipelineStage(Sleeper(clock, seconds, False), n, last + 1, torch.device("cpu"), input_args=(x[:2],))
         for n in numbers
