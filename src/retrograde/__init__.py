@@ -1,16 +1,22 @@
 """retrograde: sharded training in which backward is free-form."""
 
 from retrograde.engine import Engine, shard
-from retrograde.errors import DivergenceError, RetrogradeError, ShardingError, UnsupportedError
+from retrograde.errors import DivergenceError, PipelineError, RetrogradeError, ShardingError, UnsupportedError
 from retrograde.ledger import Event, Ledger
+from retrograde.pipeline.pipeline import Cut, Microbatches, Pipeline, Zero
 
 __all__ = [
+    "Cut",
     "DivergenceError",
     "Engine",
     "Event",
     "Ledger",
+    "Microbatches",
+    "Pipeline",
+    "PipelineError",
     "RetrogradeError",
     "ShardingError",
     "UnsupportedError",
+    "Zero",
     "shard",
 ]
