@@ -45,7 +45,9 @@ GONE = "so a process ended or gave up; its own output says why"
 
 
 class Receiver(Protocol):
-    """What the service thread hands a message to."""
+    """What the service thread hands a message to, while it holds `Mesh.changed`."""
+
+    number: int
 
     def on_message(self, src: int, op: str, args: tuple[Any, ...]) -> None: ...
 
@@ -85,21 +87,17 @@ class Mesh:
         """The other ranks, nearest first, so that not everybody asks rank 0 at once."""
         return ((self.rank + step) % self.world for step in range(1, self.world))
 
-    def attach(self, receiver: Receiver) -> int:
-        """Register an engine. Engines are created in one order on all ranks, so the number is shared.
+    def attach(self, receiver: Receiver) -> None:
+        """Number an engine and deliver what came before it was there. Engines are created in one order on all ranks,
+        so the number is shared.
 
         Held weakly: messages for an engine that is gone are dropped, and its number is not given out again.
         """
         with self.changed:
-            number = len(self._receivers)
+            receiver.number = len(self._receivers)
             self._receivers.append(weakref.ref(receiver))
-            return number
-
-    def open(self, number: int) -> None:
-        """The engine is ready for messages; deliver those that came before it was."""
-        with self.changed:
-            for src, op, args in self._early.pop(number, []):
-                self._deliver(number, src, op, args)
+            for src, op, args in self._early.pop(receiver.number, []):
+                receiver.on_message(src, op, args)
 
     # ---- control
     def send(self, dst: int, *message: Any) -> None:
@@ -108,10 +106,10 @@ class Mesh:
         head = bytearray(len(data).to_bytes(8, "little") + data)
         frame = torch.frombuffer(head[:FRAME], dtype=torch.uint8)  # gloo lets a receive be larger than its send
         with self.changed:
-            self._keep(self.group.send([frame], dst, CONTROL))
+            keep_sending(self._sent, self.group.send([frame], dst, CONTROL))
             if len(head) > FRAME:
                 rest = torch.frombuffer(head[FRAME:], dtype=torch.uint8)
-                self._keep(self.group.send([rest], dst, REST))
+                keep_sending(self._sent, self.group.send([rest], dst, REST))
 
     def _receive(self) -> tuple[int, tuple[Any, ...]]:
         frame = torch.empty(FRAME, dtype=torch.uint8)
@@ -142,9 +140,6 @@ class Mesh:
     def irecv(self, tensor: torch.Tensor, src: int, tag: int) -> Any:
         return dist.irecv(tensor, group_src=src, group=self.group, tag=tag)
 
-    def _keep(self, work: Any) -> None:
-        keep_sending(self._sent, work)
-
     # ---- the service thread
     def _serve(self) -> None:
         try:
@@ -162,6 +157,7 @@ class Mesh:
         elif op != "stop":
             with self.changed:
                 self._deliver(number, src, op, tuple(args))
+                self.changed.notify_all()
         return bool(op != "stop")
 
     def _deliver(self, number: int, src: int, op: str, args: tuple[Any, ...]) -> None:

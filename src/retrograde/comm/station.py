@@ -57,9 +57,9 @@ Turn = tuple[int, int]  # which meeting a gradient was put after, and the how-ma
 
 
 class Owner(Protocol):
-    """The engine behind a station, asked from the service thread."""
+    """Whose shards these are (residency/gate.py), asked from the service thread."""
 
-    def shard_for(self, unit: int, stamp: Stamp) -> torch.Tensor | str:
+    def shard_for(self, index: int, stamp: Stamp) -> torch.Tensor | str:
         """The shard if it is in the state the reader needs, else the reason why it is not (yet)."""
         ...
 
@@ -83,12 +83,7 @@ class Reading:
             station.notices.pop(tag, None)
 
 
-@dataclass(slots=True)
-class _Request:
-    src: int
-    unit: int
-    stamp: Stamp
-    tag: int
+_Request = tuple[int, int, Stamp, int]  # who reads, which unit, in which state, under which tag
 
 
 @dataclass(slots=True)
@@ -118,8 +113,7 @@ class Station:
     _arrivals: dict[tuple[Key, int], _Arrival] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.number = self.mesh.attach(self)
-        self.mesh.open(self.number)
+        self.mesh.attach(self)
 
     # ---- reading pages
     def read(self, unit: int, stamp: Stamp, into: Callable[[int], torch.Tensor]) -> Reading:
@@ -130,7 +124,7 @@ class Station:
             tag = self.mesh.next_tag(mine=False)
             with self._reaching(src):
                 works.append((src, self.mesh.irecv(into(src), src, tag), tag))
-                self.mesh.send(src, "read", self.number, unit, tuple(stamp), tag)
+                self.mesh.send(src, "read", self.number, unit, stamp, tag)
         return Reading(self, unit, works)
 
     def finish(self, work: Any, what: str, tag: int = -1) -> None:
@@ -148,14 +142,14 @@ class Station:
         """The main thread changed something a reader may be waiting for."""
         if self._requests:
             with self.mesh.changed:
-                self._requests = [request for request in self._requests if not self._answer(request)]
+                self._requests = [request for request in self._requests if not self._answer(*request)]
 
-    def _answer(self, request: _Request) -> bool:
-        found = self.owner.shard_for(request.unit, request.stamp)
+    def _answer(self, src: int, unit: int, stamp: Stamp, tag: int) -> bool:
+        found = self.owner.shard_for(unit, stamp)
         if isinstance(found, str):
-            self.mesh.send(request.src, "notice", self.number, request.tag, found)
+            self.mesh.send(src, "notice", self.number, tag, found)
             return False
-        keep_sending(self._served, self.mesh.isend(found, request.src, request.tag))
+        keep_sending(self._served, self.mesh.isend(found, src, tag))
         return True
 
     def finish_serving(self) -> None:
@@ -171,7 +165,7 @@ class Station:
         tags = [self.mesh.next_tag(mine=True) for _ in parts]
         sizes, dtype = [part.numel() for part in parts], parts[0].dtype
         with self._reaching(dst):
-            self.mesh.send(dst, "put", self.number, tuple(key), sizes, dtype, self.steps, turn, tags)
+            self.mesh.send(dst, "put", self.number, key, sizes, dtype, self.steps, turn, tags)
             return [self.mesh.isend(part, dst, tag) for part, tag in zip(parts, tags, strict=True)]
 
     def take(self, key: Key, src: int) -> torch.Tensor:
@@ -258,7 +252,8 @@ class Station:
         self.check()
         with self.mesh.changed:
             if self.mesh.changed.wait_for(lambda: done() or self.failure is not None, self.timeout):
-                self.check()
+                if not done():  # a peer that came and died before we woke up fails our next wait, not this one
+                    self.check()
                 return
             absent = missing()
         self._told.clear()
@@ -274,35 +269,29 @@ class Station:
             f"reorder them or do fewer backwards), or raise shard(timeout=...)"
         )
 
-    # ---- the service thread's side
+    # ---- the service thread's side: it holds `mesh.changed` and tells those who wait for it
     def on_message(self, src: int, op: str, args: tuple[Any, ...]) -> None:
-        _HANDLERS[op](self, src, *args)
+        """`op` is what the sender gave `Mesh.send`; its handler is the method `_on_{op}`."""
+        getattr(self, f"_on_{op}")(src, *args)
 
     def on_lost(self, cause: str, error: Exception) -> None:
         self._lost = error
         self.failure = self.failure or f"rank {self.mesh.rank}: {cause}"
 
-    def _on_read(self, src: int, unit: int, stamp: tuple[int, int, int], tag: int) -> None:
-        request = _Request(src, unit, Stamp(*stamp), tag)
-        with self.mesh.changed:
-            if not self._answer(request):
-                self._requests.append(request)
+    def _on_read(self, src: int, unit: int, stamp: Stamp, tag: int) -> None:
+        if not self._answer(src, unit, stamp, tag):
+            self._requests.append((src, unit, stamp, tag))
 
     def _on_put(
-        self, src: int, key: tuple[int, int], sizes: list[int], dtype: torch.dtype, steps: int, turn: Turn,
-        tags: list[int],
-    ) -> None:  # fmt: skip
+        self, src: int, key: Key, sizes: list[int], dtype: torch.dtype, steps: int, turn: Turn, tags: list[int]
+    ) -> None:
         chunk = torch.empty(sum(sizes), dtype=dtype)
-        with self.mesh.changed:
-            parts = zip(torch.split(chunk, sizes), tags, strict=True)
-            works = [self.mesh.irecv(part, src, tag) for part, tag in parts]
-            self._arrivals[Key(*key), src] = _Arrival(chunk, works, steps, turn)
-            self.mesh.changed.notify_all()
+        parts = zip(torch.split(chunk, sizes), tags, strict=True)
+        works = [self.mesh.irecv(part, src, tag) for part, tag in parts]
+        self._arrivals[key, src] = _Arrival(chunk, works, steps, turn)
 
     def _on_meet(self, src: int, number: int, position: Position) -> None:
-        with self.mesh.changed:
-            self._met.setdefault(number, {})[src] = position
-            self.mesh.changed.notify_all()
+        self._met.setdefault(number, {})[src] = position
 
     def _on_notice(self, src: int, tag: int, reason: str) -> None:
         self.notices[tag] = reason
@@ -311,22 +300,7 @@ class Station:
         self.mesh.send(src, "tell", self.number, self.where)
 
     def _on_tell(self, src: int, where: str) -> None:
-        with self.mesh.changed:
-            self._told[src] = where
-            self.mesh.changed.notify_all()
+        self._told[src] = where
 
     def _on_fail(self, src: int, text: str) -> None:
-        with self.mesh.changed:
-            self.failure = self.failure or text
-            self.mesh.changed.notify_all()
-
-
-_HANDLERS: dict[str, Callable[..., None]] = {
-    "read": Station._on_read,
-    "put": Station._on_put,
-    "meet": Station._on_meet,
-    "notice": Station._on_notice,
-    "ask": Station._on_ask,
-    "tell": Station._on_tell,
-    "fail": Station._on_fail,
-}
+        self.failure = self.failure or text

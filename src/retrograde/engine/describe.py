@@ -24,24 +24,23 @@ def human(nbytes: float) -> str:
 def explain(units: Sequence[Unit], policy: Policy, world: int) -> str:
     """Units, bytes per rank, and collectives for a step of one forward and one backward."""
     stage = 1 if policy.until_step else 2 if policy.keeps_pages else 3
-    gathers = 1 if policy.keeps_pages else 2
-    table = Table(title=f"stage {stage}, {world} rank(s)", title_justify="left")
-    for name in ("unit", "parameters", "shard/rank", "page", "gradient/rank", "gathers/step", "reductions/step"):
-        table.add_column(name, justify="left" if name == "unit" else "right")
-    total = 0
+    table = _table(
+        f"stage {stage}, {world} rank(s)",
+        ("unit", "parameters", "shard/rank", "page", "gradient/rank", "gathers/step", "reductions/step"),
+    )
     for unit in units:
         layout = unit.layout
-        total += layout.page_bytes
         table.add_row(
             unit.name,
             f"{layout.numel:,}",
             human(layout.shard_bytes),
             human(layout.page_bytes),
             human(layout.shard_bytes if unit.trainable else 0),
-            f"1 to {gathers}" if gathers > 1 else "1",
+            "1" if policy.keeps_pages else "1 to 2",
             "1" if unit.trainable else "0 (frozen)",
         )
     largest = sorted((unit.layout.page_bytes for unit in units), reverse=True)
+    total = sum(largest)
     pages = total if policy.keeps_pages else min(total, sum(largest[: 2 if policy.prefetch else 1]) + policy.resident)
     window = sum(unit.layout.page_bytes for unit in units if unit.trainable)
     when = "per step, however many backwards" if policy.until_step else "per backward"
@@ -55,11 +54,9 @@ def explain(units: Sequence[Unit], policy: Policy, world: int) -> str:
 
 def report(units: Sequence[Unit], ledger: Ledger, rank: int, world: int) -> str:
     """What the ledger has seen so far on this rank."""
-    table = Table(title=f"ledger of rank {rank} of {world}", title_justify="left")
-    for name in ("unit", "gathers", "bytes read", "drops", "reductions", "bytes put", "joined"):
-        table.add_column(name, justify="left" if name == "unit" else "right")
-    for unit in units:
-        name = unit.name
+    columns = ("unit", "gathers", "bytes read", "drops", "reductions", "bytes put", "joined")
+    table = _table(f"ledger of rank {rank} of {world}", columns)
+    for name in [unit.name for unit in units]:
         table.add_row(
             name,
             str(ledger.count(Kind.GATHER, name)),
@@ -73,6 +70,13 @@ def report(units: Sequence[Unit], ledger: Ledger, rank: int, world: int) -> str:
         f"meetings: {ledger.count(Kind.AGREE)}; page bytes resident now {human(ledger.resident)}, "
         f"peak {human(ledger.peak)}\n"
     )
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="left" if name == "unit" else "right")
+    return table
 
 
 def _text(table: Table) -> str:

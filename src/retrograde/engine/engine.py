@@ -10,16 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from retrograde.comm import Kind, Stamp, Station, streams_of
+from retrograde.comm import Kind, Station, streams_of
 from retrograde.engine.describe import explain, report
-from retrograde.engine.growth import Growth
 from retrograde.errors import ShardingError
 from retrograde.layout import Policy, parse_bytes
 from retrograde.ledger import Ledger
 from retrograde.optim import ShardedGradient, ShardedParameter
 from retrograde.optim.pieces import raw_grad
-from retrograde.reduction import Council, Exchange, Offers, Reducer
-from retrograde.residency import BufferPool, Gate, Pager, Phase, SavedTensors, Unit
+from retrograde.reduction import Exchange, Reducer
+from retrograde.residency import BufferPool, Gate, Pager, SavedTensors, Unit
 
 _graph_task = torch._C._current_graph_task_id
 
@@ -37,19 +36,17 @@ class Engine:
     def __init__(self, model: nn.Module, policy: Policy, station: Station) -> None:
         self.model, self.policy = model, policy
         self.units: list[Unit] = []
-        self.growth = Growth()
         self.ledger = Ledger()
         self._steps = 0
         self._norms: dict[int, _Norm] = {}
-        self.station, station.owner = station, self
-        self.council = Council(self.station, self, self.ledger)
-        self.gate = Gate(self.station, self.units, self.fence)
+        self.station = station
+        self.gate = station.owner = Gate(station, self.units, self.fence)
         self.pager = Pager(policy)
         streams = streams_of(torch.device("cpu"))
         self._pages, self._buckets = BufferPool(self.ledger, streams), BufferPool(Ledger(), streams)
-        exchange = Exchange(self.station, policy, self._buckets, self.ledger)
-        self.reducer = Reducer(self.units, exchange, self.council, self.station, self.pager)
-        self.reducer.until_step = policy.until_step
+        exchange = Exchange(station, policy, self._buckets, self.ledger)
+        self.reducer = Reducer(self.units, exchange, self.gate, self.pager, self.ledger)
+        self.council = self.reducer.council
         self.saved = SavedTensors(self.pager)
 
     def enlist(self, units: list[Unit]) -> None:
@@ -84,12 +81,12 @@ class Engine:
         limit = math.inf if budget is None else parse_bytes(budget, "coalesce(budget)")
         self.reducer.recover()
         if sum(self.reducer.held.values()) > limit:
-            self.council.flush("the start of coalesce(budget=...)")
+            self.council.attend(Kind.FLUSH, "the start of coalesce(budget=...)")
         with self.reducer.windows.window(limit):
             yield
         self.reducer.recover()
         if not self.reducer.windows.open and not self.policy.until_step:
-            self.council.flush("the end of coalesce()")
+            self.council.attend(Kind.FLUSH, "the end of coalesce()")
 
     @contextlib.contextmanager
     def full_params(self, *modules: nn.Module, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
@@ -149,7 +146,7 @@ class Engine:
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """`torch.nn.utils.clip_grad_norm_` over this engine's parameters; also where some ranks did no backward."""
-        self.council.flush("clip_grad_norm_")
+        self.council.attend(Kind.FLUSH, "clip_grad_norm_")
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
 
     def explain(self) -> str:
@@ -159,14 +156,11 @@ class Engine:
         return report(self.units, self.ledger, self.station.mesh.rank, self.station.mesh.world)
 
     def _leaf(self, which: nn.Parameter | str) -> ShardedParameter:
-        for unit in self.units:
-            for slot, leaf in zip(unit.layout.slots, unit.leaves, strict=True):
-                if leaf is which or slot.name == which:
-                    assert isinstance(leaf, ShardedParameter)
-                    return leaf
-        names = dict(self.model.named_parameters(remove_duplicate=False))
-        if isinstance(which, str) and which in names:
-            return self._leaf(names[which])  # a tied parameter under its other name
+        # A tied parameter has several names.
+        names = dict(self.model.named_parameters(remove_duplicate=False)) if isinstance(which, str) else {}
+        leaf = names.get(which) if isinstance(which, str) else which
+        if isinstance(leaf, ShardedParameter) and leaf.unit in self.units:
+            return leaf
         raise ShardingError(f"{which!r} is not a parameter of this engine's model")
 
     # ---- leaves (Holder)
@@ -177,8 +171,8 @@ class Engine:
     def before_grad_read(self) -> None:
         """`.grad` shows what torch would: gradients still pending are reduced first."""
         self.reducer.recover()
-        if self.reducer.pending and _graph_task() == -1:
-            self.council.flush("p.grad was read")
+        if self.reducer.held and _graph_task() == -1:
+            self.council.attend(Kind.FLUSH, "p.grad was read")
 
     def before_grad_write(self, unit: Unit, slot: int) -> None:
         self.reducer.forget(unit, slot)
@@ -208,11 +202,9 @@ class Engine:
         return known is not None and known.of() is tensor and known[1:3] == (tensor._version, order)
 
     def _family(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        leaves = [leaf for unit in self.units for leaf in unit.leaves]
+        family: list[torch.Tensor] = [leaf for unit in self.units for leaf in unit.leaves]
         if isinstance(tensors[0], ShardedGradient):
-            family = [grad for leaf in leaves if (grad := leaf.grad) is not None]
-        else:
-            family = list(leaves)
+            family = [grad for leaf in family if (grad := leaf.grad) is not None]
         known = {id(tensor) for tensor in family}
         return family if all(id(tensor) in known for tensor in tensors) else list(tensors)
 
@@ -223,7 +215,7 @@ class Engine:
     def before_step(self) -> None:
         self.reducer.recover()
         self.pager.quiesce()
-        self.council.step(f"step {self._steps + 1}")
+        self.council.attend(Kind.STEP, f"step {self._steps + 1}")
         self.pager.release()
         self._pages.trim()  # the optimizer may have temporaries of its own
         self._buckets.trim()
@@ -237,30 +229,10 @@ class Engine:
         self.gate.end_step()
         self.pager.release()
 
-    # ---- meetings (Member)
     def fence(self, what: str) -> None:
+        """Before an edit of the weights in place."""
         self.pager.quiesce()
-        self.council.fence(what)
-
-    def offers(self) -> Offers:
-        return self.reducer.offers()
-
-    def join(self, offers: dict[int, Offers]) -> None:
-        self.reducer.join(offers)
-
-    def flush(self, offers: dict[int, Offers]) -> None:
-        self.reducer.flush(offers)
-
-    def advance(self, kind: Kind) -> None:
-        self.reducer.advance(kind)
-        self.gate.advance({Kind.STEP: Phase.STEP, Kind.FENCE: Phase.EDIT}.get(kind, Phase.READ))
-
-    # ---- the service thread (Owner)
-    def shard_for(self, unit: int, stamp: Stamp) -> torch.Tensor | str:
-        return self.gate.shard_at(self.units[unit], stamp)
-
-    def unit_name(self, unit: int) -> str:
-        return self.units[unit].name
+        self.council.attend(Kind.FENCE, what)
 
 
 def _power_sum(tensor: torch.Tensor, order: float) -> torch.Tensor:

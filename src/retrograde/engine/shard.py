@@ -15,13 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from retrograde.comm import Mesh, Station
 from retrograde.engine.engine import Engine
+from retrograde.engine.growth import Growth
 from retrograde.engine.materialize import check_resettable, materialize
 from retrograde.errors import ShardingError
 from retrograde.layout import Layout, Policy, UnitSpec, find_units
 from retrograde.layout.units import Units
 from retrograde.optim import ShardedParameter, watch_steps
 from retrograde.optim.pieces import set_data
-from retrograde.residency import Unit, patch, tend
+from retrograde.residency import Unit, patch
 
 
 def shard(
@@ -55,12 +56,11 @@ def shard(
         specs = find_units(model, units)
         if not specs:
             raise ShardingError(f"{type(model).__name__} has no parameters to shard")
-        tend(ShardedParameter)
         watch_steps()
         engine = Engine(model, policy, station)
     _enlist(engine, specs)
-    patch(model, engine.saved, (), engine, before_forward=engine.growth.check)
-    engine.growth.watch(lambda: _enlist(engine, _added(model, units)))
+    growth = Growth(lambda: _enlist(engine, _added(model, units)))
+    patch(model, engine.saved, (), engine, before_forward=growth.check)
     return engine
 
 

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from retrograde.errors import UnsupportedError
 from retrograde.layout import Slot
 from retrograde.optim.reads import Reads, reads
-from retrograde.residency import Unit, edits
+from retrograde.residency import Leaf, Unit, edits
 
 _get_grad = cast(Any, torch.Tensor.grad).__get__
 _set_grad = cast(Any, torch.Tensor.grad).__set__
@@ -137,7 +137,7 @@ class ShardedGradient(Piece):
     """What `p.grad` is: this rank's piece of the reduced gradient."""
 
 
-class ShardedParameter(Piece, nn.Parameter):
+class ShardedParameter(Piece, Leaf, nn.Parameter):
     """The class of a parameter after sharding. `p.full()` is the whole of it; `p` itself is this rank's piece."""
 
     aliases: "deque[weakref.ref[Piece]]"
@@ -393,34 +393,23 @@ def _columns(args: Any) -> Iterator[Any]:
 
 
 # ---- reading all of it, without moving all of it
-def _norm_order(args: Any, kwargs: Any, keyword: str) -> float:
-    order = args[1] if len(args) > 1 else kwargs.get(keyword, 2)
-    return float({"fro": 2.0, None: 2.0}.get(order, order))
-
-
-def _one_norm(keyword: str) -> Callable[..., Any]:
-    def norm(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        rest = [value for name, value in kwargs.items() if name not in (keyword, "dtype", "input")]
-        if len(args) > 2 or any(value not in (None, False) for value in rest) or not isinstance(args[0], Piece):
-            return NotImplemented
-        return _alive(args[0]).norms([args[0]], _norm_order(args, kwargs, keyword))[0]
-
-    return norm
-
-
-def _foreach_norm(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    if not all(isinstance(tensor, Piece) for tensor in args[0]):
+def _norms(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Of one tensor (torch calls the order `p` or `ord`) or, foreach, of many."""
+    many = isinstance(args[0], list | tuple)
+    tensors = list(args[0]) if many else [args[0]]
+    beside = [value for name, value in kwargs.items() if name not in ("p", "ord", "dtype")]
+    along = not many and (len(args) > 2 or any(value not in (None, False) for value in beside))
+    if along or not all(isinstance(tensor, Piece) for tensor in tensors):
         return NotImplemented
-    return _alive(args[0][0]).norms(list(args[0]), _norm_order(args, kwargs, "ord"))
+    order = args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord", 2))
+    norms = _alive(tensors[0]).norms(tensors, float({"fro": 2.0, None: 2.0}.get(order, order)))
+    return norms if many else norms[0]
 
 
-def _reduction(combine: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    def over_all(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if len(args) != 1 or kwargs or not isinstance(args[0], Piece):
-            return NotImplemented
-        return _combined(args[0], func, combine)
-
-    return over_all
+def _reduction(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    if len(args) != 1 or kwargs or not isinstance(args[0], Piece):
+        return NotImplemented
+    return _combined(args[0], func, _COMBINE[func.__name__])
 
 
 def _combined(piece: Piece, func: Callable[..., Any], combine: Callable[..., torch.Tensor]) -> torch.Tensor:
@@ -444,24 +433,24 @@ def _found_inf(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     grads, found = args[0], args[1]
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*args, **kwargs)
-    pieces = [grad for grad in grads if isinstance(grad, Piece)]
-    if pieces:
-        found.copy_(functools.reduce(torch.maximum, _alive(pieces[0]).everywhere("found_inf", found.clone)))
+    if (piece := next(_pieces(grads), None)) is not None:
+        found.copy_(functools.reduce(torch.maximum, _alive(piece).everywhere("found_inf", found.clone)))
     return result
 
 
+# How the ranks' answers make the answer for the whole.
+_COMBINE: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "amax": torch.maximum,
+    "min": torch.minimum,
+    "amin": torch.minimum,
+    "any": torch.logical_or,
+    "all": torch.logical_and,
+}
 _OVER_ALL: dict[str, Callable[..., Any]] = {
-    "norm": _one_norm("p"),
-    "linalg_vector_norm": _one_norm("ord"),
-    "linalg_norm": _one_norm("ord"),
-    "_foreach_norm": _foreach_norm,
-    "sum": _reduction(torch.add),
+    **dict.fromkeys(("norm", "linalg_vector_norm", "linalg_norm", "_foreach_norm"), _norms),
+    **dict.fromkeys(_COMBINE, _reduction),
     "mean": _mean,
-    "max": _reduction(torch.maximum),
-    "amax": _reduction(torch.maximum),
-    "min": _reduction(torch.minimum),
-    "amin": _reduction(torch.minimum),
-    "any": _reduction(torch.logical_or),
-    "all": _reduction(torch.logical_and),
     "_amp_foreach_non_finite_check_and_unscale_": _found_inf,
 }

@@ -1,5 +1,6 @@
 """Every optimizer's step, whoever made it and when: torch's global step hooks find the engines concerned."""
 
+import functools
 from collections.abc import Iterable
 from typing import Any, Protocol, cast
 
@@ -16,16 +17,11 @@ class Stepped(Protocol):
     def after_step(self, leaves: list[ShardedParameter]) -> None: ...
 
 
-_watching = False
-
-
+@functools.cache
 def watch_steps() -> None:
     """Install the hooks, once for the process."""
-    global _watching
-    if not _watching:
-        _watching = True
-        register_optimizer_step_pre_hook(_before)
-        register_optimizer_step_post_hook(_after)
+    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_post_hook(_after)
 
 
 def _by_engine(optimizer: torch.optim.Optimizer) -> Iterable[tuple[Stepped, list[ShardedParameter]]]:

@@ -26,7 +26,7 @@ URGENCY = tuple(Kind)
 
 
 class Member(Protocol):
-    """What a rank can do for others at a meeting."""
+    """What a rank can do for others at a meeting (the reducer)."""
 
     def offers(self) -> Offers: ...
 
@@ -46,20 +46,12 @@ class Council:
         positions = self._meet(Position(Kind.BACKWARD, label, offers))
         return {rank: p.offers for rank, p in enumerate(positions) if p.kind is Kind.BACKWARD}
 
-    def fence(self, label: str) -> None:
-        self._attend(Kind.FENCE, label)
-
-    def flush(self, label: str) -> None:
-        self._attend(Kind.FLUSH, label)
-
-    def step(self, label: str) -> None:
-        self._attend(Kind.STEP, label)
-
     def values(self, label: str, value: Callable[[], Any]) -> list[Any]:
         """Everybody's value, by rank. Asked for anew if a flush changed gradients while this rank waited."""
-        return [p.offers[1] for p in self._attend(Kind.TOTAL, label, value)]
+        return [p.offers[1] for p in self.attend(Kind.TOTAL, label, value)]
 
-    def _attend(self, kind: Kind, label: str, value: Callable[[], Any] = lambda: None) -> list[Position]:
+    def attend(self, kind: Kind, label: str, value: Callable[[], Any] = lambda: None) -> list[Position]:
+        """Meet for `kind`, and for what others came for before it; returns the positions of the last meeting."""
         actions: dict[Kind, Callable[[dict[int, Offers]], None]] = {
             Kind.BACKWARD: self._member.join,
             Kind.FENCE: lambda _: self._member.advance(Kind.FENCE if kind is Kind.FENCE else Kind.TOTAL),

@@ -66,7 +66,7 @@ class Exchange:
     """Puts, takes and sums. Holds at most one bucket whose sending is not done."""
 
     def __init__(self, station: Station, policy: Policy, pool: BufferPool, ledger: Ledger) -> None:
-        self._station, self._policy, self._pool, self._ledger = station, policy, pool, ledger
+        self._station, self.policy, self._pool, self._ledger = station, policy, pool, ledger
         self._streams: Streams = pool.streams
         self._launched = 0
         self._sending: list[Any] = []
@@ -162,7 +162,7 @@ class Exchange:
         assert launch.sum is not None
         stream, own, total = self._streams.reducing, launch.own, launch.sum
         launch.sum = None
-        if self._policy.mean:
+        if self.policy.mean:
             stream.run(lambda: total.div_(self._station.mesh.world))
         if total is not own:
             stream.run(lambda: own.copy_(total))
@@ -178,9 +178,9 @@ class Exchange:
 
     @property
     def scale(self) -> float:
-        return 1.0 / self._station.mesh.world if self._policy.mean else 1.0
+        return 1.0 / self._station.mesh.world if self.policy.mean else 1.0
 
 
-def union(offers: Mapping[int, Offer]) -> tuple[Use, ...]:
-    """For each parameter, the most that any rank does with its gradient."""
-    return tuple(max(uses) for uses in zip(*(offer.uses for offer in offers.values()), strict=True))
+def accumulated(offers: Mapping[int, Offer]) -> tuple[bool, ...]:
+    """For each parameter, whether its gradient goes to `.grad` on any rank."""
+    return tuple(Use.ACCUMULATED in uses for uses in zip(*(offer.uses for offer in offers.values()), strict=True))

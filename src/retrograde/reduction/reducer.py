@@ -18,12 +18,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from retrograde.comm import Kind, Station
+from retrograde.comm import Kind
+from retrograde.ledger import Ledger
 from retrograde.reduction.bucket import Bucket, Grads
 from retrograde.reduction.council import Council, Offers
-from retrograde.reduction.exchange import Exchange, Launch, Offer, Part, Use, union
+from retrograde.reduction.exchange import Exchange, Launch, Offer, Part, Use, accumulated
 from retrograde.reduction.window import Windows
-from retrograde.residency import Pager, Unit
+from retrograde.residency import Gate, Pager, Phase, Unit
 
 _graph_task = torch._C._current_graph_task_id
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
@@ -39,15 +40,15 @@ class Task:
 
 
 class Reducer:
-    def __init__(self, units: list[Unit], exchange: Exchange, council: Council, station: Station, pager: Pager) -> None:
-        self._units, self._exchange, self._council = units, exchange, council
-        self._station, self._pager = station, pager
+    def __init__(self, units: list[Unit], exchange: Exchange, gate: Gate, pager: Pager, ledger: Ledger) -> None:
+        self._units, self._exchange, self._gate, self._pager = units, exchange, gate, pager
+        self._station = gate.station
+        self.council = Council(self._station, self, ledger)
         self._tasks: dict[int, Task] = {}
         self._pending: dict[int, Bucket] = {}  # gradients added up locally, by unit
         self._offered: Offers = {}
         self._delivering: dict[int, tuple[bool, ...]] = {}
-        self.until_step = False  # the policy keeps gradients pending
-        self.windows = Windows()  # so does a window
+        self.windows = Windows()
         self.backwards = 0
 
     # ---- autograd calls these (Sink)
@@ -58,7 +59,7 @@ class Reducer:
         if torch.is_grad_enabled():
             return _Reduce.apply(self, unit, uses, self._task(), *grads)  # type: ignore[no-any-return, no-untyped-call]
         if Use.CAPTURED not in uses:
-            if (self.windows.open or (self.until_step and not unit.hooked)) and self._make_room(unit):
+            if (self.windows.open or (self._exchange.policy.until_step and not unit.hooked)) and self._make_room(unit):
                 self._keep(unit, grads, uses)
                 return None
             if unit.index in self._pending:
@@ -84,7 +85,7 @@ class Reducer:
         task = self._tasks.get(number)
         if task is None:
             task = self._tasks[number] = Task()
-            _queue_callback(lambda: self._finish(number))
+            _queue_callback(lambda: self._close(number))
         return task
 
     def _uses(self, unit: Unit, grads: Grads) -> tuple[Use, ...]:
@@ -120,26 +121,23 @@ class Reducer:
         task.met = True
         self._exchange.settle_sending()
         self.backwards += 1
-        offers = self._council.end_backward(
+        offers = self.council.end_backward(
             f"backward {self.backwards} since the last step", {i: launch.offer for i, launch in task.launches.items()}
         )
         for part, by_rank in _by_part(offers).items():
             launch, unit = task.launches.get(part), self._units[part.unit]
-            uses = union(by_rank)
             total = self._exchange.total(launch, by_rank) if launch else self._exchange.join(unit, by_rank)
             if launch is not None and not part.early:
                 # What another rank captures is its own affair; what it accumulates belongs in `.grad` here too.
-                mine = launch.offer.uses
-                launch.present = tuple(bool(m) or u is Use.ACCUMULATED for m, u in zip(mine, uses, strict=True))
+                both = zip(launch.offer.uses, accumulated(by_rank), strict=True)
+                launch.present = tuple(bool(mine) or theirs for mine, theirs in both)
             else:
-                task.joined.append((unit, total, tuple(use is Use.ACCUMULATED for use in uses)))
+                task.joined.append((unit, total, accumulated(by_rank)))
         return offers
 
-    def _finish(self, number: int) -> None:
-        if (task := self._tasks.pop(number, None)) is not None:
-            self._close(task)
-
-    def _close(self, task: Task) -> None:
+    def _close(self, number: int) -> None:
+        if (task := self._tasks.pop(number, None)) is None:
+            return  # it raised, and the next entry has cleaned up
         if not task.met and task.launches:  # no Pack ran: all that was launched had only to make room
             self._end_backward(task)
         for unit, total, present in task.joined:
@@ -158,11 +156,11 @@ class Reducer:
     def recover(self) -> None:
         """Outside any backward: tasks still here belong to backwards that raised."""
         if self._tasks and _graph_task() == -1:
-            tasks, self._tasks = self._tasks, {}
             self._exchange.settle_sending()
-            for task in tasks.values():  # what had to make room came from backwards that did not raise
+            for number, task in list(self._tasks.items()):
+                # What had to make room came from backwards that did not raise.
                 task.launches = {part: launch for part, launch in task.launches.items() if part.early}
-                self._close(task)
+                self._close(number)
 
     # ---- pending gradients
     def _make_room(self, unit: Unit) -> bool:
@@ -180,10 +178,6 @@ class Reducer:
     def held(self) -> dict[int, int]:
         """Bytes of unreduced gradients that wait, by unit."""
         return {index: self._units[index].layout.page_bytes for index in self._pending}
-
-    @property
-    def pending(self) -> bool:
-        return bool(self._pending)
 
     def forget(self, unit: Unit, slot: int) -> None:
         """`.grad` was set: what is pending for this parameter has no place to go."""
@@ -211,7 +205,7 @@ class Reducer:
         for part, by_rank in _by_part(offers).items():
             unit = self._units[part.unit]
             total = self._exchange.join(unit, by_rank)
-            self._deliver(unit, total, tuple(use is Use.ACCUMULATED for use in union(by_rank)))
+            self._deliver(unit, total, accumulated(by_rank))
 
     def flush(self, offers: dict[int, Offers]) -> None:
         """Reduce what is pending on any rank."""
@@ -223,14 +217,15 @@ class Reducer:
             else:
                 total = self._exchange.join(unit, by_rank)
             with unit.accepting():
-                self._deliver(unit, total, tuple(bool(use) for use in union(by_rank)))
+                self._deliver(unit, total, accumulated(by_rank))
         self._exchange.settle_sending()
 
     def advance(self, kind: Kind) -> None:
-        """A fence was passed (the engine moves its clock)."""
+        """A fence was passed."""
         if kind is Kind.STEP:
             self.backwards = 0
             self._station.discard_arrivals()
+        self._gate.advance({Kind.STEP: Phase.STEP, Kind.FENCE: Phase.EDIT}.get(kind, Phase.READ))
 
     # ---- create_graph
     def reduce_now(
@@ -255,13 +250,9 @@ class Reducer:
         return launch.own
 
     def gather_now(self, unit: Unit, shard: torch.Tensor) -> torch.Tensor:
-        """All ranks' `shard`s end to end (the transpose of a reduction)."""
-        parts = self._council.values(f"second derivative of unit {unit.name}", shard.detach().clone)
-        return torch.cat(parts)
-
-    @property
-    def scale(self) -> float:
-        return self._exchange.scale
+        """All ranks' `shard`s end to end, scaled: the transpose of a reduction."""
+        parts = self.council.values(f"second derivative of unit {unit.name}", shard.detach().clone)
+        return torch.cat(parts) * self._exchange.scale
 
 
 def _used(grads: Grads, uses: tuple[Use, ...]) -> list[torch.Tensor | None]:
@@ -298,7 +289,7 @@ class _Regather(torch.autograd.Function):
     def forward(ctx, reducer, unit, present, shard):  # type: ignore[no-untyped-def]
         ctx.set_materialize_grads(False)
         ctx.reducer, ctx.unit = reducer, unit
-        flat = reducer.gather_now(unit, shard) * reducer.scale
+        flat = reducer.gather_now(unit, shard)
         return tuple(view if p else None for view, p in zip(unit.layout.views(flat), present, strict=True))
 
     @staticmethod

@@ -1,6 +1,6 @@
 """Pages: when a unit's full parameters are in memory, and how code reaches them."""
 
-from retrograde.residency.access import patch, tend
+from retrograde.residency.access import Leaf, patch
 from retrograde.residency.buffers import BufferPool
 from retrograde.residency.full import edits, overloads
 from retrograde.residency.gate import Gate, Phase
@@ -9,5 +9,5 @@ from retrograde.residency.saved import SavedTensors
 from retrograde.residency.unit import Sink, Unit
 
 __all__ = [
-    "BufferPool", "Gate", "Pager", "Phase", "SavedTensors", "Sink", "Unit", "edits", "overloads", "patch", "tend",
+    "BufferPool", "Gate", "Leaf", "Pager", "Phase", "SavedTensors", "Sink", "Unit", "edits", "overloads", "patch",
 ]  # fmt: skip

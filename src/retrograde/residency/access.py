@@ -6,7 +6,7 @@ pages the unit in; `forward` runs with the saved-tensor hooks active; what a sha
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,19 +15,13 @@ from retrograde.errors import UnsupportedError
 from retrograde.residency.saved import SavedTensors
 
 
-class Leaf(Protocol):
+class Leaf:
     """A sharded parameter, as modules see it (optim/pieces.py)."""
 
-    def full(self) -> torch.Tensor: ...
+    __slots__ = ()
 
-
-_leaf_type: type[Any] | None = None
-
-
-def tend(leaf_type: type[Any]) -> None:
-    """Tell which class of leaves is read through its full tensor."""
-    global _leaf_type
-    _leaf_type = leaf_type
+    def full(self) -> torch.Tensor:
+        raise NotImplementedError
 
 
 def patch(
@@ -66,9 +60,9 @@ def patch(
 
 def _property(name: str) -> property:
     def get(self: nn.Module) -> Any:
-        leaf = self._parameters.get(name)
-        if type(leaf) is _leaf_type:
-            return leaf.full()  # type: ignore[union-attr]
+        leaf: Any = self._parameters.get(name)
+        if isinstance(leaf, Leaf):
+            return leaf.full()
         if name in self._parameters:
             return leaf
         if name in self.__dict__:
@@ -115,12 +109,12 @@ def _flat_weights(self: nn.RNNBase) -> list[torch.Tensor]:
 
 
 def _sharded(self: nn.Module) -> dict[str, Any]:
-    return {name: leaf for name, leaf in self._parameters.items() if type(leaf) is _leaf_type}
+    return {name: leaf for name, leaf in self._parameters.items() if isinstance(leaf, Leaf)}
 
 
 def _apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
     for name, leaf in self.named_parameters(recurse=recurse):
-        if type(leaf) is _leaf_type:
+        if isinstance(leaf, Leaf):
             probe = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
             if (after := fn(probe)).dtype != probe.dtype or after.device != probe.device:
                 raise UnsupportedError(

@@ -41,15 +41,13 @@ class Phase(Enum):
 class Gate:
     def __init__(self, station: Station, units: list["Unit"], fence: Callable[[str], None]) -> None:
         self.clock = 0
-        self._units = units
-        self._station = station
-        self._fence = fence
+        self.station, self._units, self._fence = station, units, fence
         self._phase = Phase.READ
 
     # ---- the main thread
     def stamp(self, unit: "Unit") -> Stamp:
         """What a page read now must contain. Reading ends the edits before it."""
-        with self._station.mesh.changed:
+        with self.station.mesh.changed:
             if self._phase is not Phase.READ:
                 self._settle()
         return Stamp(self.clock, unit.edits, unit.version - unit.settled)
@@ -61,46 +59,50 @@ class Gate:
             self._fence(what)
         edit = self._phase is Phase.EDIT
         marks = {unit: len(unit.undo) for unit, _ in targets}
-        with self._station.mesh.changed:
+        with self.station.mesh.changed:
             for unit, slot in targets if edit else ():
                 unit.undo.append((slot, unit.pieces[slot].clone()))
         try:
             yield
         except BaseException:
-            with self._station.mesh.changed:
+            with self.station.mesh.changed:
                 for unit, mark in marks.items():
                     del unit.undo[mark:]
             raise
-        with self._station.mesh.changed:
+        with self.station.mesh.changed:
             for unit in marks:
                 unit.edits = unit.fenced + len(unit.undo)
-        self._station.answer_waiting()
+        self.station.answer_waiting()
 
     def advance(self, phase: Phase) -> None:
         """A fence was passed by all ranks; this one is about to do `phase`."""
-        with self._station.mesh.changed:
+        with self.station.mesh.changed:
             self.clock += 1
             self._phase = phase
             for unit in self._units:
                 unit.undo, unit.fenced = [], unit.edits
                 unit.settled = unit.version
-        self._station.finish_serving()
-        self._station.answer_waiting()
+        self.station.finish_serving()
+        self.station.answer_waiting()
 
     def end_step(self) -> None:
-        with self._station.mesh.changed:
+        with self.station.mesh.changed:
             if self._phase is Phase.STEP:
                 self._settle()
-        self._station.answer_waiting()
+        self.station.answer_waiting()
 
     def _settle(self) -> None:
         self._phase = Phase.READ
         for unit in self._units:
             unit.settled = unit.version
 
-    # ---- the service thread
-    def shard_at(self, unit: "Unit", stamp: Stamp) -> torch.Tensor | str:
-        """`unit`'s shard as the reader needs it, else why it is not to be had (yet)."""
+    # ---- the service thread (Owner)
+    def unit_name(self, unit: int) -> str:
+        return self._units[unit].name
+
+    def shard_for(self, index: int, stamp: Stamp) -> torch.Tensor | str:
+        """The unit's shard as the reader needs it, else why it is not to be had (yet)."""
+        unit = self._units[index]
         if stamp.clock < self.clock:
             return f"it has moved on to fence {self.clock} while the reader is still at fence {stamp.clock}"
         if stamp.clock > self.clock or self._phase is Phase.STEP:

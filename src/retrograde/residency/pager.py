@@ -52,8 +52,7 @@ class Pager:
         self._policy = policy
         self._forecast = Forecast()
         self._current: Unit | None = None
-        self._previous: Unit | None = None
-        self._resident: list[Unit] = []
+        self._resident: dict[Unit, None] = {}  # in the order of their coming
         self.live: dict[int, Unit] = {}  # storage of a READY page -> its unit (saved.py looks here)
 
     def access(self, unit: Unit, slot: int) -> torch.Tensor:
@@ -75,33 +74,33 @@ class Pager:
             unit.write_back_if_edited()
             self._make_room(unit)
             unit.start()
-        if unit not in self._resident:
-            self._resident.append(unit)
+        self._resident.setdefault(unit)
+        self._finish(unit)
+        if unit is not self._current:
+            self._use(unit)
+
+    def _finish(self, unit: Unit) -> None:
         if unit.state is State.LOADING:
             unit.finish()
             assert unit.buffer is not None
             self.live[unit.buffer.untyped_storage()._cdata] = unit
-        if unit is not self._current:
-            self._use(unit)
 
     def retire(self, unit: Unit) -> None:
         """A backward has made its last use of this page."""
-        if not self._policy.keeps_pages and (self._policy.resident == 0 or not self._fits()):
+        budget = self._policy.resident
+        if budget == 0 or self._idle_bytes(set()) > budget:
             self._drop(unit)
 
     def quiesce(self) -> None:
         """Before the weights change: no read may be under way."""
         for unit in self._resident:
-            if unit.state is State.LOADING:
-                unit.finish()
-                assert unit.buffer is not None
-                self.live[unit.buffer.untyped_storage()._cdata] = unit
+            self._finish(unit)
             unit.write_back_if_edited()
         self._forecast.forget_position()
 
     def release(self) -> None:
         """Let go of every page that is not kept: after a step they are stale, after a failure they are leftovers."""
-        self._current = self._previous = None
+        self._current = None
         if not self._policy.keeps_pages:
             for unit in list(self._resident):
                 if not unit.valid or self._policy.resident == 0:
@@ -109,20 +108,22 @@ class Pager:
 
     def _use(self, unit: Unit) -> None:
         self._forecast.use(unit, _graph_task() != -1)
-        self._previous, self._current = self._current, unit
-        if self._policy.keeps_pages and not self._policy.prefetch:
-            return
-        following = next(self._forecast.ahead(1), None) if self._policy.prefetch else None
+        self._current = unit
+        following = self._expected()
         if following is not None and following is not unit and not following.valid:
             self._make_room(following)
             following.start()
-            self._resident.append(following) if following not in self._resident else None
+            self._resident.setdefault(following)
+
+    def _expected(self) -> Unit | None:
+        """The unit to prefetch."""
+        return next(self._forecast.ahead(1), None) if self._policy.prefetch else None
 
     def _make_room(self, coming: Unit) -> None:
         """Evict until what is idle fits the budget. In use: the page coming, the current one, one expected."""
         if self._policy.keeps_pages:
             return
-        expected = next(self._forecast.ahead(1), None) if self._policy.prefetch else None
+        expected = self._expected()
         spared = {coming}
         if self._policy.prefetch and self._current is not None:
             # Two pages: the one coming and either the one in use or, when that is being left, the next.
@@ -141,14 +142,10 @@ class Pager:
     def _idle_bytes(self, spared: set[Unit]) -> int:
         return sum(unit.layout.page_bytes for unit in self._resident if unit not in spared and not unit.at_home)
 
-    def _fits(self) -> bool:
-        return self._idle_bytes(set()) <= self._policy.resident
-
     def _drop(self, unit: Unit) -> None:
         storage = None if unit.buffer is None else unit.buffer.untyped_storage()._cdata
         if unit.drop() and unit.buffer is None:
-            if unit in self._resident:
-                self._resident.remove(unit)
+            self._resident.pop(unit, None)
             if storage is not None:
                 self.live.pop(storage, None)
             if self._current is unit:
