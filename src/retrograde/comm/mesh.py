@@ -157,7 +157,6 @@ class Mesh:
         elif op != "stop":
             with self.changed:
                 self._deliver(number, src, op, tuple(args))
-                self.changed.notify_all()
         return bool(op != "stop")
 
     def _deliver(self, number: int, src: int, op: str, args: tuple[Any, ...]) -> None:

@@ -252,8 +252,7 @@ class Station:
         self.check()
         with self.mesh.changed:
             if self.mesh.changed.wait_for(lambda: done() or self.failure is not None, self.timeout):
-                if not done():  # a peer that came and died before we woke up fails our next wait, not this one
-                    self.check()
+                self.check()
                 return
             absent = missing()
         self._told.clear()
@@ -269,7 +268,7 @@ class Station:
             f"reorder them or do fewer backwards), or raise shard(timeout=...)"
         )
 
-    # ---- the service thread's side: it holds `mesh.changed` and tells those who wait for it
+    # ---- the service thread's side, which holds `mesh.changed`
     def on_message(self, src: int, op: str, args: tuple[Any, ...]) -> None:
         """`op` is what the sender gave `Mesh.send`; its handler is the method `_on_{op}`."""
         getattr(self, f"_on_{op}")(src, *args)
@@ -289,9 +288,11 @@ class Station:
         parts = zip(torch.split(chunk, sizes), tags, strict=True)
         works = [self.mesh.irecv(part, src, tag) for part, tag in parts]
         self._arrivals[key, src] = _Arrival(chunk, works, steps, turn)
+        self.mesh.changed.notify_all()
 
     def _on_meet(self, src: int, number: int, position: Position) -> None:
         self._met.setdefault(number, {})[src] = position
+        self.mesh.changed.notify_all()
 
     def _on_notice(self, src: int, tag: int, reason: str) -> None:
         self.notices[tag] = reason
@@ -301,6 +302,8 @@ class Station:
 
     def _on_tell(self, src: int, where: str) -> None:
         self._told[src] = where
+        self.mesh.changed.notify_all()
 
     def _on_fail(self, src: int, text: str) -> None:
         self.failure = self.failure or text
+        self.mesh.changed.notify_all()

@@ -4,8 +4,8 @@ import contextlib
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -59,7 +59,6 @@ class Engine:
             unit.connect(self.gate, self.station, self.reducer, self._pages, self.ledger)
             for index, leaf in enumerate(unit.leaves):
                 ShardedParameter.adopt(leaf, unit, index, self)
-            self.saved.add(unit)
         self.council.values("shard() is done", lambda: None)  # from here on others may read our shards
 
     # ---- users
@@ -174,9 +173,6 @@ class Engine:
         if self.reducer.held and _graph_task() == -1:
             self.council.attend(Kind.FLUSH, "p.grad was read")
 
-    def before_grad_write(self, unit: Unit, slot: int) -> None:
-        self.reducer.forget(unit, slot)
-
     def norms(self, tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
         """Norms of whole parameters or gradients from their pieces.
 
@@ -189,7 +185,7 @@ class Engine:
                 return torch.stack([_power_sum(tensor, order) for tensor in family])
 
             combine = {math.inf: torch.maximum, -math.inf: torch.minimum}.get(order, torch.add)
-            whole = functools.reduce(combine, self.everywhere(f"norm {order:g} of {len(family)} tensors", local))
+            whole = functools.reduce(combine, self.council.values(f"norm {order:g} of {len(family)} tensors", local))
             whole = whole if order == 0 or math.isinf(order) else whole ** (1.0 / order)
             self._norms = {
                 id(t): _Norm(weakref.ref(t), t._version, order, value.to(t.dtype))
@@ -207,9 +203,6 @@ class Engine:
             family = [grad for leaf in family if (grad := leaf.grad) is not None]
         known = {id(tensor) for tensor in family}
         return family if all(id(tensor) in known for tensor in tensors) else list(tensors)
-
-    def everywhere(self, label: str, value: Callable[[], Any]) -> list[Any]:
-        return self.council.values(label, value)
 
     # ---- optimizers (Stepped)
     def before_step(self) -> None:

@@ -153,18 +153,15 @@ def _make(index: int, spec: UnitSpec, policy: Policy, ranks: Mesh) -> Unit:
 
 def _fill(engine: Engine, specs: list[UnitSpec], units: list[Unit]) -> None:
     """Copy each parameter's piece into its shard and point the parameter there, a parameter at a time."""
-    places: dict[int, tuple[Unit, int]] = {
-        id(param): (unit, index) for unit in units for index, param in enumerate(unit.leaves)
-    }
+    places = {id(param): (unit, index) for unit in units for index, param in enumerate(unit.leaves)}
 
     def settle(param: nn.Parameter, value: torch.Tensor) -> None:
         unit, index = places[id(param)]
         slot, rank = unit.layout.slots[index], unit.rank
         piece = unit.shard[unit.layout.piece(slot, rank)]
         piece.copy_(value.detach().reshape(-1)[unit.layout.within(slot, rank)])
-        wanted = param.requires_grad
         if param.device.type == "meta":
-            torch.utils.swap_tensors(param, nn.Parameter(piece, wanted))  # type: ignore[no-untyped-call]
+            torch.utils.swap_tensors(param, nn.Parameter(piece, param.requires_grad))  # type: ignore[no-untyped-call]
         else:
             set_data(param, piece)
 

@@ -56,6 +56,10 @@ class Layout:
     def padded_numel(self) -> int:
         return self.shard_numel * self.world
 
+    @cached_property
+    def offsets(self) -> list[int]:
+        return [slot.offset for slot in self.slots]
+
     @property
     def page_bytes(self) -> int:
         return self.padded_numel * self.dtype.itemsize

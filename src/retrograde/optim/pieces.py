@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from retrograde.errors import UnsupportedError
 from retrograde.layout import Slot
 from retrograde.optim.reads import Reads, reads
+from retrograde.reduction import Reducer
 from retrograde.residency import Leaf, Unit, edits
 
 _get_grad = cast(Any, torch.Tensor.grad).__get__
@@ -43,15 +44,13 @@ JOINED = -1  # the place of a piece that was put together from several
 class Holder(Protocol):
     """The engine, as its leaves see it."""
 
+    reducer: Reducer
+
     def access(self, unit: Unit, slot: int) -> torch.Tensor: ...
 
     def before_grad_read(self) -> None: ...
 
-    def before_grad_write(self, unit: Unit, slot: int) -> None: ...
-
     def norms(self, tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]: ...
-
-    def everywhere(self, label: str, value: Callable[[], Any]) -> list[Any]: ...
 
 
 class Piece(torch.Tensor):
@@ -220,7 +219,7 @@ class ShardedParameter(Piece, Leaf, nn.Parameter):
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         if holder := self.holder():
-            holder.before_grad_write(self.unit, self.place)
+            holder.reducer.forget(self.unit, self.place)
         if value is not None and value.shape == self.slot.shape != self.shape:
             value = self.piece_of(value)
         _set_grad(self, value)
@@ -280,6 +279,11 @@ def _alive(piece: Any) -> Holder:
     return cast(Holder, holder)
 
 
+def _values(piece: Piece, label: str, value: Callable[[], Any]) -> list[Any]:
+    """Everybody's value, by rank."""
+    return _alive(piece).reducer.council.values(label, value)
+
+
 # ---- arguments and results
 def _pieces(args: Any) -> Iterator[Piece]:
     for arg in args:
@@ -302,7 +306,7 @@ def _wholes(args: Any, name: str) -> Any:
         return [None if isinstance(leaf, ShardedParameter) else _part(leaf, source) for leaf in leaves]
 
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not isinstance(leaf, ShardedParameter)]
-    by_rank = _alive(source).everywhere(f"{name} of {source.title}", parts) if tensors else [parts()]
+    by_rank = _values(source, f"{name} of {source.title}", parts) if tensors else [parts()]
     for index, (leaf, *found) in enumerate(zip(leaves, *by_rank, strict=True)):
         of = leaf if isinstance(leaf, Piece) else source
         if isinstance(leaf, ShardedParameter):
@@ -417,7 +421,7 @@ def _combined(piece: Piece, func: Callable[..., Any], combine: Callable[..., tor
         plain = piece.as_subclass(torch.Tensor).detach()
         # An empty piece has no say in a maximum.
         local = functools.partial(func, plain) if plain.numel() else lambda: None
-        by_rank = _alive(piece).everywhere(f"{func.__name__} of {piece.title}", local)
+        by_rank = _values(piece, f"{func.__name__} of {piece.title}", local)
         found = [value for value in by_rank if value is not None]
         return cast(torch.Tensor, functools.reduce(combine, found) if found else func(plain))
 
@@ -434,7 +438,7 @@ def _found_inf(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*args, **kwargs)
     if (piece := next(_pieces(grads), None)) is not None:
-        found.copy_(functools.reduce(torch.maximum, _alive(piece).everywhere("found_inf", found.clone)))
+        found.copy_(functools.reduce(torch.maximum, _values(piece, "found_inf", found.clone)))
     return result
 
 

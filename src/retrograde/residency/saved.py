@@ -63,11 +63,7 @@ class SavedTensors:
     def __init__(self, pager: Pager) -> None:
         self._pager = pager
         self._live = pager.live
-        self._offsets: dict[Unit, list[int]] = {}
         self._ours = (self._pack, self._unpack)
-
-    def add(self, unit: Unit) -> None:
-        self._offsets[unit] = [slot.offset for slot in unit.layout.slots]
 
     def enter(self) -> bool:
         """Activate the hooks; False (and nothing to leave) where they are active, useless or forbidden."""
@@ -99,7 +95,7 @@ class SavedTensors:
         if unit is None or tensor.dtype is not unit.layout.dtype:
             return None
         offset = int(tensor.storage_offset())
-        slot = bisect.bisect_right(self._offsets[unit], offset) - 1
+        slot = bisect.bisect_right(unit.layout.offsets, offset) - 1
         return Handle(unit, slot, unit.pieces[slot]._version, tensor.size(), tensor.stride(), offset)
 
     def _unpack(self, packed: Any) -> Any:

@@ -139,13 +139,9 @@ class Unit:
         self.settled = self.version
         self.outs = tuple(FullTensor.of(stub.clone(), self, i) for i, stub in enumerate(self._stubs))
         self._edits_seen = 0
-        if self.differentiable:
+        if self.layout.dtype.is_floating_point or self.layout.dtype.is_complex:
             self._build_graph()
         self._point(self._stubs)
-
-    @property
-    def differentiable(self) -> bool:
-        return self.layout.dtype.is_floating_point or self.layout.dtype.is_complex
 
     def _build_graph(self) -> None:
         for leaf in self.leaves:
