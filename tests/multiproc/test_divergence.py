@@ -145,6 +145,7 @@ def _dies(rank: int, world: int, when: float) -> None:
     rg.shard(model, 3, timeout=TIMEOUT)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     loss_of(model, batch(rank)).backward()
+    dist.barrier()  # rank 0 has all of rank 1's messages
     if rank == 1:
         os._exit(7)
     time.sleep(when)
