@@ -38,6 +38,7 @@ _set_requires_grad = cast(Any, torch.Tensor.requires_grad).__set__
 set_data = cast(Any, torch.Tensor.data).__set__
 raw_grad = _get_grad  # without what reading `.grad` does
 _ALIASES = 16  # of a parameter that are followed; older ones are long gone
+_GONE = "the engine of this sharded model is gone; keep the model that rg.shard() was given"
 JOINED = -1  # the place of a piece that was put together from several
 
 
@@ -64,7 +65,7 @@ class Piece(torch.Tensor):
     def unit(self) -> Unit:
         unit = self._unit()
         if unit is None:
-            raise UnsupportedError("the engine of this sharded model is gone; keep the model that rg.shard() was given")
+            raise UnsupportedError(_GONE)
         return unit
 
     @property
@@ -115,7 +116,8 @@ class Piece(torch.Tensor):
                     return result
                 if kind is Reads.ALL:
                     return func(*_wholes(args, name), **kwargs)
-        with _writing(name, written), torch._C.DisableTorchFunctionSubclass():
+        guard = _writing(name, written) if written else contextlib.nullcontext()
+        with guard, torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         return _keep(result, name, kind, args)
 
@@ -275,7 +277,7 @@ def _tell_all(hooks: dict[int, Callable[[torch.Tensor], None]], leaf: torch.Tens
 def _alive(piece: Any) -> Holder:
     holder = piece.holder()
     if holder is None:
-        raise UnsupportedError("the engine of this sharded model is gone; keep the model that rg.shard() was given")
+        raise UnsupportedError(_GONE)
     return cast(Holder, holder)
 
 
