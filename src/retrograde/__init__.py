@@ -6,17 +6,6 @@ from retrograde.ledger import Event, Ledger
 from retrograde.pipeline.pipeline import Cut, Microbatches, Pipeline, Zero
 
 __all__ = [
-    "Cut",
-    "DivergenceError",
-    "Engine",
-    "Event",
-    "Ledger",
-    "Microbatches",
-    "Pipeline",
-    "PipelineError",
-    "RetrogradeError",
-    "ShardingError",
-    "UnsupportedError",
-    "Zero",
-    "shard",
-]
+    "Cut", "DivergenceError", "Engine", "Event", "Ledger", "Microbatches", "Pipeline", "PipelineError",
+    "RetrogradeError", "ShardingError", "UnsupportedError", "Zero", "shard",
+]  # fmt: skip

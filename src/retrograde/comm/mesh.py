@@ -22,10 +22,13 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from retrograde.comm.station import Station
 
 FRAME = 4096  # bytes of a control message that travel in one piece
 CONTROL, REST, FIRST_DATA = 1, 2, 16
@@ -44,16 +47,6 @@ def keep_sending(works: deque[Any], work: Any) -> None:
 GONE = "so a process ended or gave up; its own output says why"
 
 
-class Receiver(Protocol):
-    """What the service thread hands a message to, while it holds `Mesh.changed`."""
-
-    number: int
-
-    def on_message(self, src: int, op: str, args: tuple[Any, ...]) -> None: ...
-
-    def on_lost(self, cause: str, error: Exception) -> None: ...
-
-
 class Mesh:
     """Point-to-point messages between the ranks of a group. Use `Mesh.of(group)`: one per group."""
 
@@ -68,7 +61,7 @@ class Mesh:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.changed = threading.Condition()
-        self._receivers: list[weakref.ref[Receiver]] = []
+        self._receivers: list[weakref.ref[Station]] = []
         self._early: defaultdict[int, list[tuple[int, str, tuple[Any, ...]]]] = defaultdict(list)
         self._sent: deque[Any] = deque()
         self._tag = FIRST_DATA
@@ -87,7 +80,7 @@ class Mesh:
         """The other ranks, nearest first, so that not everybody asks rank 0 at once."""
         return ((self.rank + step) % self.world for step in range(1, self.world))
 
-    def attach(self, receiver: Receiver) -> None:
+    def attach(self, receiver: "Station") -> None:
         """Number an engine and deliver what came before it was there. Engines are created in one order on all ranks,
         so the number is shared.
 

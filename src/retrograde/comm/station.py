@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import StrEnum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,68 +47,33 @@ class Stamp(NamedTuple):
 
 
 class Key(NamedTuple):
-    """A put gradient: unit and the sender's own launch number, so that nothing has to be counted in step."""
+    """A put gradient: of which unit, after which meeting, and the how-manieth since then (reduction/exchange.py)."""
 
     unit: int
-    launch: int
+    meeting: int
+    turn: int
 
 
-Turn = tuple[int, int]  # which meeting a gradient was put after, and the how-manieth of its kind since then
-
-
-class Owner(Protocol):
-    """Whose shards these are (residency/gate.py), asked from the service thread."""
-
-    def shard_for(self, index: int, stamp: Stamp) -> torch.Tensor | str:
-        """The shard if it is in the state the reader needs, else the reason why it is not (yet)."""
-        ...
-
-    def unit_name(self, unit: int) -> str: ...
-
-
-@dataclass(slots=True)
-class Reading:
-    """A page-in under way. `wait()` returns when every part has arrived."""
-
-    station: "Station"
-    unit: int
-    works: list[tuple[int, Any, int]]
-
-    def wait(self) -> None:
-        works, self.works = self.works, []
-        station = self.station
-        for src, work, tag in works:
-            what = f"to page in unit {station.owner.unit_name(self.unit)} from rank {src}"
-            station.finish(work, what, tag)
-            station.notices.pop(tag, None)
-
-
+# Asked by the service thread: a unit's shard in the state that a reader needs, else why it is not to be had (yet).
+Serve = Callable[[int, Stamp], torch.Tensor | str]
+Reading = Callable[[], None]  # a page-in under way: returns when every part has arrived
 _Request = tuple[int, int, Stamp, int]  # who reads, which unit, in which state, under which tag
-
-
-@dataclass(slots=True)
-class _Arrival:
-    chunk: torch.Tensor
-    works: list[Any]
-    steps: int  # how many steps the sender had done
-    turn: Turn
+_Arrival = tuple[torch.Tensor, list[Any]]  # a gradient, and the works that bring its parts
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Station:
     mesh: Mesh
     timeout: float
-    owner: Owner = field(init=False)
+    serve: Serve = field(init=False)
     number: int = -1
     failure: str | None = None
-    notices: dict[int, str] = field(default_factory=dict)
+    notices: dict[int, str] = field(default_factory=dict)  # by tag, or by -rank-1 for what `ask` asks
     where: str = "not started"
     meetings: int = 0
     _met: dict[int, dict[int, Position]] = field(default_factory=dict)
-    _told: dict[int, str] = field(default_factory=dict)
     _requests: list[_Request] = field(default_factory=list)
     _served: deque[Any] = field(default_factory=deque)
-    steps: int = 0
     _lost: Exception | None = None  # what the backend said when a connection broke
     _arrivals: dict[tuple[Key, int], _Arrival] = field(default_factory=dict)
 
@@ -116,8 +81,8 @@ class Station:
         self.mesh.attach(self)
 
     # ---- reading pages
-    def read(self, unit: int, stamp: Stamp, into: Callable[[int], torch.Tensor]) -> Reading:
-        """Start reading every peer's shard of `unit` into `into(rank)`."""
+    def read(self, unit: int, name: str, stamp: Stamp, into: Callable[[int], torch.Tensor]) -> Reading:
+        """Start reading every peer's shard of `unit` into `into(rank)`. Call what it returns once, to wait for them."""
         self.check()
         works = []
         for src in self.mesh.peers:
@@ -125,7 +90,13 @@ class Station:
             with self._reaching(src):
                 works.append((src, self.mesh.irecv(into(src), src, tag), tag))
                 self.mesh.send(src, "read", self.number, unit, stamp, tag)
-        return Reading(self, unit, works)
+
+        def wait() -> None:
+            for src, work, tag in works:
+                self.finish(work, f"to page in unit {name} from rank {src}", tag)
+                self.notices.pop(tag, None)
+
+        return wait
 
     def finish(self, work: Any, what: str, tag: int = -1) -> None:
         """Wait for a transfer, once. What goes wrong is told in our words, not in the backend's."""
@@ -145,7 +116,7 @@ class Station:
                 self._requests = [request for request in self._requests if not self._answer(*request)]
 
     def _answer(self, src: int, unit: int, stamp: Stamp, tag: int) -> bool:
-        found = self.owner.shard_for(unit, stamp)
+        found = self.serve(unit, stamp)
         if isinstance(found, str):
             self.mesh.send(src, "notice", self.number, tag, found)
             return False
@@ -160,39 +131,34 @@ class Station:
             self.finish(work, "for a reader to take a shard")
 
     # ---- putting gradients
-    def put(self, key: Key, turn: Turn, dst: int, parts: list[torch.Tensor]) -> list[Any]:
+    def put(self, key: Key, dst: int, parts: list[torch.Tensor]) -> list[Any]:
         """Start sending `parts` to `dst`, whose service thread takes them as one; the works are done when sent."""
         tags = [self.mesh.next_tag(mine=True) for _ in parts]
         sizes, dtype = [part.numel() for part in parts], parts[0].dtype
         with self._reaching(dst):
-            self.mesh.send(dst, "put", self.number, key, sizes, dtype, self.steps, turn, tags)
+            self.mesh.send(dst, "put", self.number, key, sizes, dtype, tags)
             return [self.mesh.isend(part, dst, tag) for part, tag in zip(parts, tags, strict=True)]
 
-    def take(self, key: Key, src: int) -> torch.Tensor:
+    def take(self, key: Key, src: int, unit: str) -> torch.Tensor:
         """What `src` put under `key`; it said so at a meeting, so it is there or on its way."""
-        self._wait_until(lambda: (key, src) in self._arrivals, lambda: [src], f"its gradient of {key}")
+        self._wait_for(lambda: [] if self.arrived(key, src) else [src], f"its gradient of unit {unit}")
         with self.mesh.changed:
-            arrival = self._arrivals.pop((key, src))
-        for work in arrival.works:
-            self.finish(work, f"for the gradient of unit {self.owner.unit_name(key.unit)} from rank {src}")
-        return arrival.chunk
+            chunk, works = self._arrivals.pop((key, src))
+        for work in works:
+            self.finish(work, f"for the gradient of unit {unit} from rank {src}")
+        return chunk
 
-    def arrived(self, unit: int, src: int, turn: Turn) -> Key | None:
-        """The gradient of `unit` that `src` has put in the given turn, if it is here or on its way."""
-        with self.mesh.changed:
-            for (key, rank), arrival in self._arrivals.items():
-                if rank == src and key.unit == unit and arrival.turn == turn:
-                    return key
-        return None
+    def arrived(self, key: Key, src: int) -> bool:
+        """Is what `src` put under `key` here or on its way?"""
+        return (key, src) in self._arrivals
 
     def discard_arrivals(self) -> None:
-        """At a step: gradients nobody took belong to backwards that were given up."""
+        """At a step: what was put before this meeting and nobody took belongs to backwards that were given up."""
         with self.mesh.changed:
-            stale = [place for place, arrival in self._arrivals.items() if arrival.steps <= self.steps]
-            given_up = [self._arrivals.pop(place) for place in stale]
-        for work in (work for arrival in given_up for work in arrival.works):
+            stale = [(key, src) for key, src in self._arrivals if key.meeting < self.meetings]
+            given_up = [work for place in stale for work in self._arrivals.pop(place)[1]]
+        for work in given_up:
             self.finish(work, "for a gradient of a backward that was given up")
-        self.steps += 1
 
     # ---- meeting
     def meet(self, position: Position) -> list[Position]:
@@ -207,7 +173,7 @@ class Station:
         def missing() -> list[int]:
             return [p for p in self.mesh.peers if p not in self._met.get(number, {})]
 
-        self._wait_until(lambda: not missing(), missing, f"{position.kind} ({position.label})")
+        self._wait_for(missing, f"{position.kind} ({position.label})")
         self.where = f"outside retrograde, after {position.kind} ({position.label})"
         met = self._met.pop(number, {})
         met[self.mesh.rank] = position
@@ -248,20 +214,20 @@ class Station:
             self._announce(f"rank {self.mesh.rank}: {what} raised {type(error).__name__}: {error}")
             raise
 
-    def _wait_until(self, done: Callable[[], bool], missing: Callable[[], list[int]], what: str) -> None:
+    def _wait_for(self, missing: Callable[[], list[int]], what: str) -> None:
         self.check()
         with self.mesh.changed:
-            if self.mesh.changed.wait_for(lambda: done() or self.failure is not None, self.timeout):
+            if self.mesh.changed.wait_for(lambda: not missing() or self.failure is not None, self.timeout):
                 self.check()
                 return
             absent = missing()
-        self._told.clear()
         for peer in absent:
+            self.notices.pop(-peer - 1, None)
             with contextlib.suppress(RuntimeError):
                 self.mesh.send(peer, "ask", self.number)
         with self.mesh.changed:
-            self.mesh.changed.wait_for(lambda: all(p in self._told for p in absent), 1.0)
-        places = "; ".join(f"rank {p} is {self._told.get(p, 'not answering')}" for p in absent)
+            self.mesh.changed.wait_for(lambda: all(-p - 1 in self.notices for p in absent), 1.0)
+        places = "; ".join(f"rank {p} is {self.notices.get(-p - 1, 'not answering')}" for p in absent)
         self.fail(
             f"rank {self.mesh.rank} waited {self.timeout:g} s for rank(s) {', '.join(map(str, absent))} "
             f"at {what}, but {places}. Let every rank come to the same steps (they may skip units, "
@@ -281,28 +247,23 @@ class Station:
         if not self._answer(src, unit, stamp, tag):
             self._requests.append((src, unit, stamp, tag))
 
-    def _on_put(
-        self, src: int, key: Key, sizes: list[int], dtype: torch.dtype, steps: int, turn: Turn, tags: list[int]
-    ) -> None:
+    def _on_put(self, src: int, key: Key, sizes: list[int], dtype: torch.dtype, tags: list[int]) -> None:
         chunk = torch.empty(sum(sizes), dtype=dtype)
         parts = zip(torch.split(chunk, sizes), tags, strict=True)
         works = [self.mesh.irecv(part, src, tag) for part, tag in parts]
-        self._arrivals[key, src] = _Arrival(chunk, works, steps, turn)
+        self._arrivals[key, src] = (chunk, works)
         self.mesh.changed.notify_all()
 
     def _on_meet(self, src: int, number: int, position: Position) -> None:
         self._met.setdefault(number, {})[src] = position
         self.mesh.changed.notify_all()
 
-    def _on_notice(self, src: int, tag: int, reason: str) -> None:
-        self.notices[tag] = reason
+    def _on_notice(self, src: int, tag: int, text: str) -> None:
+        self.notices[tag] = text
+        self.mesh.changed.notify_all()
 
     def _on_ask(self, src: int) -> None:
-        self.mesh.send(src, "tell", self.number, self.where)
-
-    def _on_tell(self, src: int, where: str) -> None:
-        self._told[src] = where
-        self.mesh.changed.notify_all()
+        self.mesh.send(src, "notice", self.number, -self.mesh.rank - 1, self.where)
 
     def _on_fail(self, src: int, text: str) -> None:
         self.failure = self.failure or text

@@ -1,11 +1,8 @@
 """The engine: the parts of one sharded model, wired together, and what users ask of them."""
 
 import contextlib
-import functools
 import math
-import weakref
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -15,19 +12,10 @@ from retrograde.engine.describe import explain, report
 from retrograde.errors import ShardingError
 from retrograde.layout import Policy, parse_bytes
 from retrograde.ledger import Ledger
-from retrograde.optim import ShardedGradient, ShardedParameter
+from retrograde.optim import ShardedParameter
 from retrograde.optim.pieces import raw_grad
 from retrograde.reduction import Exchange, Reducer
-from retrograde.residency import BufferPool, Gate, Pager, SavedTensors, Unit
-
-_graph_task = torch._C._current_graph_task_id
-
-
-class _Norm(NamedTuple):
-    of: "weakref.ref[torch.Tensor]"
-    version: int
-    order: float
-    value: torch.Tensor
+from retrograde.residency import BufferPool, Pager, SavedTensors, Unit
 
 
 class Engine:
@@ -37,15 +25,12 @@ class Engine:
         self.model, self.policy = model, policy
         self.units: list[Unit] = []
         self.ledger = Ledger()
-        self._steps = 0
-        self._norms: dict[int, _Norm] = {}
         self.station = station
-        self.gate = station.owner = Gate(station, self.units, self.fence)
-        self.pager = Pager(policy)
         streams = streams_of(torch.device("cpu"))
         self._pages, self._buckets = BufferPool(self.ledger, streams), BufferPool(Ledger(), streams)
+        self.pager = Pager(policy, self._pages)
         exchange = Exchange(station, policy, self._buckets, self.ledger)
-        self.reducer = Reducer(self.units, exchange, self.gate, self.pager, self.ledger)
+        self.reducer = Reducer(self.units, exchange, station, self.pager, self.ledger)
         self.council = self.reducer.council
         self.saved = SavedTensors(self.pager)
 
@@ -56,9 +41,9 @@ class Engine:
         self._pages.limit = sum(sizes[: 2 if self.policy.prefetch else 1]) + self.policy.resident
         self._buckets.limit = sum(sizes[:2])
         for unit in units:
-            unit.connect(self.gate, self.station, self.reducer, self._pages, self.ledger)
+            unit.connect(self.reducer.gate, self.reducer, self._pages)
             for index, leaf in enumerate(unit.leaves):
-                ShardedParameter.adopt(leaf, unit, index, self)
+                ShardedParameter.adopt(leaf, unit, index)
         self.council.values("shard() is done", lambda: None)  # from here on others may read our shards
 
     # ---- users
@@ -115,7 +100,7 @@ class Engine:
                     f"or shard with smaller units"
                 )
             for index, slot in enumerate(unit.layout.slots):
-                yield slot.name, self.access(unit, index).detach()
+                yield slot.name, self.reducer.full(unit, index).detach()
         self.pager.release()
 
     def full_grad(self, which: nn.Parameter | str) -> torch.Tensor | None:
@@ -129,7 +114,7 @@ class Engine:
         return {name: grad for (name, _), grad in zip(named, whole, strict=True)}
 
     def _whole_grads(self, leaves: list[ShardedParameter]) -> list[torch.Tensor | None]:
-        self.before_grad_read()
+        self.reducer.settle("a gradient was read")
 
         def pieces() -> list[torch.Tensor | None]:
             grads = [raw_grad(leaf) for leaf in leaves]
@@ -161,79 +146,3 @@ class Engine:
         if isinstance(leaf, ShardedParameter) and leaf.unit in self.units:
             return leaf
         raise ShardingError(f"{which!r} is not a parameter of this engine's model")
-
-    # ---- leaves (Holder)
-    def access(self, unit: Unit, slot: int) -> torch.Tensor:
-        self.reducer.recover()
-        return self.pager.access(unit, slot)
-
-    def before_grad_read(self) -> None:
-        """`.grad` shows what torch would: gradients still pending are reduced first."""
-        self.reducer.recover()
-        if self.reducer.held and _graph_task() == -1:
-            self.council.attend(Kind.FLUSH, "p.grad was read")
-
-    def norms(self, tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
-        """Norms of whole parameters or gradients from their pieces.
-
-        Code that loops over parameters asks one by one: the first question is answered for all of them.
-        """
-        if not all(self._known(tensor, order) for tensor in tensors):
-            family = self._family(tensors)
-
-            def local() -> torch.Tensor:
-                return torch.stack([_power_sum(tensor, order) for tensor in family])
-
-            combine = {math.inf: torch.maximum, -math.inf: torch.minimum}.get(order, torch.add)
-            whole = functools.reduce(combine, self.council.values(f"norm {order:g} of {len(family)} tensors", local))
-            whole = whole if order == 0 or math.isinf(order) else whole ** (1.0 / order)
-            self._norms = {
-                id(t): _Norm(weakref.ref(t), t._version, order, value.to(t.dtype))
-                for t, value in zip(family, whole.unbind(), strict=True)
-            }
-        return [self._norms[id(tensor)].value.clone() for tensor in tensors]
-
-    def _known(self, tensor: torch.Tensor, order: float) -> bool:
-        known = self._norms.get(id(tensor))
-        return known is not None and known.of() is tensor and known[1:3] == (tensor._version, order)
-
-    def _family(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        family: list[torch.Tensor] = [leaf for unit in self.units for leaf in unit.leaves]
-        if isinstance(tensors[0], ShardedGradient):
-            family = [grad for leaf in family if (grad := leaf.grad) is not None]
-        known = {id(tensor) for tensor in family}
-        return family if all(id(tensor) in known for tensor in tensors) else list(tensors)
-
-    # ---- optimizers (Stepped)
-    def before_step(self) -> None:
-        self.reducer.recover()
-        self.pager.quiesce()
-        self.council.attend(Kind.STEP, f"step {self._steps + 1}")
-        self.pager.release()
-        self._pages.trim()  # the optimizer may have temporaries of its own
-        self._buckets.trim()
-
-    def after_step(self, leaves: list[ShardedParameter]) -> None:
-        for leaf in leaves:
-            if raw_grad(leaf) is not None:
-                torch.autograd.graph.increment_version(leaf)  # an optimizer may write memory torch does not see
-        self._steps += 1
-        self._norms.clear()
-        self.gate.end_step()
-        self.pager.release()
-
-    def fence(self, what: str) -> None:
-        """Before an edit of the weights in place."""
-        self.pager.quiesce()
-        self.council.attend(Kind.FENCE, what)
-
-
-def _power_sum(tensor: torch.Tensor, order: float) -> torch.Tensor:
-    """In double precision, so that the order of adding pieces is not seen in the result's dtype."""
-    with torch._C.DisableTorchFunctionSubclass():
-        plain = tensor.detach().as_subclass(torch.Tensor)
-        wide = plain.double().abs()
-        if math.isinf(order):
-            start = torch.tensor(0.0 if order > 0 else math.inf, dtype=torch.float64)
-            return torch.cat([wide, start[None]]).max() if order > 0 else torch.cat([wide, start[None]]).min()
-        return wide.ne(0).double().sum() if order == 0 else wide.pow(order).sum()

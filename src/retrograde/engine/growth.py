@@ -8,10 +8,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
+from torch.nn.modules import module as modules
 
 _registered = 0  # parameters and submodules, by any module of the process
 
@@ -23,8 +20,8 @@ def _count(module: Any, name: str, value: Any) -> None:
 
 @functools.cache
 def _start_counting() -> None:
-    register_module_parameter_registration_hook(_count)
-    register_module_module_registration_hook(_count)
+    modules.register_module_parameter_registration_hook(_count)
+    modules.register_module_module_registration_hook(_count)
 
 
 class Growth:

@@ -60,7 +60,7 @@ def shard(
         engine = Engine(model, policy, station)
     _enlist(engine, specs)
     growth = Growth(lambda: _enlist(engine, _added(model, units)))
-    patch(model, engine.saved, (), engine, before_forward=growth.check)
+    patch(model, engine.saved, (), engine, before=growth.check)
     return engine
 
 

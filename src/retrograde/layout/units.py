@@ -73,7 +73,7 @@ def _chosen(model: nn.Module, units: Units) -> set[nn.Module]:
                     f"its classes are {', '.join(sorted({type(m).__name__ for m in model.modules()}))}"
                 )
         return {m for m in model.modules() if isinstance(m, tuple(classes)) and m is not model}
-    if not callable(units):
+    if isinstance(units, str) or not callable(units):
         raise ShardingError(f'units={units!r} is not known; give "auto", module classes or a predicate')
     return {m for m in model.modules() if m is not model and units(m)}
 

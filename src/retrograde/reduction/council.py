@@ -14,31 +14,22 @@ All ranks see the same positions, so all go through the same sequence.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from retrograde.comm import Kind, Position, Station
 from retrograde.ledger import Kind as Event
 from retrograde.ledger import Ledger
 from retrograde.reduction.exchange import Offer, Part
 
+if TYPE_CHECKING:
+    from retrograde.reduction.reducer import Reducer
+
 Offers = dict[Part, Offer]
 URGENCY = tuple(Kind)
 
 
-class Member(Protocol):
-    """What a rank can do for others at a meeting (the reducer)."""
-
-    def offers(self) -> Offers: ...
-
-    def join(self, offers: dict[int, Offers]) -> None: ...
-
-    def flush(self, offers: dict[int, Offers]) -> None: ...
-
-    def advance(self, kind: Kind) -> None: ...
-
-
 class Council:
-    def __init__(self, station: Station, member: Member, ledger: Ledger) -> None:
+    def __init__(self, station: Station, member: "Reducer", ledger: Ledger) -> None:
         self._station, self._member, self._ledger = station, member, ledger
 
     def end_backward(self, label: str, offers: Offers) -> dict[int, Offers]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from retrograde.comm import Kind
+from retrograde.comm import Kind, Station
 from retrograde.ledger import Ledger
 from retrograde.reduction.bucket import Bucket, Grads
 from retrograde.reduction.council import Council, Offers
@@ -40,21 +40,21 @@ class Task:
 
 
 class Reducer:
-    def __init__(self, units: list[Unit], exchange: Exchange, gate: Gate, pager: Pager, ledger: Ledger) -> None:
-        self._units, self._exchange, self._gate, self._pager = units, exchange, gate, pager
-        self._station = gate.station
-        self.council = Council(self._station, self, ledger)
+    def __init__(self, units: list[Unit], exchange: Exchange, station: Station, pager: Pager, ledger: Ledger) -> None:
+        self._units, self._exchange, self._station, self.pager = units, exchange, station, pager
+        self.gate = Gate(station, units, self.fence)
+        self.council = Council(station, self, ledger)
         self._tasks: dict[int, Task] = {}
         self._pending: dict[int, Bucket] = {}  # gradients added up locally, by unit
         self._offered: Offers = {}
         self._delivering: dict[int, tuple[bool, ...]] = {}
         self.windows = Windows()
-        self.backwards = 0
+        self._steps = self._backwards = 0
 
     # ---- autograd calls these (Sink)
     def gathered(self, unit: Unit, grads: Grads) -> torch.Tensor | None:
         """All gradients of `unit` in this backward have arrived."""
-        self._pager.retire(unit)
+        self.pager.retire(unit)
         uses = self._uses(unit, grads)
         if torch.is_grad_enabled():
             return _Reduce.apply(self, unit, uses, self._task(), *grads)  # type: ignore[no-any-return, no-untyped-call]
@@ -103,8 +103,7 @@ class Reducer:
         return tuple(uses)
 
     def _launch(self, unit: Unit, grads: Grads, uses: tuple[Use, ...]) -> Launch:
-        bucket = self._exchange.fill(unit, _used(grads, uses))
-        launch = self._exchange.launch(bucket, Offer(self._exchange.number(), uses))
+        launch = self._exchange.send(unit, grads, uses)
         for earlier in self._task().launches.values():
             self._exchange.fold(earlier)
         self._task().launches[Part(unit.index)] = launch
@@ -113,20 +112,20 @@ class Reducer:
     def _launch_pending(self, part: Part) -> torch.Tensor:
         """What was kept goes with this backward."""
         bucket = self._pending.pop(part.unit)
-        launch = self._exchange.launch(bucket, Offer(self._exchange.number(), _uses_of(bucket)), part.early)
+        launch = self._exchange.launch(bucket, Offer(self._exchange.key(part), _uses_of(bucket)))
         self._task().launches[part] = launch
         return launch.own
 
     def _end_backward(self, task: Task) -> dict[int, Offers]:
         task.met = True
         self._exchange.settle_sending()
-        self.backwards += 1
+        self._backwards += 1
         offers = self.council.end_backward(
-            f"backward {self.backwards} since the last step", {i: launch.offer for i, launch in task.launches.items()}
+            f"backward {self._backwards} since the last step", {i: launch.offer for i, launch in task.launches.items()}
         )
         for part, by_rank in _by_part(offers).items():
             launch, unit = task.launches.get(part), self._units[part.unit]
-            total = self._exchange.total(launch, by_rank) if launch else self._exchange.join(unit, by_rank)
+            total = self._exchange.total(unit, by_rank, launch)
             if launch is not None and not part.early:
                 # What another rank captures is its own affair; what it accumulates belongs in `.grad` here too.
                 both = zip(launch.offer.uses, accumulated(by_rank), strict=True)
@@ -162,6 +161,34 @@ class Reducer:
                 task.launches = {part: launch for part, launch in task.launches.items() if part.early}
                 self._close(number)
 
+    # ---- leaves and optimizers
+    def full(self, unit: Unit, slot: int) -> torch.Tensor:
+        self.recover()
+        return self.pager.access(unit, slot)
+
+    def settle(self, why: str) -> None:
+        """`.grad` shows what torch would: gradients still pending are reduced first."""
+        self.recover()
+        if self._pending and _graph_task() == -1:
+            self.council.attend(Kind.FLUSH, why)
+
+    def fence(self, what: str) -> None:
+        """Before an edit of the weights in place."""
+        self.pager.quiesce()
+        self.council.attend(Kind.FENCE, what)
+
+    def begin_step(self) -> None:
+        self.recover()
+        self.pager.quiesce()
+        self._steps += 1
+        self.council.attend(Kind.STEP, f"step {self._steps}")
+        self.pager.release()
+        self._exchange.pool.trim()  # the optimizer may have temporaries of its own
+
+    def end_step(self) -> None:
+        self.gate.end_step()
+        self.pager.release()
+
     # ---- pending gradients
     def _make_room(self, unit: Unit) -> bool:
         """May the gradient of `unit` wait? With a budget, others may have to go first."""
@@ -195,7 +222,7 @@ class Reducer:
     # ---- meetings (Member)
     def offers(self) -> Offers:
         self._offered = {
-            Part(index): Offer(self._exchange.number(), _uses_of(bucket))
+            Part(index): Offer(self._exchange.key_after_meeting(index), _uses_of(bucket))
             for index, bucket in sorted(self._pending.items())
         }
         return self._offered
@@ -204,38 +231,29 @@ class Reducer:
         """Another rank ended a backward that this one did not do."""
         for part, by_rank in _by_part(offers).items():
             unit = self._units[part.unit]
-            total = self._exchange.join(unit, by_rank)
-            self._deliver(unit, total, accumulated(by_rank))
+            self._deliver(unit, self._exchange.total(unit, by_rank), accumulated(by_rank))
 
     def flush(self, offers: dict[int, Offers]) -> None:
         """Reduce what is pending on any rank."""
         for part, by_rank in _by_part(offers).items():
             unit, bucket = self._units[part.unit], self._pending.pop(part.unit, None)
-            if bucket is not None:
-                launch = self._exchange.launch(bucket, self._offered[part])
-                total = self._exchange.total(launch, by_rank)
-            else:
-                total = self._exchange.join(unit, by_rank)
+            launch = None if bucket is None else self._exchange.launch(bucket, self._offered[part])
             with unit.accepting():
-                self._deliver(unit, total, accumulated(by_rank))
+                self._deliver(unit, self._exchange.total(unit, by_rank, launch), accumulated(by_rank))
         self._exchange.settle_sending()
 
     def advance(self, kind: Kind) -> None:
         """A fence was passed."""
         if kind is Kind.STEP:
-            self.backwards = 0
+            self._backwards = 0
             self._station.discard_arrivals()
-        self._gate.advance({Kind.STEP: Phase.STEP, Kind.FENCE: Phase.EDIT}.get(kind, Phase.READ))
+        self.gate.advance({Kind.STEP: Phase.STEP, Kind.FENCE: Phase.EDIT}.get(kind, Phase.READ))
 
     # ---- create_graph
-    def reduce_now(
-        self, unit: Unit, grads: Grads, uses: tuple[Use, ...], task: Task | None
-    ) -> torch.Tensor:
+    def reduce_now(self, unit: Unit, grads: Grads, uses: tuple[Use, ...], task: Task | None) -> torch.Tensor:
         """Launch and collect at once, for a reduction that is itself part of a graph."""
         alone = Task()
-        bucket = self._exchange.fill(unit, grads)
-        launch = self._exchange.launch(bucket, Offer(self._exchange.number(), uses))
-        alone.launches[Part(unit.index)] = launch
+        launch = alone.launches[Part(unit.index)] = self._exchange.send(unit, grads, uses)
         offered = self._end_backward(alone)
         only = {Part(unit.index)}
         if any(set(parts) != only for parts in offered.values()) or len(offered) < self._station.mesh.world:

@@ -5,7 +5,7 @@ pages the unit in; `forward` runs with the saved-tensor hooks active; what a sha
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from torch import nn
 
 from retrograde.errors import UnsupportedError
 from retrograde.residency.saved import SavedTensors
+
+Before = Callable[[], None]  # runs ahead of a forward
 
 
 class Leaf:
@@ -25,11 +27,7 @@ class Leaf:
 
 
 def patch(
-    module: nn.Module,
-    saved: SavedTensors,
-    names: tuple[str, ...],
-    engine: object,
-    before_forward: Callable[[], None] | None = None,
+    module: nn.Module, saved: SavedTensors, names: Sequence[str], engine: object, before: Before | None = None
 ) -> None:
     """Give `module` the generated class: properties for its own parameters `names`, hooks around `forward`.
 
@@ -39,10 +37,7 @@ def patch(
     """
     cls = type(module)
     body: dict[str, Any] = {name: _property(name) for name in names}
-    if names:
-        body["forward"] = _forward(cls, saved)
-    if before_forward is not None:
-        body["forward"] = _announced(cls, before_forward)
+    body["forward"] = _forward(cls, saved if names else None, before)
     body |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     if getattr(cls, "_retrograde_engine", None) is None:  # once, however often parameters are added later
         body |= {
@@ -50,6 +45,7 @@ def patch(
             "_save_to_state_dict": _saving(cls),
             "_load_from_state_dict": _loading(cls),
             "__reduce_ex__": _refuse_copy,
+            "get_parameter": _get_parameter,
             "_retrograde_engine": engine,
         }
     if isinstance(module, nn.RNNBase):
@@ -60,14 +56,10 @@ def patch(
 
 def _property(name: str) -> property:
     def get(self: nn.Module) -> Any:
-        leaf: Any = self._parameters.get(name)
-        if isinstance(leaf, Leaf):
-            return leaf.full()
         if name in self._parameters:
-            return leaf
-        if name in self.__dict__:
-            return self.__dict__[name]
-        return nn.Module.__getattr__(self, name)
+            leaf: Any = self._parameters[name]
+            return leaf.full() if isinstance(leaf, Leaf) else leaf
+        return self.__dict__[name] if name in self.__dict__ else nn.Module.__getattr__(self, name)
 
     def put(self: nn.Module, value: Any) -> None:
         self.__dict__[name] = value  # nn.Module takes Parameters itself; this is `del m.w; m.w = tensor`
@@ -78,28 +70,19 @@ def _property(name: str) -> property:
     return property(get, put, delete)
 
 
-def _forward(cls: type[nn.Module], saved: SavedTensors) -> Callable[..., Any]:
+def _forward(cls: type[nn.Module], saved: SavedTensors | None, before: Before | None) -> Callable[..., Any]:
     base = cls.forward
 
     @functools.wraps(base)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not saved.enter():
+        if before is not None:
+            before()
+        if saved is None or not saved.enter():
             return base(self, *args, **kwargs)
         try:
             return base(self, *args, **kwargs)
         finally:
             saved.leave()
-
-    return forward
-
-
-def _announced(cls: type[nn.Module], before: Callable[[], None]) -> Callable[..., Any]:
-    base = cls.forward
-
-    @functools.wraps(base)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        before()
-        return base(self, *args, **kwargs)
 
     return forward
 
@@ -110,6 +93,12 @@ def _flat_weights(self: nn.RNNBase) -> list[torch.Tensor]:
 
 def _sharded(self: nn.Module) -> dict[str, Any]:
     return {name: leaf for name, leaf in self._parameters.items() if isinstance(leaf, Leaf)}
+
+
+def _get_parameter(self: nn.Module, target: str) -> Any:
+    """As torch's, which looks for a Parameter by reading the attribute."""
+    leaf = dict(self.named_parameters(remove_duplicate=False)).get(target)
+    return nn.Module.get_parameter(self, target) if leaf is None else leaf
 
 
 def _apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from retrograde.errors import UnsupportedError
+
 if TYPE_CHECKING:
     from retrograde.residency.unit import Unit
 
@@ -34,6 +36,12 @@ def edits(name: str) -> bool:
     if name.endswith("__"):
         return name in _OPERATORS or name == "__setitem__"
     return name.endswith("_") and name not in _NOT_EDITS
+
+
+def alive(unit: "weakref.ref[Unit]") -> "Unit":
+    if (found := unit()) is None:
+        raise UnsupportedError("the sharded model of this tensor or graph is gone; keep it until its last backward")
+    return found
 
 
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -92,38 +100,23 @@ class FullTensor(Aliased):
         """Swap the memory behind this tensor; its place in the autograd graph stays."""
         _set_data(self, data)
 
-    @property
-    def grad(self) -> torch.Tensor | None:
-        """The parameter's, which is this rank's piece: the object that `p.grad` is."""
-        leaf = self._leaf()
-        return None if leaf is None else leaf.grad
+    def _leaf(self) -> torch.Tensor:
+        return alive(self._unit).leaves[self._slot]
 
-    @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
-        if (leaf := self._leaf()) is not None:
-            leaf.grad = value
-
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None
-
-    @property
-    def requires_grad(self) -> bool:
-        return bool(_get_requires_grad(self))
-
-    @requires_grad.setter
-    def requires_grad(self, value: bool) -> None:
-        """`module.weight.requires_grad = False` is how most people freeze: it is said of the parameter."""
-        if (leaf := self._leaf()) is not None:
-            leaf.requires_grad = value
+    # The parameter's, whose gradient is this rank's piece: the object that `p.grad` is.
+    grad = property(
+        lambda self: self._leaf().grad,
+        lambda self, value: setattr(self._leaf(), "grad", value),
+        lambda self: setattr(self._leaf(), "grad", None),
+    )
+    # `module.weight.requires_grad = False` is how most people freeze: it is said of the parameter.
+    requires_grad = property(
+        lambda self: bool(_get_requires_grad(self)), lambda self, value: self.requires_grad_(value)
+    )
 
     def requires_grad_(self, requires_grad: bool = True) -> "FullTensor":
-        self.requires_grad = requires_grad
+        self._leaf().requires_grad_(requires_grad)
         return self
-
-    def _leaf(self) -> torch.Tensor | None:
-        unit = self._unit()
-        return None if unit is None else unit.leaves[self._slot]
 
 
 def _reporting(name: str) -> Callable[..., Any]:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from retrograde.comm import Stamp, Station
+from retrograde.comm import Reading, Stamp, Station
 
 if TYPE_CHECKING:
     from retrograde.residency.unit import Unit
@@ -41,16 +41,18 @@ class Phase(Enum):
 class Gate:
     def __init__(self, station: Station, units: list["Unit"], fence: Callable[[str], None]) -> None:
         self.clock = 0
-        self.station, self._units, self._fence = station, units, fence
+        self._station, self._units, self._fence = station, units, fence
+        station.serve = self.shard_for
         self._phase = Phase.READ
 
     # ---- the main thread
-    def stamp(self, unit: "Unit") -> Stamp:
-        """What a page read now must contain. Reading ends the edits before it."""
-        with self.station.mesh.changed:
+    def read(self, unit: "Unit", into: Callable[[int], torch.Tensor]) -> Reading:
+        """Start reading the page as this rank sees it now. Reading ends the edits before it."""
+        with self._station.mesh.changed:
             if self._phase is not Phase.READ:
                 self._settle()
-        return Stamp(self.clock, unit.edits, unit.version - unit.settled)
+        stamp = Stamp(self.clock, unit.edits, unit.version - unit.settled)
+        return self._station.read(unit.index, unit.name, stamp, into)
 
     @contextlib.contextmanager
     def writing(self, what: str, targets: Sequence[tuple["Unit", int]]) -> Iterator[None]:
@@ -59,47 +61,44 @@ class Gate:
             self._fence(what)
         edit = self._phase is Phase.EDIT
         marks = {unit: len(unit.undo) for unit, _ in targets}
-        with self.station.mesh.changed:
+        with self._station.mesh.changed:
             for unit, slot in targets if edit else ():
                 unit.undo.append((slot, unit.pieces[slot].clone()))
         try:
             yield
         except BaseException:
-            with self.station.mesh.changed:
+            with self._station.mesh.changed:
                 for unit, mark in marks.items():
                     del unit.undo[mark:]
             raise
-        with self.station.mesh.changed:
+        with self._station.mesh.changed:
             for unit in marks:
                 unit.edits = unit.fenced + len(unit.undo)
-        self.station.answer_waiting()
+        self._station.answer_waiting()
 
     def advance(self, phase: Phase) -> None:
         """A fence was passed by all ranks; this one is about to do `phase`."""
-        with self.station.mesh.changed:
+        with self._station.mesh.changed:
             self.clock += 1
             self._phase = phase
             for unit in self._units:
                 unit.undo, unit.fenced = [], unit.edits
                 unit.settled = unit.version
-        self.station.finish_serving()
-        self.station.answer_waiting()
+        self._station.finish_serving()
+        self._station.answer_waiting()
 
     def end_step(self) -> None:
-        with self.station.mesh.changed:
+        with self._station.mesh.changed:
             if self._phase is Phase.STEP:
                 self._settle()
-        self.station.answer_waiting()
+        self._station.answer_waiting()
 
     def _settle(self) -> None:
         self._phase = Phase.READ
         for unit in self._units:
             unit.settled = unit.version
 
-    # ---- the service thread (Owner)
-    def unit_name(self, unit: int) -> str:
-        return self._units[unit].name
-
+    # ---- the service thread
     def shard_for(self, index: int, stamp: Stamp) -> torch.Tensor | str:
         """The unit's shard as the reader needs it, else why it is not to be had (yet)."""
         unit = self._units[index]

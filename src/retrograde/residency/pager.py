@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import torch
 
 from retrograde.layout import Policy
-from retrograde.residency.unit import State, Unit
+from retrograde.residency.buffers import BufferPool
+from retrograde.residency.unit import Unit
 
 _graph_task = torch._C._current_graph_task_id
 HORIZON = 256  # how far ahead of now the forecast is followed when choosing what to evict
@@ -48,12 +49,12 @@ class Forecast:
 
 
 class Pager:
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
+    def __init__(self, policy: Policy, pool: BufferPool) -> None:
+        self._policy, self._pool = policy, pool
         self._forecast = Forecast()
         self._current: Unit | None = None
         self._resident: dict[Unit, None] = {}  # in the order of their coming
-        self.live: dict[int, Unit] = {}  # storage of a READY page -> its unit (saved.py looks here)
+        self.live: dict[int, Unit] = {}  # storage of a page that is ready -> its unit (saved.py looks here)
 
     def access(self, unit: Unit, slot: int) -> torch.Tensor:
         """The full tensor of a parameter, paged in if need be: the hot path."""
@@ -68,7 +69,7 @@ class Pager:
 
     def open(self, unit: Unit) -> None:
         """Make `unit` READY and valid, and start what is expected next."""
-        if unit is self._current and unit.state is State.READY and unit.valid:
+        if unit is self._current and unit.ready and unit.valid:
             return
         if not unit.valid:
             unit.write_back_if_edited()
@@ -80,10 +81,9 @@ class Pager:
             self._use(unit)
 
     def _finish(self, unit: Unit) -> None:
-        if unit.state is State.LOADING:
+        if unit.loading:
             unit.finish()
-            assert unit.buffer is not None
-            self.live[unit.buffer.untyped_storage()._cdata] = unit
+            self.live[unit.page.untyped_storage()._cdata] = unit
 
     def retire(self, unit: Unit) -> None:
         """A backward has made its last use of this page."""
@@ -105,6 +105,7 @@ class Pager:
             for unit in list(self._resident):
                 if not unit.valid or self._policy.resident == 0:
                     self._drop(unit)
+        self._pool.trim()
 
     def _use(self, unit: Unit) -> None:
         self._forecast.use(unit, _graph_task() != -1)
