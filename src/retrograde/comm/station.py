@@ -7,17 +7,14 @@ collectives: positions need not be equal, they only have to be reconcilable (red
 """
 
 import contextlib
-import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from retrograde.comm.mesh import GONE, Mesh, keep_sending
+from retrograde.comm.mesh import GONE, Mesh
 from retrograde.errors import DivergenceError
 
 
@@ -58,7 +55,7 @@ class Key(NamedTuple):
 Serve = Callable[[int, Stamp], torch.Tensor | str]
 Reading = Callable[[], None]  # a page-in under way: returns when every part has arrived
 _Request = tuple[int, int, Stamp, int]  # who reads, which unit, in which state, under which tag
-_Arrival = tuple[torch.Tensor, list[Any]]  # a gradient, and the works that bring its parts
+Sending = tuple[int, int]  # to whom, and up to where (mesh.py)
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -68,46 +65,30 @@ class Station:
     serve: Serve = field(init=False)
     number: int = -1
     failure: str | None = None
-    notices: dict[int, str] = field(default_factory=dict)  # by tag, or by -rank-1 for what `ask` asks
+    _notices: dict[int, str] = field(default_factory=dict)  # what each rank last said about itself
     where: str = "not started"
     meetings: int = 0
     _met: dict[int, dict[int, Position]] = field(default_factory=dict)
     _requests: list[_Request] = field(default_factory=list)
-    _served: deque[Any] = field(default_factory=deque)
+    _reading: dict[int, torch.Tensor] = field(default_factory=dict)  # where the shard read under a tag belongs
+    _tag: int = 0
     _lost: Exception | None = None  # what the backend said when a connection broke
-    _arrivals: dict[tuple[Key, int], _Arrival] = field(default_factory=dict)
+    _arrivals: dict[tuple[Key, int], torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.mesh.attach(self)
 
     # ---- reading pages
     def read(self, unit: int, name: str, stamp: Stamp, into: Callable[[int], torch.Tensor]) -> Reading:
-        """Start reading every peer's shard of `unit` into `into(rank)`. Call what it returns once, to wait for them."""
+        """Start reading every peer's shard of `unit` into `into(rank)`. What it returns waits for them."""
         self.check()
-        works = []
+        tags: dict[int, int] = {}
         for src in self.mesh.peers:
-            tag = self.mesh.next_tag(mine=False)
-            with self._reaching(src):
-                works.append((src, self.mesh.irecv(into(src), src, tag), tag))
-                self.mesh.send(src, "read", self.number, unit, stamp, tag)
-
-        def wait() -> None:
-            for src, work, tag in works:
-                self.finish(work, f"to page in unit {name} from rank {src}", tag)
-                self.notices.pop(tag, None)
-
-        return wait
-
-    def finish(self, work: Any, what: str, tag: int = -1) -> None:
-        """Wait for a transfer, once. What goes wrong is told in our words, not in the backend's."""
-        began = time.monotonic()
-        try:
-            work.wait(timedelta(seconds=self.timeout))
-        except RuntimeError as error:
-            late = time.monotonic() - began >= self.timeout
-            silent = self.notices.get(tag, "it did not answer")
-            cause = silent if late else f"the connection was lost, {GONE}"
-            self.fail(f"rank {self.mesh.rank} waited {time.monotonic() - began:.0f} s {what}: {cause}", error)
+            self._tag += 1
+            tags[src], self._reading[self._tag] = self._tag, into(src)
+            self._send(src, "read", unit, stamp, self._tag)
+        what = f"reading unit {name}"
+        return lambda: self._wait_for(lambda: [src for src, tag in tags.items() if tag in self._reading], what)
 
     def answer_waiting(self) -> None:
         """The main thread changed something a reader may be waiting for."""
@@ -117,48 +98,38 @@ class Station:
 
     def _answer(self, src: int, unit: int, stamp: Stamp, tag: int) -> bool:
         found = self.serve(unit, stamp)
-        if isinstance(found, str):
-            self.mesh.send(src, "notice", self.number, tag, found)
-            return False
-        keep_sending(self._served, self.mesh.isend(found, src, tag))
+        with contextlib.suppress(OSError):  # a reader that is gone
+            if isinstance(found, str):
+                self.mesh.send(src, "notice", self.number, found)
+                return False
+            self.mesh.send(src, "page", self.number, tag, data=[found])
         return True
 
-    def finish_serving(self) -> None:
-        """After a fence every reader has what it asked for: let go of the shards that were sent."""
-        with self.mesh.changed:
-            served, self._served = self._served, deque()
-        for work in served:
-            self.finish(work, "for a reader to take a shard")
-
     # ---- putting gradients
-    def put(self, key: Key, dst: int, parts: list[torch.Tensor]) -> list[Any]:
-        """Start sending `parts` to `dst`, whose service thread takes them as one; the works are done when sent."""
-        tags = [self.mesh.next_tag(mine=True) for _ in parts]
-        sizes, dtype = [part.numel() for part in parts], parts[0].dtype
-        with self._reaching(dst):
-            self.mesh.send(dst, "put", self.number, key, sizes, dtype, tags)
-            return [self.mesh.isend(part, dst, tag) for part, tag in zip(parts, tags, strict=True)]
+    def put(self, key: Key, dst: int, parts: list[torch.Tensor]) -> Sending:
+        """Start sending `parts` to `dst`, which takes them as one. They must not change before `finish`."""
+        return dst, self._send(dst, "put", key, parts[0].dtype, data=parts)
+
+    def finish(self, sending: list[Sending]) -> None:
+        def missing() -> list[int]:
+            return [dst for dst, mark in sending if not self.mesh.sent(dst, mark)]
+
+        self._wait_for(missing, "taking its part of a gradient")
 
     def take(self, key: Key, src: int, unit: str) -> torch.Tensor:
         """What `src` put under `key`; it said so at a meeting, so it is there or on its way."""
         self._wait_for(lambda: [] if self.arrived(key, src) else [src], f"its gradient of unit {unit}")
         with self.mesh.changed:
-            chunk, works = self._arrivals.pop((key, src))
-        for work in works:
-            self.finish(work, f"for the gradient of unit {unit} from rank {src}")
-        return chunk
+            return self._arrivals.pop((key, src))
 
     def arrived(self, key: Key, src: int) -> bool:
-        """Is what `src` put under `key` here or on its way?"""
         return (key, src) in self._arrivals
 
     def discard_arrivals(self) -> None:
         """At a step: what was put before this meeting and nobody took belongs to backwards that were given up."""
         with self.mesh.changed:
-            stale = [(key, src) for key, src in self._arrivals if key.meeting < self.meetings]
-            given_up = [work for place in stale for work in self._arrivals.pop(place)[1]]
-        for work in given_up:
-            self.finish(work, "for a gradient of a backward that was given up")
+            for place in [place for place in self._arrivals if place[0].meeting < self.meetings]:
+                del self._arrivals[place]
 
     # ---- meeting
     def meet(self, position: Position) -> list[Position]:
@@ -167,8 +138,7 @@ class Station:
         number = self.meetings
         self.where = f"waiting for the other ranks at {position.kind} ({position.label})"
         for peer in self.mesh.peers:
-            with self._reaching(peer):
-                self.mesh.send(peer, "meet", self.number, number, position)
+            self._send(peer, "meet", number, position)
 
         def missing() -> list[int]:
             return [p for p in self.mesh.peers if p not in self._met.get(number, {})]
@@ -179,19 +149,18 @@ class Station:
         met[self.mesh.rank] = position
         return [met[rank] for rank in range(self.mesh.world)]
 
-    @contextlib.contextmanager
-    def _reaching(self, peer: int) -> Iterator[None]:
+    def _send(self, dst: int, op: str, *args: Any, data: Sequence[torch.Tensor] = ()) -> int:
         try:
-            yield
-        except RuntimeError as error:
+            return self.mesh.send(dst, op, self.number, *args, data=data)
+        except OSError as error:
             self.check()
-            self.fail(f"rank {self.mesh.rank}: rank {peer} cannot be reached, {GONE}", error)
+            return self.fail(f"rank {self.mesh.rank}: rank {dst} cannot be reached, {GONE}", error)
 
     def check(self) -> None:
         if self.failure is not None:
             raise DivergenceError(self.failure) from self._lost
 
-    def fail(self, text: str, cause: BaseException | None = None) -> None:
+    def fail(self, text: str, cause: BaseException | None = None) -> NoReturn:
         """Give up on every rank: tell the others, then raise."""
         self._announce(text)
         raise DivergenceError(self.failure) from cause
@@ -200,7 +169,7 @@ class Station:
         if self.failure is None:
             self.failure = failure
             for peer in self.mesh.peers:
-                with contextlib.suppress(RuntimeError):  # gloo closes a pair on which a wait timed out
+                with contextlib.suppress(OSError):
                     self.mesh.send(peer, "fail", self.number, failure)
 
     @contextlib.contextmanager
@@ -221,13 +190,14 @@ class Station:
                 self.check()
                 return
             absent = missing()
-        for peer in absent:
-            self.notices.pop(-peer - 1, None)
-            with contextlib.suppress(RuntimeError):
-                self.mesh.send(peer, "ask", self.number)
-        with self.mesh.changed:
-            self.mesh.changed.wait_for(lambda: all(-p - 1 in self.notices for p in absent), 1.0)
-        places = "; ".join(f"rank {p} is {self.notices.get(-p - 1, 'not answering')}" for p in absent)
+            reasons = [f" ({self._notices[p]})" if p in self._notices else "" for p in absent]
+            for peer in absent:
+                self._notices.pop(peer, None)
+                with contextlib.suppress(OSError):
+                    self.mesh.send(peer, "ask", self.number)
+            self.mesh.changed.wait_for(lambda: all(p in self._notices for p in absent), 1.0)
+        told = [f"rank {p} is {self._notices.get(p, 'not answering')}" for p in absent]
+        places = "; ".join(map(str.__add__, told, reasons))
         self.fail(
             f"rank {self.mesh.rank} waited {self.timeout:g} s for rank(s) {', '.join(map(str, absent))} "
             f"at {what}, but {places}. Let every rank come to the same steps (they may skip units, "
@@ -247,23 +217,32 @@ class Station:
         if not self._answer(src, unit, stamp, tag):
             self._requests.append((src, unit, stamp, tag))
 
-    def _on_put(self, src: int, key: Key, sizes: list[int], dtype: torch.dtype, tags: list[int]) -> None:
-        chunk = torch.empty(sum(sizes), dtype=dtype)
-        parts = zip(torch.split(chunk, sizes), tags, strict=True)
-        works = [self.mesh.irecv(part, src, tag) for part, tag in parts]
-        self._arrivals[key, src] = (chunk, works)
+    def room(self, op: str, args: list[Any], nbytes: int) -> torch.Tensor | None:
+        """Where the tensors of a message belong; None: nobody wants them any more."""
+        if op == "page":
+            return self._reading.get(args[0])
+        dtype: torch.dtype = args[1]
+        return torch.empty(nbytes // dtype.itemsize, dtype=dtype)
+
+    def _on_page(self, src: int, tag: int, shard: torch.Tensor) -> None:
+        self._reading.pop(tag, None)
+        self._notices.pop(src, None)
+        self.mesh.changed.notify_all()
+
+    def _on_put(self, src: int, key: Key, dtype: torch.dtype, gradient: torch.Tensor) -> None:
+        self._arrivals[key, src] = gradient
         self.mesh.changed.notify_all()
 
     def _on_meet(self, src: int, number: int, position: Position) -> None:
         self._met.setdefault(number, {})[src] = position
         self.mesh.changed.notify_all()
 
-    def _on_notice(self, src: int, tag: int, text: str) -> None:
-        self.notices[tag] = text
+    def _on_notice(self, src: int, text: str) -> None:
+        self._notices[src] = text
         self.mesh.changed.notify_all()
 
     def _on_ask(self, src: int) -> None:
-        self.mesh.send(src, "notice", self.number, -self.mesh.rank - 1, self.where)
+        self.mesh.send(src, "notice", self.number, self.where)
 
     def _on_fail(self, src: int, text: str) -> None:
         self.failure = self.failure or text

@@ -7,6 +7,7 @@ memory on this rank, `Engine.enlist` connects pages (residency) and gradients (r
 
 import zlib
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -185,7 +186,6 @@ def _same_values(engine: Engine, tensors: list[torch.Tensor]) -> None:
     everybody = engine.council.values("values of the model", lambda: sums)
     for index, tensor in enumerate(tensors):
         if any(other[index] != everybody[0][index] for other in everybody):
-            value = tensor.detach().contiguous()
-            dist.broadcast(value, group_src=0, group=mesh.group)
+            of_rank_0 = partial(torch.clone, tensor.detach()) if mesh.rank == 0 else lambda: None
             with torch.no_grad():
-                tensor.copy_(value)
+                tensor.copy_(engine.council.values(f"value {index} of the model", of_rank_0)[0])

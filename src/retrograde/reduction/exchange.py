@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from retrograde.comm import Event, Key, Station
+from retrograde.comm import Event, Key, Sending, Station
 from retrograde.layout import Policy
 from retrograde.ledger import Kind, Ledger
 from retrograde.reduction.bucket import Bucket, Grads, huge
@@ -67,7 +67,7 @@ class Exchange:
     def __init__(self, station: Station, policy: Policy, pool: BufferPool, ledger: Ledger) -> None:
         self._station, self.policy, self.pool, self._ledger = station, policy, pool, ledger
         self._streams = pool.streams
-        self._sending: list[Any] = []
+        self._sending: list[Sending] = []
         self._sent: tuple[Bucket, Event] | None = None
         self._since = -1
         self._turns: Counter[Part] = Counter()
@@ -105,7 +105,7 @@ class Exchange:
 
         def send() -> None:
             for dst in mesh.peers:
-                self._sending += self._station.put(offer.key, dst, bucket.parts(dst))
+                self._sending.append(self._station.put(offer.key, dst, bucket.parts(dst)))
             torch.cat(bucket.parts(mesh.rank), out=own)
 
         bucket.close(stream)
@@ -116,8 +116,8 @@ class Exchange:
 
     def settle_sending(self) -> None:
         sending, self._sending = self._sending, []
-        for work in sending:
-            self._station.finish(work, "for a rank to take its part of a gradient")
+        if sending:
+            self._station.finish(sending)
         if self._sent is not None:
             bucket, read = self._sent
             self._sent = None

@@ -84,7 +84,6 @@ class Gate:
             for unit in self._units:
                 unit.undo, unit.fenced = [], unit.edits
                 unit.settled = unit.version
-        self._station.finish_serving()
         self._station.answer_waiting()
 
     def end_step(self) -> None:

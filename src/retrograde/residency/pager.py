@@ -129,11 +129,10 @@ class Pager:
         if self._policy.prefetch and self._current is not None:
             # Two pages: the one coming and either the one in use or, when that is being left, the next.
             spared.add(self._current if coming is expected or expected is None else expected)
-        for unit in self._by_next_use():
-            if self._idle_bytes(spared) <= self._policy.resident:
-                return
-            if unit not in spared:
-                self._drop(unit)
+        if self._idle_bytes(spared) > self._policy.resident:
+            for unit in self._by_next_use():
+                if unit not in spared and self._idle_bytes(spared) > self._policy.resident:
+                    self._drop(unit)
 
     def _by_next_use(self) -> list[Unit]:
         """Resident units, the one needed last first; never needed again counts as last."""
