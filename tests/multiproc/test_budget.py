@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import retrograde as rg
 from tests.harness import RankPool
+from tests.live import live_bytes
 from tests.multiproc.test_windows import _group, _one
 from tests.multiproc.twin import same
-from tests.patterns.driver import live_bytes
 from tests.small import batch, build, loss_of
 
 BACKWARDS = 4

@@ -54,7 +54,7 @@ class Rank:
         self.device = device
         self.pool = BufferPool(Ledger(), device)
         self.pages = BufferPool(Ledger(), device)
-        self.layout = Layout.of([(f"p{i}", torch.Size([n])) for i, n in enumerate(SHAPES)], torch.float32, 2)
+        self.layout = Layout([(f"p{i}", torch.Size([n])) for i, n in enumerate(SHAPES)], torch.float32, 2)
         self.pool.limit, self.pages.limit = self.layout.page_bytes, 2 * self.layout.page_bytes
         self.peer = Peer(device, self.layout.padded_numel, launches)
         self.exchange = Exchange(self.peer, Policy.of(3, 0, "mean", True), self.pool, Ledger())  # type: ignore[arg-type]

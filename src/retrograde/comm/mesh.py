@@ -18,7 +18,6 @@ Rule 1: nobody waits for another rank in order to send: what the connection does
 Rule 2: a thread that holds a line's lock does not ask for `changed`.
 """
 
-import atexit
 import contextlib
 import pickle
 import secrets
@@ -97,6 +96,11 @@ class _Line:
                     raise ConnectionResetError("the other side has closed the connection")
                 self._into = self._into[got:] if got < len(self._into) else next(self._messages)
 
+    def hang_up(self) -> None:
+        """Both service threads find the end of the connection."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         with self._lock:
             self._selector.unregister(self._socket)
@@ -107,12 +111,13 @@ class _Line:
 class Mesh:
     """Messages between the ranks of a group. Use `Mesh.of(group)`: one per group."""
 
-    _meshes: ClassVar[dict[dist.ProcessGroup, "Mesh"]] = {}
+    _meshes: ClassVar["weakref.WeakKeyDictionary[dist.ProcessGroup, Mesh]"] = weakref.WeakKeyDictionary()
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> "Mesh":
         if group not in cls._meshes:
-            cls._meshes[group] = cls(group)
+            cls._meshes[group] = mesh = cls(group)
+            weakref.finalize(group, mesh._leave)  # or when the process ends
         return cls._meshes[group]
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -126,7 +131,6 @@ class Mesh:
             for peer, sock in _connect(_get_process_group_store(group), self.rank, self.world):
                 self._lines[peer] = _Line(sock, self._selector, self._messages(peer))
             threading.Thread(target=self._serve, name="retrograde-service", daemon=True).start()
-            atexit.register(self._leave)
 
     @property
     def peers(self) -> Iterator[int]:
@@ -160,7 +164,7 @@ class Mesh:
     # ---- the service thread
     def _serve(self) -> None:
         peers = {line: peer for peer, line in self._lines.items()}
-        while True:
+        while self._selector.get_map():
             for key, ready in self._selector.select():
                 line: _Line = key.data
                 try:
@@ -212,10 +216,12 @@ class Mesh:
             self.changed.notify_all()
 
     def _leave(self) -> None:
-        """The process ends: what others were promised is sent first."""
+        """The group or the process ends: what others were promised is sent first."""
         marks = [(dst, line.queued) for dst, line in self._lines.items()]
         with self.changed:
             self.changed.wait_for(lambda: all(self.sent(*mark) for mark in marks), _LEAVE)
+        for line in self._lines.values():
+            line.hang_up()
 
 
 def _connect(store: Store, rank: int, world: int) -> Iterator[tuple[int, socket.socket]]:

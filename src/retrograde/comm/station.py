@@ -28,8 +28,7 @@ class Kind(StrEnum):
     TOTAL = "a value over all ranks"
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
+class Position(NamedTuple):
     kind: Kind
     label: str
     offers: Any = None
@@ -72,7 +71,7 @@ class Station:
     _requests: list[_Request] = field(default_factory=list)
     _reading: dict[int, torch.Tensor] = field(default_factory=dict)  # where the shard read under a tag belongs
     _tag: int = 0
-    _lost: Exception | None = None  # what the backend said when a connection broke
+    _lost: tuple[str, Exception] | None = None  # a connection
     _arrivals: dict[tuple[Key, int], torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -158,7 +157,7 @@ class Station:
 
     def check(self) -> None:
         if self.failure is not None:
-            raise DivergenceError(self.failure) from self._lost
+            raise DivergenceError(self.failure)
 
     def fail(self, text: str, cause: BaseException | None = None) -> NoReturn:
         """Give up on every rank: tell the others, then raise."""
@@ -184,12 +183,13 @@ class Station:
             raise
 
     def _wait_for(self, missing: Callable[[], list[int]], what: str) -> None:
-        self.check()
         with self.mesh.changed:
-            if self.mesh.changed.wait_for(lambda: not missing() or self.failure is not None, self.timeout):
-                self.check()
-                return
-            absent = missing()
+            self.mesh.changed.wait_for(lambda: not missing() or self.failure or self._lost, self.timeout)
+            self.check()
+            if not (absent := missing()):
+                return  # also where a rank has left since: it had nothing more to bring
+            if self._lost is not None:
+                raise DivergenceError(f"rank {self.mesh.rank}: {self._lost[0]}") from self._lost[1]
             reasons = [f" ({self._notices[p]})" if p in self._notices else "" for p in absent]
             for peer in absent:
                 self._notices.pop(peer, None)
@@ -210,8 +210,7 @@ class Station:
         getattr(self, f"_on_{op}")(src, *args)
 
     def on_lost(self, cause: str, error: Exception) -> None:
-        self._lost = error
-        self.failure = self.failure or f"rank {self.mesh.rank}: {cause}"
+        self._lost = (cause, error)
 
     def _on_read(self, src: int, unit: int, stamp: Stamp, tag: int) -> None:
         if not self._answer(src, unit, stamp, tag):

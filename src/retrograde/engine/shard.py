@@ -6,7 +6,6 @@ memory on this rank, `Engine.enlist` connects pages (residency) and gradients (r
 """
 
 import zlib
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -89,7 +88,7 @@ def _enlist(engine: Engine, specs: list[UnitSpec]) -> None:
 def _added(model: nn.Module, units: Units) -> list[UnitSpec]:
     """Parameters that came after `shard()` (LoRA adapters, a new head)."""
     fresh = find_units(model, units, lambda param: not isinstance(param, ShardedParameter))
-    return [replace(spec, name=f"{spec.name}+{len(spec.params)} added") for spec in fresh]
+    return [spec._replace(name=f"{spec.name}+{len(spec.params)} added") for spec in fresh]
 
 
 def _group(process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> dist.ProcessGroup:
@@ -145,7 +144,7 @@ def _check_same(engine: Engine, specs: list[UnitSpec]) -> None:
 def _make(index: int, spec: UnitSpec, policy: Policy, ranks: Mesh) -> Unit:
     """Allocate a unit on this rank; values come later."""
     first = spec.params[0][1]
-    layout = Layout.of([(name, param.shape) for name, param in spec.params], first.dtype, ranks.world)
+    layout = Layout([(name, param.shape) for name, param in spec.params], first.dtype, ranks.world)
     device = torch.device("cpu") if first.device.type == "meta" else first.device
     whole = policy.keeps_pages or ranks.world == 1
     home = torch.zeros(layout.padded_numel if whole else layout.shard_numel, dtype=layout.dtype, device=device)

@@ -7,7 +7,7 @@ first unit in which it is met, so a tied weight has one home however many module
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -21,8 +21,7 @@ Named = tuple[str, nn.Parameter]
 ROOT = "(root)"
 
 
-@dataclass(frozen=True)
-class UnitSpec:
+class UnitSpec(NamedTuple):
     name: str
     module: nn.Module
     params: tuple[Named, ...]

@@ -258,41 +258,25 @@ def _pieces(args: Any) -> Iterator[Piece]:
 
 
 def _wholes(args: Any, name: str) -> Any:
-    """The arguments with everything that is a piece made whole, in one meeting.
-
-    A plain tensor of a piece's size counts as a piece (a copy that was kept, say) unless the ranks' parts do not add
-    up to the parameter's size: then it was whole already.
-    """
+    """The arguments with everything that is a piece made whole, in one meeting."""
     leaves, spec = tree_flatten(list(args))
-    source = next(leaf for leaf in leaves if isinstance(leaf, Piece))
-
-    def parts() -> list[torch.Tensor | None]:
-        return [None if isinstance(leaf, ShardedParameter) else _part(leaf, source) for leaf in leaves]
-
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not isinstance(leaf, ShardedParameter)]
-    by_rank = source.reducer.council.values(f"{name} of {source.title}", parts) if tensors else [parts()]
-    for index, (leaf, *found) in enumerate(zip(leaves, *by_rank, strict=True)):
-        of = leaf if isinstance(leaf, Piece) else source
-        if isinstance(leaf, ShardedParameter):
-            leaves[index] = leaf.full()
-        elif None not in found and sum(map(len, found)) == of.slot.numel:
-            leaves[index] = torch.cat(found).view(of.slot.shape)
-    return tree_unflatten(leaves, spec)
+    parts = [(i, p) for i, p in enumerate(leaves) if type(p) in (Piece, ShardedGradient, _Alias) and p.complete]
+    for _, piece in parts:
+        if piece.place == JOINED or piece.requires_grad:
+            raise UnsupportedError(
+                f"{piece.title}: this rank's part of it was turned into another tensor, on which torch would give a "
+                f"local answer here. Use p.full() or engine.full_grad(p), or torch.no_grad() if no gradient is wanted"
+            )
+    if parts:
+        label, values = f"{name} of {parts[0][1].title}", parts[0][1].reducer.council.values
+        for (index, piece), *found in zip(parts, *values(label, lambda: [_plain(p) for _, p in parts]), strict=True):
+            leaves[index] = torch.cat(found).view(piece.slot.shape)
+    return tree_unflatten([leaf.full() if isinstance(leaf, ShardedParameter) else leaf for leaf in leaves], spec)
 
 
-def _part(leaf: Any, source: Piece) -> torch.Tensor | None:
-    if not isinstance(leaf, torch.Tensor):
-        return None
-    of = leaf if isinstance(leaf, Piece) else source
-    if of.place == JOINED or (isinstance(leaf, Piece) and leaf.requires_grad):
-        raise UnsupportedError(
-            f"{of.title}: this rank's part of it was turned into another tensor, on which torch would give a local "
-            f"answer here. Use p.full() or engine.full_grad(p), or torch.no_grad() if no gradient is wanted"
-        )
+def _plain(piece: Piece) -> torch.Tensor:
     with torch._C.DisableTorchFunctionSubclass():
-        if leaf.dim() == 0 or leaf.numel() != of.unit.pieces[of.place].numel():
-            return None
-        return leaf.detach().as_subclass(torch.Tensor).reshape(-1).clone()
+        return piece.detach().as_subclass(torch.Tensor).reshape(-1).clone()
 
 
 _FIRST = {"input", "self", "tensor"}  # names of a first argument
@@ -330,23 +314,20 @@ def _keep(result: Any, name: str, kind: Reads, args: Any) -> Any:
         return type(result)(_keep(r, "", kind, a) for r, *a in zip(result, *_columns(args), strict=True))
     if name == "grad":  # torch.autograd.grad(outputs, inputs)
         return tuple(_gradient(grad, of) for grad, of in zip(result, args[1], strict=True))
-    if kind is Reads.LOCAL and name not in _VIEWS:
-        return result
     if type(result) is not torch.Tensor or (source := next(_pieces(args), None)) is None:
         return result
-    if name in _VIEWS:
-        if isinstance(source, ShardedParameter | _Alias):
-            alias = source.like(result, _Alias)
-            cast(ShardedParameter, source.unit.leaves[source.place]).aliases.append(weakref.ref(alias))
-            return alias
-        return source.like(result, Piece) if result.numel() == source.numel() else result
-    if kind is not Reads.ELEMENTS or not source.complete:
+    if name in _VIEWS and isinstance(source, ShardedParameter | _Alias):
+        alias = source.like(result, _Alias)
+        cast(ShardedParameter, source.unit.leaves[source.place]).aliases.append(weakref.ref(alias))
+        return alias
+    if not (name in _VIEWS or name.endswith("_like") or (kind is Reads.ELEMENTS and source.complete)):
         return result
-    if isinstance(args[0], list | tuple):
-        joined = source.like(result, Piece)
-        joined.place = JOINED
-        return joined
-    return source.like(result, Piece) if result.numel() == source.numel() else result
+    joined = isinstance(args[0], list | tuple)
+    if not joined and result.numel() != source.numel():
+        return result
+    piece = source.like(result, Piece)
+    piece.place = JOINED if joined else piece.place
+    return piece
 
 
 def _gradient(grad: torch.Tensor | None, of: Any) -> torch.Tensor | None:

@@ -4,7 +4,7 @@
 |----------|------------------------------------------|-------------------------------------------------------|
 | ELEMENTS | `mul`, `abs`, `isfinite`, `lerp`         | works as it is; the result is a piece again            |
 | ALL      | `norm`, `sum`, `std`, `topk`, `equal`    | would be a silent error: answered for the whole tensor |
-| LOCAL    | `numel`, `zeros_like`, `p[2:4]`, `numpy` | plain torch on this rank's memory                      |
+| LOCAL    | `numel`, `p[2:4]`, `numpy`, `zeros_like` | plain torch on this rank's memory (the last: a piece)  |
 
 torch itself knows which of its functions are pointwise (their tag) and which are views (their schema), so there is no
 list to keep. What is unknown counts as ALL: slow is better than wrong.

@@ -7,7 +7,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from retrograde.errors import UnsupportedError
-from retrograde.optim.pieces import ShardedParameter, raw_grad
+from retrograde.optim.pieces import Piece, ShardedParameter, raw_grad
 from retrograde.reduction import Reducer
 
 
@@ -38,6 +38,10 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
                 f"would silently compute with pieces; use an elementwise optimizer (SGD, Adam, AdamW, ...)"
             )
         reducer.begin_step()
+        for leaf in leaves:
+            for key, value in optimizer.state[leaf].items():
+                if type(value) is torch.Tensor and value.shape == leaf.shape:
+                    optimizer.state[leaf][key] = leaf.like(value, Piece)  # its norm is that of the whole (LAMB)
 
 
 def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -37,8 +37,7 @@ class Part(NamedTuple):
     early: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(NamedTuple):
     """What a rank says at a meeting about a gradient it has put, or will put."""
 
     key: Key

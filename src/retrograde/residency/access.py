@@ -6,7 +6,7 @@ pages the unit in; `forward` runs with the saved-tensor hooks active; what a sha
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -114,10 +114,7 @@ def _apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse:
     own = dict(self._parameters)
     self._parameters.clear()  # nothing to change in the leaves; buffers are the module's own
     try:
-        for child in self.children() if recurse else ():
-            child._apply(fn)  # type: ignore[no-untyped-call]
-        nn.Module._apply(self, fn, recurse=False)  # type: ignore[no-untyped-call]
-        return self
+        return cast(nn.Module, nn.Module._apply(self, fn, recurse))  # type: ignore[no-untyped-call]
     finally:
         self._parameters.update(own)
 

@@ -74,9 +74,7 @@ class SavedTensors:
         _push(packed, _unpack)
         return True
 
-    @staticmethod
-    def leave() -> None:
-        _pop()
+    leave = staticmethod(_pop)
 
     def _handle(self, tensor: torch.Tensor) -> Handle | None:
         if not self._live or tensor.layout is not torch.strided:
