@@ -66,4 +66,4 @@ def test_the_smallest_of_nested_budgets_counts() -> None:
     windows = Windows()
     with windows.window(math.inf), windows.window(15), windows.window(math.inf):
         assert windows.room(0, 10, {}) == [] and windows.room(1, 10, {0: 10}) is None
-    assert windows.open == 0 and windows.room(1, 10, {0: 10}) == []
+    assert not windows.open and windows.room(1, 10, {0: 10}) == []

@@ -189,16 +189,14 @@ class Mesh:
             op, number, *args = pickle.loads(body)
             data = []
             if extra:
-                data.append(self._room(number, src, op, args, extra))
+                receiver = self._receivers[number]() if number < len(self._receivers) else None
+                room = None if receiver is None else receiver.room(op, args, extra)
+                data = [torch.empty(extra, dtype=torch.uint8) if room is None else room]
                 yield _bytes_of(data[0])
+                del receiver, room
             with self.changed:
                 self._deliver(number, src, op, (*args, *data))
             del body, args, data  # nothing of a message is kept while waiting for the next
-
-    def _room(self, number: int, src: int, op: str, args: list[Any], nbytes: int) -> torch.Tensor:
-        receiver = self._receivers[number]() if number < len(self._receivers) else None
-        room = None if receiver is None else receiver.room(op, args, nbytes)
-        return torch.empty(nbytes, dtype=torch.uint8) if room is None else room
 
     def _deliver(self, number: int, src: int, op: str, args: tuple[Any, ...]) -> None:
         if number >= len(self._receivers):

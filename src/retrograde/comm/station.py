@@ -176,10 +176,9 @@ class Station:
         """What goes wrong inside on one rank is told to the others, which would wait for it in vain."""
         try:
             yield
-        except DivergenceError:
-            raise
         except Exception as error:
-            self._announce(f"rank {self.mesh.rank}: {what} raised {type(error).__name__}: {error}")
+            if not isinstance(error, DivergenceError):
+                self._announce(f"rank {self.mesh.rank}: {what} raised {type(error).__name__}: {error}")
             raise
 
     def _wait_for(self, missing: Callable[[], list[int]], what: str) -> None:

@@ -44,11 +44,8 @@ class Stream:
 class Streams:
     """The streams of one device: two of ours, and the one that code runs on now."""
 
-    def __init__(self, reducing: Stream, fetching: Stream) -> None:
-        self.reducing, self.fetching = reducing, fetching
-
-    def current(self) -> Stream:
-        return self.reducing
+    def __init__(self, reducing: Stream, fetching: Stream, current: Callable[[], Stream] | None = None) -> None:
+        self.reducing, self.fetching, self.current = reducing, fetching, current or (lambda: reducing)
 
 
 class DeviceStream(Stream):
@@ -72,13 +69,8 @@ class DeviceStream(Stream):
             return torch.empty(numel, dtype=dtype, device=self._stream.device)
 
 
-class DeviceStreams(Streams):
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(DeviceStream(torch.Stream(device)), DeviceStream(torch.Stream(device)))
-
-    def current(self) -> Stream:
-        return DeviceStream(torch.accelerator.current_stream())
-
-
 def streams_of(device: torch.device) -> Streams:
-    return Streams(Stream(), Stream()) if device.type == "cpu" else DeviceStreams(device)
+    if device.type == "cpu":
+        return Streams(Stream(), Stream())
+    reducing, fetching = DeviceStream(torch.Stream(device)), DeviceStream(torch.Stream(device))
+    return Streams(reducing, fetching, lambda: DeviceStream(torch.accelerator.current_stream()))

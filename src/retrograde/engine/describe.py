@@ -1,6 +1,5 @@
 """Text for people: what a sharded model costs, and what it has done."""
 
-import math
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -14,8 +13,6 @@ _COUNTED = (Kind.GATHER, Kind.DROP, Kind.REDUCE, Kind.JOIN)
 
 
 def human(nbytes: float) -> str:
-    if nbytes == math.inf:
-        return "all"
     power = min(max(int(nbytes).bit_length() - 1, 0) // 10, 4)
     return f"{nbytes / 1024**power:.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 

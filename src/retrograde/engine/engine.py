@@ -13,7 +13,7 @@ from retrograde.errors import ShardingError
 from retrograde.layout import Policy, parse_bytes
 from retrograde.ledger import Ledger
 from retrograde.optim import ShardedParameter
-from retrograde.optim.pieces import raw_grad
+from retrograde.optim.pieces import plain, raw_grad, whole
 from retrograde.reduction import Exchange, Reducer
 from retrograde.residency import BufferPool, Pager, SavedTensors, Unit
 
@@ -115,18 +115,8 @@ class Engine:
 
     def _whole_grads(self, leaves: list[ShardedParameter]) -> list[torch.Tensor | None]:
         self.reducer.settle("a gradient was read")
-
-        def pieces() -> list[torch.Tensor | None]:
-            grads = [raw_grad(leaf) for leaf in leaves]
-            return [None if grad is None else grad.detach().as_subclass(torch.Tensor).clone() for grad in grads]
-
         label = f"the whole gradient of {leaves[0].slot.name}" + f" and {len(leaves) - 1} more" * (len(leaves) > 1)
-        by_rank = self.council.values(label, pieces)
-        whole: list[torch.Tensor | None] = []
-        for leaf, *parts in zip(leaves, *by_rank, strict=True):
-            present = [part for part in parts if part is not None]
-            whole.append(torch.cat(present).view(leaf.slot.shape) if present else None)
-        return whole
+        return whole(label, leaves, lambda: (g if g is None else plain(g) for g in map(raw_grad, leaves)))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """`torch.nn.utils.clip_grad_norm_` over this engine's parameters; also where some ranks did no backward."""
@@ -140,9 +130,7 @@ class Engine:
         return report(self.units, self.ledger, self.station.mesh.rank, self.station.mesh.world)
 
     def _leaf(self, which: nn.Parameter | str) -> ShardedParameter:
-        # A tied parameter has several names.
-        names = dict(self.model.named_parameters(remove_duplicate=False)) if isinstance(which, str) else {}
-        leaf = names.get(which) if isinstance(which, str) else which
+        leaf = dict(self.model.named_parameters(remove_duplicate=False)).get(which) if isinstance(which, str) else which
         if isinstance(leaf, ShardedParameter) and leaf.unit in self.units:
             return leaf
         raise ShardingError(f"{which!r} is not a parameter of this engine's model")

@@ -24,14 +24,15 @@ def _start_counting() -> None:
     modules.register_module_module_registration_hook(_count)
 
 
-class Growth:
-    """`check()` calls `enlist` after modules have changed."""
+def growth(enlist: Callable[[], None]) -> Callable[[], None]:
+    """What it returns calls `enlist` if modules have changed since it was last called."""
+    _start_counting()
+    seen = _registered
 
-    def __init__(self, enlist: Callable[[], None]) -> None:
-        _start_counting()
-        self._enlist, self._seen = enlist, _registered
+    def check() -> None:
+        nonlocal seen
+        if seen != _registered:
+            seen = _registered
+            enlist()
 
-    def check(self) -> None:
-        if self._seen != _registered:
-            self._seen = _registered
-            self._enlist()
+    return check

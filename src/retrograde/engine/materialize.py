@@ -32,21 +32,17 @@ def materialize(
             # A scratch parameter: a tied weight draws its random numbers as it would have, and is discarded.
             value = torch.empty_like(shapes[id(param)], device="cpu")
             module._parameters[key] = nn.Parameter(value, param.requires_grad)
+            del value
         reset = _reset_of(module)
         assert reset is not None  # check_resettable() was here
         with torch.no_grad():
             reset()
-        scratch = {key: module._parameters[key] for key in own}
-        module._parameters.update(own)
         for key, param in own.items():
-            made = scratch[key]
-            assert made is not None
-            if id(param) not in done:
+            made, module._parameters[key] = module._parameters[key], param
+            if made is not None and id(param) not in done:
                 done.add(id(param))
                 settle(param, made)
-        scratch.clear()  # before the next module is made
-        if own:
-            del made, value
+            del made  # before the next module is made
 
 
 def check_resettable(model: nn.Module) -> None:
@@ -67,7 +63,5 @@ def _construction_order(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _reset_of(module: nn.Module) -> Callable[[], None] | None:
-    for method in ("reset_parameters", "_reset_parameters"):
-        if callable(reset := getattr(module, method, None)):
-            return cast("Callable[[], None]", reset)
-    return None
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    return cast("Callable[[], None]", reset) if callable(reset) else None

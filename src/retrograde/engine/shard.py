@@ -15,11 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from retrograde.comm import Mesh, Station
 from retrograde.engine.engine import Engine
-from retrograde.engine.growth import Growth
+from retrograde.engine.growth import growth
 from retrograde.engine.materialize import check_resettable, materialize
 from retrograde.errors import ShardingError
-from retrograde.layout import Layout, Policy, UnitSpec, find_units
-from retrograde.layout.units import Units
+from retrograde.layout import Layout, Policy, Units, UnitSpec, find_units
 from retrograde.optim import ShardedParameter, watch_steps
 from retrograde.optim.pieces import set_data
 from retrograde.residency import Unit, patch
@@ -59,8 +58,7 @@ def shard(
         watch_steps()
         engine = Engine(model, policy, station)
     _enlist(engine, specs)
-    growth = Growth(lambda: _enlist(engine, _added(model, units)))
-    patch(model, engine.saved, (), engine, before=growth.check)
+    patch(model, engine.saved, (), engine, before=growth(lambda: _enlist(engine, _added(model, units))))
     return engine
 
 
@@ -115,9 +113,9 @@ def _check_unsharded(model: nn.Module) -> None:
                 f"device; move the model to the CPU first"
             )
     sharded = [name for name, param in params.items() if isinstance(param, ShardedParameter)]
-    if sharded and len(sharded) == len(params):
-        raise ShardingError(f"{type(model).__name__} is already sharded; keep the engine of the first shard() call")
     if sharded:
+        if len(sharded) == len(params):
+            raise ShardingError(f"{type(model).__name__} is already sharded; keep the engine of the first shard() call")
         raise ShardingError(
             f"parameter {sharded[0]} already belongs to another engine; a parameter has one owner: shard the model "
             f"that contains both users of it, once"

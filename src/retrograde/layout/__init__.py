@@ -2,6 +2,6 @@
 
 from retrograde.layout.flat import Layout, Slot
 from retrograde.layout.policy import Policy, parse_bytes
-from retrograde.layout.units import UnitSpec, find_units
+from retrograde.layout.units import Units, UnitSpec, find_units
 
-__all__ = ["Layout", "Policy", "Slot", "UnitSpec", "find_units", "parse_bytes"]
+__all__ = ["Layout", "Policy", "Slot", "UnitSpec", "Units", "find_units", "parse_bytes"]

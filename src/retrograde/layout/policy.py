@@ -13,13 +13,12 @@ def parse_bytes(value: int | float | str, argument: str) -> float:
     """Bytes from a number or a text like "2GiB"."""
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-zA-Z]*)\s*", value)
-        if match is None or match[2].lower() not in _UNITS:
-            raise ShardingError(f'{argument}={value!r} is not a size; give bytes or a text like "2GiB"')
-        value = float(match[1]) * _UNITS[match[2].lower()]
-    if isinstance(value, int | float) and value < 0:
-        raise ShardingError(f"{argument}={value!r} is negative; give 0 or more bytes")
-    if not isinstance(value, int | float) or isinstance(value, bool) or value != value:
+        if match is not None and match[2].lower() in _UNITS:
+            return float(match[1]) * _UNITS[match[2].lower()]
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
         raise ShardingError(f'{argument}={value!r} is not a size; give bytes or a text like "2GiB"')
+    if value < 0:
+        raise ShardingError(f"{argument}={value!r} is negative; give 0 or more bytes")
     return value
 
 

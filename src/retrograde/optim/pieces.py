@@ -54,10 +54,6 @@ class Piece(torch.Tensor):
         return alive(self._unit)
 
     @property
-    def orphaned(self) -> bool:
-        return self._unit() is None
-
-    @property
     def reducer(self) -> Reducer:
         return cast(Reducer, self.unit.sink)
 
@@ -121,12 +117,10 @@ class Piece(torch.Tensor):
         return _keep(result, name, kind, args)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(torch.Tensor).clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(torch.Tensor).clone()
+        return plain(self)
 
 
 class _Alias(Piece):
@@ -148,21 +142,15 @@ class ShardedParameter(Piece, Leaf, nn.Parameter):
         param.__class__ = ShardedParameter
         leaf = cast(ShardedParameter, param)
         leaf._unit, leaf.place, leaf.aliases = weakref.ref(unit), index, deque(maxlen=_ALIASES)
-        leaf._take_over_hooks()
-
-    def _take_over_hooks(self) -> None:
-        """Hooks registered before sharding get the same treatment as those registered after it.
-
-        Their tables stay what they are, so that the handles users hold still remove them."""
+        # Hooks registered before sharding get the same treatment as those registered after it. Their tables stay what
+        # they are, so that the handles users hold still remove them.
         with torch._C.DisableTorchFunctionSubclass():
-            before: Any = self._backward_hooks
-            self._backward_hooks = None
+            before, after = cast(Any, leaf._backward_hooks), cast(Any, leaf._post_accumulate_grad_hooks)
+            leaf._backward_hooks = leaf._post_accumulate_grad_hooks = None  # type: ignore[assignment]
             if before:
-                self.register_hook(lambda grad: _run_all(before, grad))
-            tables: Any = self._post_accumulate_grad_hooks
-            self._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-            if tables:
-                self.register_post_accumulate_grad_hook(lambda leaf: _run_all(tables, leaf))
+                leaf.register_hook(lambda grad: _run_all(before, grad))
+            if after:
+                leaf.register_post_accumulate_grad_hook(lambda leaf: _run_all(after, leaf))
 
     @property
     def requires_grad(self) -> bool:
@@ -204,7 +192,7 @@ class ShardedParameter(Piece, Leaf, nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        if not self.orphaned:
+        if self._unit() is not None:
             self.reducer.settle("p.grad was read")
         raw = raw_grad(self)
         if raw is None or type(raw) is ShardedGradient:
@@ -215,7 +203,7 @@ class ShardedParameter(Piece, Leaf, nn.Parameter):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        if not self.orphaned:
+        if self._unit() is not None:
             self.reducer.forget(self.unit, self.place)
         if value is not None and value.shape == self.slot.shape != self.shape:
             value = self.piece_of(value)
@@ -229,16 +217,13 @@ class ShardedParameter(Piece, Leaf, nn.Parameter):
         where = f"piece {tuple(self.shape)} of {tuple(self.slot.shape)} on rank {self.unit.rank}"
         return f"ShardedParameter({self.slot.name}: {where}, {self.dtype}, requires_grad={self.requires_grad})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise UnsupportedError(
-            f"parameter {self.slot.name} is sharded and cannot be copied: its other pieces are on other ranks. "
-            f"Use engine.full_params() for the whole tensor, or p.detach().clone() for this rank's piece"
-        )
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(
-            f"parameter {self.slot.name} is sharded and cannot be pickled; save model.state_dict() instead"
+            f"parameter {self.slot.name} is sharded and cannot be copied or pickled: other ranks have other pieces. "
+            f"Use engine.full_params() for the whole, p.detach().clone() for this piece, or save model.state_dict()"
         )
+
+    __deepcopy__ = __reduce_ex__  # type: ignore[assignment]
 
 
 def _run_all(hooks: dict[int, Callable[[torch.Tensor], Any]], grad: torch.Tensor) -> torch.Tensor:
@@ -267,14 +252,23 @@ def _wholes(args: Any, name: str) -> Any:
                 f"{piece.title}: this rank's part of it was turned into another tensor, on which torch would give a "
                 f"local answer here. Use p.full() or engine.full_grad(p), or torch.no_grad() if no gradient is wanted"
             )
-    if parts:
-        label, values = f"{name} of {parts[0][1].title}", parts[0][1].reducer.council.values
-        for (index, piece), *found in zip(parts, *values(label, lambda: [_plain(p) for _, p in parts]), strict=True):
-            leaves[index] = torch.cat(found).view(piece.slot.shape)
+    if pieces := [piece for _, piece in parts]:
+        wholes = whole(f"{name} of {pieces[0].title}", pieces, lambda: map(plain, pieces))
+        for (index, _), full in zip(parts, wholes, strict=True):
+            leaves[index] = full
     return tree_unflatten([leaf.full() if isinstance(leaf, ShardedParameter) else leaf for leaf in leaves], spec)
 
 
-def _plain(piece: Piece) -> torch.Tensor:
+def whole(
+    label: str, pieces: Sequence[Piece], local: Callable[[], Iterable[torch.Tensor | None]]
+) -> list[torch.Tensor | None]:
+    """What `pieces` are pieces of, from everybody's `local` parts, in one meeting; None where a rank has none."""
+    by_rank = pieces[0].reducer.council.values(label, lambda: list(local()))
+    both = zip(pieces, zip(*by_rank, strict=True), strict=True)
+    return [None if any(f is None for f in found) else torch.cat(found).view(piece.slot.shape) for piece, found in both]
+
+
+def plain(piece: torch.Tensor) -> torch.Tensor:
     with torch._C.DisableTorchFunctionSubclass():
         return piece.detach().as_subclass(torch.Tensor).reshape(-1).clone()
 
@@ -311,7 +305,8 @@ _VIEWS = {"detach", "view", "reshape", "flatten", "ravel", "view_as", "narrow", 
 def _keep(result: Any, name: str, kind: Reads, args: Any) -> Any:
     """The result as the piece it is."""
     if isinstance(result, list | tuple) and name.startswith("_foreach_"):
-        return type(result)(_keep(r, "", kind, a) for r, *a in zip(result, *_columns(args), strict=True))
+        columns = [arg for arg in args if isinstance(arg, list | tuple) and len(arg) == len(result)]
+        return type(result)(_keep(r, "", kind, a) for r, *a in zip(result, *columns, strict=True))
     if name == "grad":  # torch.autograd.grad(outputs, inputs)
         return tuple(_gradient(grad, of) for grad, of in zip(result, args[1], strict=True))
     if type(result) is not torch.Tensor or (source := next(_pieces(args), None)) is None:
@@ -335,10 +330,6 @@ def _gradient(grad: torch.Tensor | None, of: Any) -> torch.Tensor | None:
     if grad is None or grad.requires_grad or not isinstance(of, ShardedParameter):
         return grad
     return of.like(grad, ShardedGradient)
-
-
-def _columns(args: Any) -> Iterator[Any]:
-    return (arg for arg in args if isinstance(arg, list | tuple) and len(arg) == len(args[0]))
 
 
 # ---- reading all of it, without moving all of it

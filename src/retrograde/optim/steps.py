@@ -21,7 +21,7 @@ def watch_steps() -> None:
 def _by_engine(optimizer: torch.optim.Optimizer) -> dict[Reducer, list[ShardedParameter]]:
     engines: dict[Reducer, list[ShardedParameter]] = {}
     for param in (param for group in optimizer.param_groups for param in group["params"]):
-        if isinstance(param, ShardedParameter) and not param.orphaned:
+        if isinstance(param, ShardedParameter) and param._unit() is not None:
             engines.setdefault(param.reducer, []).append(param)
     return engines
 

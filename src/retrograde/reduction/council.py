@@ -34,8 +34,8 @@ class Council:
 
     def end_backward(self, label: str, offers: Offers) -> dict[int, Offers]:
         """Meet at the end of a backward; returns what each rank that is also at one has put."""
-        positions = self._meet(Position(Kind.BACKWARD, label, offers))
-        return {rank: p.offers for rank, p in enumerate(positions) if p.kind is Kind.BACKWARD}
+        positions = self._meet(Position(Kind.BACKWARD, label, (offers, None)))
+        return {rank: p.offers[0] for rank, p in enumerate(positions) if p.kind is Kind.BACKWARD}
 
     def values(self, label: str, value: Callable[[], Any]) -> list[Any]:
         """Everybody's value, by rank. Asked for anew if a flush changed gradients while this rank waited."""
@@ -55,11 +55,8 @@ class Council:
             first = min((p.kind for p in positions), key=URGENCY.index)
             if first in (Kind.STEP, Kind.TOTAL):
                 self._require_same(positions)
-            if first is Kind.BACKWARD:
-                offers = {r: p.offers for r, p in enumerate(positions) if p.kind is Kind.BACKWARD}
-            else:
-                offers = {r: p.offers[0] for r, p in enumerate(positions)}
-            actions[first](offers)
+            backward = first is Kind.BACKWARD  # then only what was put in one counts
+            actions[first]({r: p.offers[0] for r, p in enumerate(positions) if p.kind is first or not backward})
             if first is kind:
                 return positions
 
@@ -72,9 +69,7 @@ class Council:
         return self._station.meet(position)
 
     def _require_same(self, positions: list[Position]) -> None:
-        mine = positions[self._station.mesh.rank]
-        odd = [p for p in positions if p.kind is not mine.kind]
-        labels = {p.label for p in positions} if mine.kind is Kind.TOTAL else {mine.label}
-        if odd or len(labels) > 1:
+        wanted = {(p.kind, p.label if p.kind is Kind.TOTAL else "") for p in positions}
+        if len(wanted) > 1:
             places = "; ".join(f"rank {r} is at {p.kind} ({p.label})" for r, p in enumerate(positions))
             self._station.fail(f"rank {self._station.mesh.rank}: ranks cannot be reconciled: {places}")

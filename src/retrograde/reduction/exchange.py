@@ -66,6 +66,7 @@ class Exchange:
     def __init__(self, station: Station, policy: Policy, pool: BufferPool, ledger: Ledger) -> None:
         self._station, self.policy, self.pool, self._ledger = station, policy, pool, ledger
         self._streams = pool.streams
+        self.scale = 1.0 / station.mesh.world if policy.mean else 1.0
         self._sending: list[Sending] = []
         self._sent: tuple[Bucket, Event] | None = None
         self._since = -1
@@ -98,8 +99,7 @@ class Exchange:
     def launch(self, bucket: Bucket, offer: Offer) -> Launch:
         """Put every owner's part there; the bucket is given back when it has been sent."""
         self.settle_sending()
-        unit, mesh, stream = bucket.unit, self._station.mesh, self._streams.reducing
-        layout = unit.layout
+        layout, mesh, stream = bucket.unit.layout, self._station.mesh, self._streams.reducing
         own = stream.empty(layout.shard_numel, layout.dtype)
 
         def send() -> None:
@@ -110,8 +110,8 @@ class Exchange:
         bucket.close(stream)
         stream.run(send)
         self._sent = (bucket, stream.record())
-        self._ledger.record(Kind.REDUCE, unit.name, layout.page_bytes - layout.shard_bytes)
-        return Launch(unit, offer, own)
+        self._ledger.record(Kind.REDUCE, bucket.unit.name, layout.page_bytes - layout.shard_bytes)
+        return Launch(bucket.unit, offer, own)
 
     def settle_sending(self) -> None:
         sending, self._sending = self._sending, []
@@ -167,10 +167,6 @@ class Exchange:
             stream.run(lambda: own.copy_(total))
         self._streams.current().wait(stream.record())
         return own
-
-    @property
-    def scale(self) -> float:
-        return 1.0 / self._station.mesh.world if self.policy.mean else 1.0
 
 
 def accumulated(offers: Mapping[int, Offer]) -> tuple[bool, ...]:

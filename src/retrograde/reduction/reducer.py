@@ -15,6 +15,7 @@ Rule 4: what a backward that raised has left is dropped at the next entry, but f
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -55,7 +56,7 @@ class Reducer:
     def gathered(self, unit: Unit, grads: Grads) -> torch.Tensor | None:
         """All gradients of `unit` in this backward have arrived."""
         self.pager.retire(unit)
-        uses = self._uses(unit, grads)
+        uses = tuple(map(_use, unit.accumulators, grads))
         if torch.is_grad_enabled():
             return _Reduce.apply(self, unit, uses, self._task(), *grads)  # type: ignore[no-any-return, no-untyped-call]
         if Use.CAPTURED not in uses:
@@ -87,20 +88,6 @@ class Reducer:
             task = self._tasks[number] = Task()
             _queue_callback(lambda: self._close(number))
         return task
-
-    def _uses(self, unit: Unit, grads: Grads) -> tuple[Use, ...]:
-        uses = []
-        for node, grad in zip(unit.accumulators, grads, strict=True):
-            if grad is None:
-                uses.append(Use.NONE)
-                continue
-            try:
-                runs = torch._C._will_engine_execute_node(node)
-            except RuntimeError:  # torch says so when the leaf is captured by autograd.grad()
-                uses.append(Use.CAPTURED)
-                continue
-            uses.append(Use.ACCUMULATED if runs else Use.NONE)
-        return tuple(uses)
 
     def _launch(self, unit: Unit, grads: Grads, uses: tuple[Use, ...]) -> Launch:
         launch = self._exchange.send(unit, grads, uses)
@@ -271,6 +258,13 @@ class Reducer:
         """All ranks' `shard`s end to end, scaled: the transpose of a reduction."""
         parts = self.council.values(f"second derivative of unit {unit.name}", shard.detach().clone)
         return torch.cat(parts) * self._exchange.scale
+
+
+def _use(accumulator: Any, grad: torch.Tensor | None) -> Use:
+    try:
+        return Use.ACCUMULATED if grad is not None and torch._C._will_engine_execute_node(accumulator) else Use.NONE
+    except RuntimeError:  # torch says so when the leaf is captured by autograd.grad()
+        return Use.CAPTURED
 
 
 def _used(grads: Grads, uses: tuple[Use, ...]) -> list[torch.Tensor | None]:

@@ -17,29 +17,25 @@ class Windows:
     """The open windows (their budgets, in bytes) and when each unit last had a gradient."""
 
     def __init__(self) -> None:
-        self._budgets: list[float] = []
+        self.open: list[float] = []
         self._came: dict[int, int] = {}
         self._gradients = 0
-
-    @property
-    def open(self) -> int:
-        return len(self._budgets)
 
     @contextlib.contextmanager
     def window(self, budget: float) -> Iterator[None]:
         """Windows nest: the smallest budget counts, and only the end of the outermost is an end."""
-        self._budgets.append(budget)
+        self.open.append(budget)
         try:
             yield
         finally:
-            self._budgets.pop()
+            self.open.pop()
 
     def room(self, unit: int, need: int, held: Mapping[int, int]) -> list[int] | None:
         """Who must be reduced early for `unit` to wait beside what is `held` (bytes by unit); None: it cannot wait."""
         self._gradients += 1
         before = self._came.get(unit, 0)
         self._came[unit] = self._gradients
-        free = min(self._budgets, default=math.inf) - sum(held.values())
+        free = min(self.open, default=math.inf) - sum(held.values())
         if unit in held:
             return []
         cold = sorted((self._came.get(other, 0), other) for other in held)

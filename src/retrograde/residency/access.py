@@ -6,7 +6,7 @@ pages the unit in; `forward` runs with the saved-tensor hooks active; what a sha
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,6 +26,80 @@ class Leaf:
         raise NotImplementedError
 
 
+class Sharded(nn.Module):
+    """What a module with sharded parameters does otherwise than a plain one; ahead of its own class."""
+
+    _retrograde_engine: Any  # so that it lives as long as the model
+
+    def _sharded(self) -> dict[str, Any]:
+        return {name: leaf for name, leaf in self._parameters.items() if isinstance(leaf, Leaf)}
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """As torch's, which looks for a Parameter by reading the attribute."""
+        leaf = dict(self.named_parameters(remove_duplicate=False)).get(target)
+        return super().get_parameter(target) if leaf is None else leaf
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        for name, leaf in self.named_parameters(recurse=recurse):
+            if isinstance(leaf, Leaf):
+                probe = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
+                if (after := fn(probe)).dtype != probe.dtype or after.device != probe.device:
+                    raise UnsupportedError(
+                        f"{type(self).__name__}.to(): parameter {name} is sharded as {leaf.dtype} on {leaf.device}; it "
+                        f"cannot become {after.dtype} on {after.device} in place: convert the model before rg.shard(), "
+                        f"or load a state_dict() of this model into a converted one"
+                    )
+        own = dict(self._parameters)
+        self._parameters.clear()  # nothing to change in the leaves; buffers are the module's own
+        try:
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        finally:
+            self._parameters.update(own)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, leaf in self._sharded().items():
+            if prefix + name in destination:
+                full = leaf.full()
+                destination[prefix + name] = full if keep_vars else full.detach().clone()
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any
+    ) -> None:
+        errors: list[str] = rest[-1]
+        sharded = self._sharded()
+        if sharded and metadata.get("assign_to_params_buffers", False):
+            first = prefix + next(iter(sharded))
+            errors.append(f"{first}: assign=True would replace sharded parameters; load with assign=False")
+            return
+        for name, leaf in sharded.items():
+            given = state_dict.get(prefix + name)
+            if isinstance(given, torch.Tensor) and given.shape == leaf.slot.shape:
+                state_dict[prefix + name] = leaf.piece_of(given)
+            elif isinstance(given, torch.Tensor):
+                errors.append(
+                    f"size mismatch for {prefix + name}: copying a param with shape {given.shape} from checkpoint, "
+                    f"the shape in current model is {leaf.slot.shape}."
+                )
+                state_dict[prefix + name] = leaf.detach()  # leaves it as it is
+        super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            f"a sharded {type(self).__name__} cannot be copied or pickled: its shards live on all ranks. Build a new "
+            f"model and load_state_dict(model.state_dict()), or save model.state_dict()"
+        )
+
+
+class ShardedRNN:
+    """RNN modules keep a list of their weights. In a page they are contiguous already."""
+
+    _flat_weights_names: list[str]
+    _flat_weights = property(lambda self: [getattr(self, n) for n in self._flat_weights_names], lambda self, _: None)
+
+    def flatten_parameters(self) -> None: ...
+
+
 def patch(
     module: nn.Module, saved: SavedTensors, names: Sequence[str], engine: object, before: Before | None = None
 ) -> None:
@@ -33,25 +107,14 @@ def patch(
 
     Hooks only where parameters are: torch.func refuses to start while any are active, and what a module without
     parameters of its own saves is, but for weights it takes from its children, activations.
-    The class holds the engine, so that it lives as long as the model.
     """
     cls = type(module)
     body: dict[str, Any] = {name: _property(name) for name in names}
     body["forward"] = _forward(cls, saved if names else None, before)
     body |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    if getattr(cls, "_retrograde_engine", None) is None:  # once, however often parameters are added later
-        body |= {
-            "_apply": _apply,
-            "_save_to_state_dict": _saving(cls),
-            "_load_from_state_dict": _loading(cls),
-            "__reduce_ex__": _refuse_copy,
-            "get_parameter": _get_parameter,
-            "_retrograde_engine": engine,
-        }
-    if isinstance(module, nn.RNNBase):
-        body["_flat_weights"] = property(_flat_weights, lambda self, value: None)
-        body["flatten_parameters"] = lambda self: None  # the weights are contiguous in the page
-    module.__class__ = type(cls.__name__, (cls,), body)
+    body["_retrograde_engine"] = engine
+    ahead = (ShardedRNN, Sharded) if isinstance(module, nn.RNNBase) else (Sharded,)
+    module.__class__ = type(cls.__name__, (cls,) if isinstance(module, Sharded) else (*ahead, cls), body)
 
 
 def _property(name: str) -> property:
@@ -61,13 +124,10 @@ def _property(name: str) -> property:
             return leaf.full() if isinstance(leaf, Leaf) else leaf
         return self.__dict__[name] if name in self.__dict__ else nn.Module.__getattr__(self, name)
 
-    def put(self: nn.Module, value: Any) -> None:
-        self.__dict__[name] = value  # nn.Module takes Parameters itself; this is `del m.w; m.w = tensor`
-
-    def delete(self: nn.Module) -> None:
-        self.__dict__.pop(name, None)
-
-    return property(get, put, delete)
+    # nn.Module takes Parameters itself; this is `del m.w; m.w = tensor`, as torch's old weight_norm does.
+    return property(
+        get, lambda self, value: self.__dict__.update({name: value}), lambda self: self.__dict__.pop(name, None)
+    )
 
 
 def _forward(cls: type[nn.Module], saved: SavedTensors | None, before: Before | None) -> Callable[..., Any]:
@@ -85,78 +145,3 @@ def _forward(cls: type[nn.Module], saved: SavedTensors | None, before: Before | 
             saved.leave()
 
     return forward
-
-
-def _flat_weights(self: nn.RNNBase) -> list[torch.Tensor]:
-    return [getattr(self, name) for name in self._flat_weights_names]
-
-
-def _sharded(self: nn.Module) -> dict[str, Any]:
-    return {name: leaf for name, leaf in self._parameters.items() if isinstance(leaf, Leaf)}
-
-
-def _get_parameter(self: nn.Module, target: str) -> Any:
-    """As torch's, which looks for a Parameter by reading the attribute."""
-    leaf = dict(self.named_parameters(remove_duplicate=False)).get(target)
-    return nn.Module.get_parameter(self, target) if leaf is None else leaf
-
-
-def _apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-    for name, leaf in self.named_parameters(recurse=recurse):
-        if isinstance(leaf, Leaf):
-            probe = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
-            if (after := fn(probe)).dtype != probe.dtype or after.device != probe.device:
-                raise UnsupportedError(
-                    f"{type(self).__name__}.to(): parameter {name} is sharded as {leaf.dtype} on {leaf.device} and "
-                    f"cannot become {after.dtype} on {after.device} in place; convert the model before rg.shard(), "
-                    f"or load a state_dict() of this model into a converted one"
-                )
-    own = dict(self._parameters)
-    self._parameters.clear()  # nothing to change in the leaves; buffers are the module's own
-    try:
-        return cast(nn.Module, nn.Module._apply(self, fn, recurse))  # type: ignore[no-untyped-call]
-    finally:
-        self._parameters.update(own)
-
-
-def _saving(cls: type[nn.Module]) -> Callable[..., None]:
-    def save(self: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        cls._save_to_state_dict(self, destination, prefix, keep_vars)
-        for name, leaf in _sharded(self).items():
-            if prefix + name in destination:
-                full = leaf.full()
-                destination[prefix + name] = full if keep_vars else full.detach().clone()
-
-    return save
-
-
-def _loading(cls: type[nn.Module]) -> Callable[..., None]:
-    def load(self: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
-        error_msgs: list[str] = rest[-1]
-        sharded = _sharded(self)
-        if sharded and metadata.get("assign_to_params_buffers", False):
-            first = prefix + next(iter(sharded))
-            error_msgs.append(f"{first}: assign=True would replace sharded parameters; load with assign=False")
-            return
-        for name, leaf in sharded.items():
-            given = state_dict.get(prefix + name)
-            if not isinstance(given, torch.Tensor):
-                continue
-            if given.shape != leaf.slot.shape:
-                error_msgs.append(
-                    f"size mismatch for {prefix + name}: copying a param with shape {given.shape} from checkpoint, "
-                    f"the shape in current model is {leaf.slot.shape}."
-                )
-                state_dict[prefix + name] = leaf.detach()  # leaves it as it is
-            else:
-                state_dict[prefix + name] = leaf.piece_of(given)
-        cls._load_from_state_dict(self, state_dict, prefix, metadata, *rest)
-
-    return load
-
-
-def _refuse_copy(self: nn.Module, protocol: Any) -> Any:
-    raise UnsupportedError(
-        f"a sharded {type(self).__name__} cannot be copied or pickled: its shards live on all ranks. Build a new "
-        f"model and load_state_dict(model.state_dict()), or save model.state_dict()"
-    )

@@ -16,10 +16,8 @@ _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _get_requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
-_OPERATORS = {
-    f"__i{name}__"
-    for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
-}
+_ARITHMETIC = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+_OPERATORS = {f"__i{name}__" for name in _ARITHMETIC}
 _NOT_EDITS = {"requires_grad_", "detach_", "share_memory_", "rename_"}
 
 
@@ -44,10 +42,6 @@ def alive(unit: "weakref.ref[Unit]") -> "Unit":
     return found
 
 
-def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
-
-
 class Aliased(torch.Tensor):
     """Memory of a page. Operations on it give plain tensors, but for two kinds:
 
@@ -62,9 +56,9 @@ class Aliased(torch.Tensor):
     def _alias(self, view: Any) -> Any:
         if isinstance(view, list | tuple):
             return type(view)(self._alias(each) for each in view)
-        if type(view) is not torch.Tensor or not _same_memory(view, self):
+        if type(view) is not torch.Tensor or (torch.is_grad_enabled() and view.requires_grad):
             return view
-        if torch.is_grad_enabled() and view.requires_grad:
+        if view.untyped_storage()._cdata != self.untyped_storage()._cdata:
             return view
         alias = view.as_subclass(Aliased)
         alias._unit, alias._slot = self._unit, self._slot

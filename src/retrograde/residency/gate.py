@@ -59,10 +59,9 @@ class Gate:
         """Around an edit of parameters in place, given as unit and slot."""
         if self._phase is Phase.READ or any(unit.edited(slot) for unit, slot in targets):
             self._fence(what)
-        edit = self._phase is Phase.EDIT
         marks = {unit: len(unit.undo) for unit, _ in targets}
         with self._station.mesh.changed:
-            for unit, slot in targets if edit else ():
+            for unit, slot in targets if self._phase is Phase.EDIT else ():
                 unit.undo.append((slot, unit.pieces[slot].clone()))
         try:
             yield

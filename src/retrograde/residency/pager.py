@@ -5,15 +5,19 @@ backward apart). Following those successors gives the next page to prefetch and,
 the order in which pages will be needed again, so that the one needed last is evicted (Belady's rule).
 """
 
+import contextlib
 from collections.abc import Iterator
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from retrograde.layout import Policy
 from retrograde.residency.buffers import BufferPool
 from retrograde.residency.unit import Unit
 
 _graph_task = torch._C._current_graph_task_id
+_NO_TRANSFORM = contextlib.nullcontext()
 HORIZON = 256  # how far ahead of now the forecast is followed when choosing what to evict
 
 
@@ -57,13 +61,8 @@ class Pager:
         self.live: dict[int, Unit] = {}  # storage of a page that is ready -> its unit (saved.py looks here)
 
     def access(self, unit: Unit, slot: int) -> torch.Tensor:
-        """The full tensor of a parameter, paged in if need be: the hot path."""
-        if torch._C._functorch.peek_interpreter_stack() is None:
-            self.open(unit)
-            return unit.full(slot)
-        from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-        with temporarily_clear_interpreter_stack():  # a page belongs to no torch.func transform
+        """The full tensor of a parameter, paged in if need be. Hot. A page belongs to no torch.func transform."""
+        with _NO_TRANSFORM if peek_interpreter_stack() is None else temporarily_clear_interpreter_stack():
             self.open(unit)
             return unit.full(slot)
 
@@ -143,10 +142,9 @@ class Pager:
         return sum(unit.layout.page_bytes for unit in self._resident if unit not in spared and not unit.at_home)
 
     def _drop(self, unit: Unit) -> None:
-        storage = None if unit.buffer is None else unit.buffer.untyped_storage()._cdata
+        storage = -1 if unit.buffer is None else unit.buffer.untyped_storage()._cdata
         if unit.drop() and unit.buffer is None:
             self._resident.pop(unit, None)
-            if storage is not None:
-                self.live.pop(storage, None)
+            self.live.pop(storage, None)
             if self._current is unit:
                 self._current = None

@@ -96,13 +96,11 @@ class Unit:
         self.arrived = [False] * len(leaves)  # which leaves the last run of Pack had a gradient for
         self.edits = self.fenced = 0  # made so far, and at the last fence (gate.py)
         self.undo: list[tuple[int, torch.Tensor]] = []  # slots edited since, with their pieces before
-        self.settled = 0
+        self.settled = self._own_references = self._edits_seen = 0
         self._reading: Reading | None = None
         self._loaded: Event = None
         self._read_at = -1
-        self._own_references = 0
         self._stubs = [torch.empty((), dtype=layout.dtype, device=home.device).expand(s.shape) for s in layout.slots]
-        self.outs: tuple[FullTensor, ...] = ()
 
     def connect(self, gate: Gate, sink: Sink, pool: BufferPool) -> None:
         self.gate, self.sink, self._pool, self._streams = gate, sink, pool, pool.streams
@@ -110,7 +108,6 @@ class Unit:
         self.pieces = tuple(leaf.detach() for leaf in self.leaves)
         self.settled = self.version
         self.outs = tuple(FullTensor.of(stub.clone(), self, i) for i, stub in enumerate(self._stubs))
-        self._edits_seen = 0
         if self.layout.dtype.is_floating_point or self.layout.dtype.is_complex:
             self._build_graph()
         self._point(self._stubs)

@@ -92,15 +92,12 @@ class SimulatedDevice(Streams):
         self.sites: dict[Site, int] = {}  # how often each has run
         self.tensors: list[torch.Tensor] = []
         self._without = without
-        super().__init__(self.stream("reducing"), self.stream("fetching"))
+        super().__init__(self.stream("reducing"), self.stream("fetching"), lambda: self._current)
         self._current = self.stream("main")
 
     def stream(self, name: str) -> SimulatedStream:
         self.streams.append(SimulatedStream(self, name, len(self.streams)))
         return self.streams[-1]
-
-    def current(self) -> Stream:
-        return self._current
 
     @contextlib.contextmanager
     def on(self, stream: SimulatedStream) -> Iterator[None]:
