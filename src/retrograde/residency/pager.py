@@ -67,7 +67,7 @@ class Pager:
             return unit.full(slot)
 
     def open(self, unit: Unit) -> None:
-        """Make `unit` READY and valid, and start what is expected next."""
+        """Make `unit` ready and valid, and start what is expected next."""
         if unit is self._current and unit.ready and unit.valid:
             return
         if not unit.valid:
