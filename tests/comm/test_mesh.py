@@ -1,0 +1,194 @@
+"""The connections between ranks: much in both directions at once, strangers, ranks that leave, nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_process_group_store
+
+import retrograde as rg
+from retrograde.comm import Key, Mesh, Station
+from tests.harness import RankPool
+from tests.small import batch, build, loss_of
+
+Ranks = Callable[[int], RankPool]
+LARGE = 2**22  # floats: far more than a connection takes at once
+
+
+def _everybody_sends(rank: int, world: int) -> list[str]:
+    """Every main thread sends much before it takes anything, several times over."""
+    station = Station(Mesh.of(dist.group.WORLD), 20.0)  # type: ignore[arg-type]
+    wrong, sending = [], []
+    for turn in range(3):
+        for dst in station.mesh.peers:
+            parts = [torch.full((LARGE // 2,), float(10 * rank + turn)), torch.full((LARGE // 2,), -1.0)]
+            sending.append(station.put(Key(0, 0, turn), dst, parts))
+    for turn in range(3):
+        for src in station.mesh.peers:
+            got = station.take(Key(0, 0, turn), src, "a unit")
+            want = torch.cat([torch.full((LARGE // 2,), float(10 * src + turn)), torch.full((LARGE // 2,), -1.0)])
+            if not torch.equal(got, want):
+                wrong.append(f"turn {turn} from rank {src}")
+    station.finish(sending)
+    dist.barrier()
+    return wrong
+
+
+@pytest.mark.parametrize("world", (2, 4))
+def test_much_in_all_directions(ranks: Ranks, world: int) -> None:
+    assert ranks(world).run(_everybody_sends) == [[]] * world
+
+
+def _from_where_it_is(rank: int, world: int) -> tuple[bool, list[float]]:
+    """What is sent must not change before `finish` returns, and may after it."""
+    station = Station(Mesh.of(dist.group.WORLD), 20.0)  # type: ignore[arg-type]
+    peer, part = 1 - rank, torch.full((4 * LARGE,), float(rank))
+    sending = [station.put(Key(0, 0, 0), peer, [part])]
+    took_all_at_once = station.mesh.sent(*sending[0])
+    station.finish(sending)
+    part.fill_(7.0)
+    got = station.take(Key(0, 0, 0), peer, "a unit")
+    dist.barrier()
+    return took_all_at_once, got.unique().tolist()
+
+
+def test_memory_is_free_after_finish(ranks: Ranks) -> None:
+    for rank, (at_once, values) in enumerate(ranks(2).run(_from_where_it_is)):
+        assert not at_once, "nothing was left to the service thread, so nothing was tested"
+        assert values == [1.0 - rank]
+
+
+def _stranger(rank: int, world: int) -> int:
+    """Somebody connects to a rank that waits for another, and does not know its secret."""
+    group = dist.new_group()
+    store = _get_process_group_store(group)
+    if rank == 1:
+        address, _ = pickle.loads(store.get("retrograde/0"))
+        for hello in (b"x" * 24, b"x"):  # a wrong secret, and no secret
+            with socket.create_connection(address, 10) as call:
+                call.sendall(hello)
+    model = build()
+    engine = rg.shard(model, 3, process_group=group)
+    loss_of(model, batch(rank)).backward()
+    dist.barrier()
+    return len(engine.station.mesh._lines)
+
+
+def test_strangers_are_turned_away(ranks: Ranks) -> None:
+    assert ranks(2).run(_stranger) == [1, 1]
+
+
+def _uneven(rank: int, world: int) -> list[str]:
+    """Ranks that have made different numbers of groups before."""
+    if rank == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    model, plain = build(), build()
+    engine = rg.shard(model, 3, timeout=10.0)
+    loss_of(model, batch(0)).backward()
+    loss_of(plain, batch(0)).backward()
+    wrong = [name for name, p in plain.named_parameters() if not _same(engine.full_grad(name), p.grad)]
+    dist.barrier()
+    return wrong
+
+
+def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is other if one is None or other is None else torch.equal(one, other)
+
+
+def test_ranks_with_different_groups(ranks: Ranks) -> None:
+    assert ranks(2).run(_uneven) == [[], []]
+
+
+def _service_threads() -> int:
+    return sum(thread.name == "retrograde-service" for thread in threading.enumerate())
+
+
+def _groups_that_end(rank: int, world: int) -> tuple[int, int, int]:
+    before = _service_threads()
+    during = 0
+    for _ in range(3):
+        group = dist.new_group(timeout=timedelta(seconds=30))
+        model = build()
+        rg.shard(model, 3, process_group=group)
+        loss_of(model, batch(rank)).backward()
+        during = max(during, _service_threads())
+        dist.barrier()
+        dist.destroy_process_group(group)
+        del model, group
+        gc.collect()
+        dist.barrier()
+    deadline = time.monotonic() + 20
+    while _service_threads() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return before, during, _service_threads()
+
+
+def test_a_group_that_ends_takes_its_thread_along(ranks: Ranks) -> None:
+    for before, during, after in ranks(2).run(_groups_that_end):
+        assert during > before and after == before
+
+
+class _Alone:
+    """A mesh without connections."""
+
+    rank, world, peers = 0, 2, (1,)
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.sent: list[tuple[Any, ...]] = []
+
+    def attach(self, station: Station) -> None:
+        pass
+
+    def send(self, dst: int, *message: Any, data: Any = ()) -> int:
+        self.sent.append(message)
+        return 0
+
+
+def test_a_rank_that_has_left_is_missed_only_if_it_owes_something() -> None:
+    station = Station(_Alone(), 0.1)  # type: ignore[arg-type]
+    station.on_lost("the connection to rank 1 was lost", ConnectionResetError())
+    key = Key(0, 0, 2)
+    station.on_message(1, "put", (key, torch.float32, torch.ones(2)))
+    assert torch.equal(station.take(key, 1, "a unit"), torch.ones(2))
+    with pytest.raises(rg.DivergenceError, match="rank 0: the connection to rank 1 was lost"):
+        station.take(key, 1, "a unit")
+
+
+def test_a_rank_that_gave_up_is_heard_whatever_it_owes() -> None:
+    station = Station(_Alone(), 0.1)  # type: ignore[arg-type]
+    key = Key(0, 0, 2)
+    station.on_message(1, "put", (key, torch.float32, torch.ones(2)))
+    station.on_message(1, "fail", ("rank 1 waited in vain",))
+    with pytest.raises(rg.DivergenceError, match="rank 1 waited in vain"):
+        station.take(key, 1, "a unit")
+
+
+def test_what_nobody_took_is_dropped_at_a_step() -> None:
+    station = Station(_Alone(), 0.1)  # type: ignore[arg-type]
+    early, late = Key(0, 1, 2), Key(0, 2, 2)
+    for key in (early, late):
+        station.on_message(1, "put", (key, torch.float32, torch.ones(2)))
+    station.meetings = 2
+    station.discard_arrivals()
+    assert not station.arrived(early, 1) and station.arrived(late, 1)
+
+
+def test_addresses_follow_the_store() -> None:
+    from retrograde.comm.mesh import _own_address
+
+    here = SimpleNamespace()
+    assert _own_address(here)[1] in ("127.0.0.1", "::1")  # type: ignore[arg-type]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    assert _own_address(dist.PrefixStore("a", dist.PrefixStore("b", store)))[1] == "127.0.0.1"
