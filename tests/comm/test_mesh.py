@@ -23,7 +23,7 @@ from tests.harness import RankPool
 from tests.small import batch, build, loss_of
 
 Ranks = Callable[[int], RankPool]
-LARGE = 2**22  # floats: far more than a connection takes at once
+LARGE = 2**20  # floats: more than a connection takes at once, three times over
 
 
 def _everybody_sends(rank: int, world: int) -> list[str]:
@@ -53,7 +53,7 @@ def test_much_in_all_directions(ranks: Ranks, world: int) -> None:
 def _from_where_it_is(rank: int, world: int) -> tuple[bool, list[float]]:
     """What is sent must not change before `finish` returns, and may after it."""
     station = Station(Mesh.of(dist.group.WORLD), 20.0)  # type: ignore[arg-type]
-    peer, part = 1 - rank, torch.full((4 * LARGE,), float(rank))
+    peer, part = 1 - rank, torch.full((16 * LARGE,), float(rank))
     sending = [station.put(Key(0, 0, 0), peer, [part])]
     took_all_at_once = station.mesh.sent(*sending[0])
     station.finish(sending)
@@ -156,11 +156,16 @@ class _Alone:
         return 0
 
 
+def _hears(station: Station, src: int, op: str, args: tuple[Any, ...]) -> None:
+    with station.mesh.changed:
+        station.on_message(src, op, args)
+
+
 def test_a_rank_that_has_left_is_missed_only_if_it_owes_something() -> None:
     station = Station(_Alone(), 0.1)  # type: ignore[arg-type]
     station.on_lost("the connection to rank 1 was lost", ConnectionResetError())
     key = Key(0, 0, 2)
-    station.on_message(1, "put", (key, torch.float32, torch.ones(2)))
+    _hears(station, 1, "put", (key, torch.float32, torch.ones(2)))
     assert torch.equal(station.take(key, 1, "a unit"), torch.ones(2))
     with pytest.raises(rg.DivergenceError, match="rank 0: the connection to rank 1 was lost"):
         station.take(key, 1, "a unit")
@@ -169,7 +174,7 @@ def test_a_rank_that_has_left_is_missed_only_if_it_owes_something() -> None:
 def test_a_rank_that_gave_up_is_heard_whatever_it_owes() -> None:
     station = Station(_Alone(), 0.1)  # type: ignore[arg-type]
     key = Key(0, 0, 2)
-    station.on_message(1, "put", (key, torch.float32, torch.ones(2)))
+    _hears(station, 1, "put", (key, torch.float32, torch.ones(2)))
     station.on_message(1, "fail", ("rank 1 waited in vain",))
     with pytest.raises(rg.DivergenceError, match="rank 1 waited in vain"):
         station.take(key, 1, "a unit")
@@ -179,7 +184,7 @@ def test_what_nobody_took_is_dropped_at_a_step() -> None:
     station = Station(_Alone(), 0.1)  # type: ignore[arg-type]
     early, late = Key(0, 1, 2), Key(0, 2, 2)
     for key in (early, late):
-        station.on_message(1, "put", (key, torch.float32, torch.ones(2)))
+        _hears(station, 1, "put", (key, torch.float32, torch.ones(2)))
     station.meetings = 2
     station.discard_arrivals()
     assert not station.arrived(early, 1) and station.arrived(late, 1)
