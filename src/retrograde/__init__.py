@@ -2,10 +2,11 @@
 
 from retrograde.engine import Engine, shard
 from retrograde.errors import DivergenceError, PipelineError, RetrogradeError, ShardingError, UnsupportedError
+from retrograde.layout import Precision
 from retrograde.ledger import Event, Ledger
 from retrograde.pipeline.pipeline import Cut, Microbatches, Pipeline, Zero
 
 __all__ = [
-    "Cut", "DivergenceError", "Engine", "Event", "Ledger", "Microbatches", "Pipeline", "PipelineError",
+    "Cut", "DivergenceError", "Engine", "Event", "Ledger", "Microbatches", "Pipeline", "PipelineError", "Precision",
     "RetrogradeError", "ShardingError", "UnsupportedError", "Zero", "shard",
 ]  # fmt: skip

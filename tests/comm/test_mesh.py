@@ -26,9 +26,15 @@ Ranks = Callable[[int], RankPool]
 LARGE = 2**20  # floats: more than a connection takes at once, three times over
 
 
+def _station() -> Station:
+    station = Station(Mesh.of(dist.group.WORLD), 20.0)  # type: ignore[arg-type]
+    dist.barrier()  # as `shard()` does: data comes only when everybody has one
+    return station
+
+
 def _everybody_sends(rank: int, world: int) -> list[str]:
     """Every main thread sends much before it takes anything, several times over."""
-    station = Station(Mesh.of(dist.group.WORLD), 20.0)  # type: ignore[arg-type]
+    station = _station()
     wrong, sending = [], []
     for turn in range(3):
         for dst in station.mesh.peers:
@@ -52,7 +58,7 @@ def test_much_in_all_directions(ranks: Ranks, world: int) -> None:
 
 def _from_where_it_is(rank: int, world: int) -> tuple[bool, list[float]]:
     """What is sent must not change before `finish` returns, and may after it."""
-    station = Station(Mesh.of(dist.group.WORLD), 20.0)  # type: ignore[arg-type]
+    station = _station()
     peer, part = 1 - rank, torch.full((16 * LARGE,), float(rank))
     sending = [station.put(Key(0, 0, 0), peer, [part])]
     took_all_at_once = station.mesh.sent(*sending[0])
@@ -175,7 +181,7 @@ def test_a_rank_that_gave_up_is_heard_whatever_it_owes() -> None:
     station = Station(_Alone(), 0.1)  # type: ignore[arg-type]
     key = Key(0, 0, 2)
     _hears(station, 1, "put", (key, torch.float32, torch.ones(2)))
-    station.on_message(1, "fail", ("rank 1 waited in vain",))
+    _hears(station, 1, "fail", ("rank 1 waited in vain",))
     with pytest.raises(rg.DivergenceError, match="rank 1 waited in vain"):
         station.take(key, 1, "a unit")
 

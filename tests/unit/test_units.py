@@ -36,7 +36,6 @@ def test_auto_takes_repeated_blocks() -> None:
     assert list(table) == ["(root)", *(f"blocks.{i}" for i in range(BLOCKS))]
     assert table["(root)"] == ["embed.weight", "head.weight", "head.bias"]
     assert table["blocks.1"] == [name for name in _names(model) if name.startswith("blocks.1.")]
-    assert [spec.module for spec in specs] == [model, *model.blocks]
 
 
 def test_auto_is_outermost_and_needs_siblings() -> None:
@@ -133,7 +132,7 @@ def test_mixed_dtypes_become_units_of_their_own() -> None:
 def test_only_wanted_parameters() -> None:
     model = build()
     new = {id(p) for p in model.blocks[2].up.parameters()}
-    assert _table(find_units(model, "auto", lambda p: id(p) in new)) == {
+    assert _table(find_units(model, "auto", wanted=lambda p: id(p) in new)) == {
         "blocks.2": ["blocks.2.up.weight", "blocks.2.up.bias"]
     }
     assert find_units(nn.Dropout(), "auto") == []
@@ -153,3 +152,21 @@ def test_only_wanted_parameters() -> None:
 def test_wrong_units(units: Any, match: str) -> None:
     with pytest.raises(ShardingError, match=match):
         find_units(build(), units)
+
+
+def test_small_units_take_in_the_next() -> None:
+    model = build()
+    size = sum(p.nbytes for p in model.blocks[0].parameters())
+    joined = find_units(model, "auto", size + 1)
+    _partition(model, joined)
+    assert list(_table(joined)) == ["(root)", "blocks.0+blocks.1", "blocks.2+blocks.3"]
+    assert list(_table(find_units(model, "auto", size))) == list(_table(find_units(model, "auto")))
+    everything = "+".join(f"blocks.{i}" for i in range(BLOCKS))
+    assert list(_table(find_units(model, "auto", float("inf")))) == ["(root)", everything]
+
+
+def test_units_of_other_dtypes_are_not_joined() -> None:
+    model = build()
+    model.blocks[1].double()
+    names = list(_table(find_units(model, "auto", float("inf"))))
+    assert names == ["(root)", "blocks.0", "blocks.1", "blocks.2+blocks.3"]

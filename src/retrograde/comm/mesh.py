@@ -203,8 +203,8 @@ class Mesh:
             self._early[number].append((src, op, args))
         elif (receiver := self._receivers[number]()) is not None:
             receiver.on_message(src, op, args)
-        elif op == "read":
-            self.send(src, "notice", number, "without this model: it has let go of it")
+        elif op == "ask":
+            self.send(src, "tell", number, "without this model: it has let go of it")
 
     def _lost(self, cause: str, error: Exception) -> None:
         with self.changed:

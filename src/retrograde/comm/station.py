@@ -64,7 +64,7 @@ class Station:
     serve: Serve = field(init=False)
     number: int = -1
     failure: str | None = None
-    _notices: dict[int, str] = field(default_factory=dict)  # what each rank last said about itself
+    _told: dict[int, str] = field(default_factory=dict)  # where others say they are, when something is amiss
     where: str = "not started"
     meetings: int = 0
     _met: dict[int, dict[int, Position]] = field(default_factory=dict)
@@ -97,10 +97,9 @@ class Station:
 
     def _answer(self, src: int, unit: int, stamp: Stamp, tag: int) -> bool:
         found = self.serve(unit, stamp)
+        if isinstance(found, str):
+            return False
         with contextlib.suppress(OSError):  # a reader that is gone
-            if isinstance(found, str):
-                self.mesh.send(src, "notice", self.number, found)
-                return False
             self.mesh.send(src, "page", self.number, tag, data=[found])
         return True
 
@@ -189,14 +188,11 @@ class Station:
                 return  # also where a rank has left since: it had nothing more to bring
             if self._lost is not None:
                 raise DivergenceError(f"rank {self.mesh.rank}: {self._lost[0]}") from self._lost[1]
-            reasons = [f" ({self._notices[p]})" if p in self._notices else "" for p in absent]
             for peer in absent:
-                self._notices.pop(peer, None)
                 with contextlib.suppress(OSError):
                     self.mesh.send(peer, "ask", self.number)
-            self.mesh.changed.wait_for(lambda: all(p in self._notices for p in absent), 1.0)
-        told = [f"rank {p} is {self._notices.get(p, 'not answering')}" for p in absent]
-        places = "; ".join(map(str.__add__, told, reasons))
+            self.mesh.changed.wait_for(lambda: all(p in self._told for p in absent), 1.0)
+        places = "; ".join(f"rank {p} is {self._told.get(p, 'not answering')}" for p in absent)
         self.fail(
             f"rank {self.mesh.rank} waited {self.timeout:g} s for rank(s) {', '.join(map(str, absent))} "
             f"at {what}, but {places}. Let every rank come to the same steps (they may skip units, "
@@ -224,7 +220,6 @@ class Station:
 
     def _on_page(self, src: int, tag: int, shard: torch.Tensor) -> None:
         self._reading.pop(tag, None)
-        self._notices.pop(src, None)
         self.mesh.changed.notify_all()
 
     def _on_put(self, src: int, key: Key, dtype: torch.dtype, gradient: torch.Tensor) -> None:
@@ -235,12 +230,13 @@ class Station:
         self._met.setdefault(number, {})[src] = position
         self.mesh.changed.notify_all()
 
-    def _on_notice(self, src: int, text: str) -> None:
-        self._notices[src] = text
-        self.mesh.changed.notify_all()
-
     def _on_ask(self, src: int) -> None:
-        self.mesh.send(src, "notice", self.number, self.where)
+        unserved = {self.serve(unit, stamp) for reader, unit, stamp, _ in self._requests if reader == src}
+        self.mesh.send(src, "tell", self.number, "; ".join([self.where, *map(str, unserved)]))
+
+    def _on_tell(self, src: int, where: str) -> None:
+        self._told[src] = where
+        self.mesh.changed.notify_all()
 
     def _on_fail(self, src: int, text: str) -> None:
         self.failure = self.failure or text

@@ -31,7 +31,6 @@ class Engine:
         self.pager = Pager(policy, self._pages)
         exchange = Exchange(station, policy, self._buckets, self.ledger)
         self.reducer = Reducer(self.units, exchange, station, self.pager, self.ledger)
-        self.council = self.reducer.council
         self.saved = SavedTensors(self.pager)
 
     def enlist(self, units: list[Unit]) -> None:
@@ -44,7 +43,7 @@ class Engine:
             unit.connect(self.reducer.gate, self.reducer, self._pages)
             for index, leaf in enumerate(unit.leaves):
                 ShardedParameter.adopt(leaf, unit, index)
-        self.council.values("shard() is done", lambda: None)  # from here on others may read our shards
+        self.reducer.council.values("shard() is done", lambda: None)  # from here on others may read our shards
 
     # ---- users
     @contextlib.contextmanager
@@ -65,12 +64,12 @@ class Engine:
         limit = math.inf if budget is None else parse_bytes(budget, "coalesce(budget)")
         self.reducer.recover()
         if sum(self.reducer.held.values()) > limit:
-            self.council.attend(Kind.FLUSH, "the start of coalesce(budget=...)")
+            self.reducer.council.attend(Kind.FLUSH, "the start of coalesce(budget=...)")
         with self.reducer.windows.window(limit):
             yield
         self.reducer.recover()
         if not self.reducer.windows.open and not self.policy.until_step:
-            self.council.attend(Kind.FLUSH, "the end of coalesce()")
+            self.reducer.council.attend(Kind.FLUSH, "the end of coalesce()")
 
     @contextlib.contextmanager
     def full_params(self, *modules: nn.Module, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
@@ -79,11 +78,9 @@ class Engine:
         With `write=True` edits in place are allowed, and every rank makes the same ones.
         """
         wanted = {id(p) for module in modules or (self.model,) for p in module.parameters()}
-        held: dict[str, torch.Tensor] = {}
+        leaves = [(name, p) for name, p in self.model.named_parameters() if id(p) in wanted]
         with torch.set_grad_enabled(torch.is_grad_enabled() and not write):
-            for name, leaf in self.model.named_parameters():
-                if id(leaf) in wanted and isinstance(leaf, ShardedParameter):
-                    held[name] = leaf.full()
+            held = {name: leaf.full() for name, leaf in leaves if isinstance(leaf, ShardedParameter)}
             yield held if write else {name: tensor.detach() for name, tensor in held.items()}
         held.clear()
         for unit in self.units:
@@ -94,11 +91,8 @@ class Engine:
         """Stream (name, full tensor), a unit at a time; a tensor is valid until the next one is asked for."""
         limit = parse_bytes(budget, "budget")
         for unit in self.units:
-            if unit.layout.page_bytes > limit and not unit.at_home:
-                raise ShardingError(
-                    f"budget={budget!r}: unit {unit.name} needs {unit.layout.page_bytes} bytes; give at least that, "
-                    f"or shard with smaller units"
-                )
+            if (need := unit.layout.page_bytes) > limit and not unit.at_home:
+                raise ShardingError(f"budget={budget!r}: unit {unit.name} needs {need} bytes; give at least that")
             for index, slot in enumerate(unit.layout.slots):
                 yield slot.name, self.reducer.full(unit, index).detach()
         self.pager.release()
@@ -120,7 +114,7 @@ class Engine:
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """`torch.nn.utils.clip_grad_norm_` over this engine's parameters; also where some ranks did no backward."""
-        self.council.attend(Kind.FLUSH, "clip_grad_norm_")
+        self.reducer.council.attend(Kind.FLUSH, "clip_grad_norm_")
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
 
     def explain(self) -> str:

@@ -10,29 +10,26 @@ from typing import Any
 
 from torch.nn.modules import module as modules
 
-_registered = 0  # parameters and submodules, by any module of the process
-
-
-def _count(module: Any, name: str, value: Any) -> None:
-    global _registered
-    _registered += 1
+_changes = [0]  # parameters and submodules registered, by any module of the process
 
 
 @functools.cache
 def _start_counting() -> None:
-    modules.register_module_parameter_registration_hook(_count)
-    modules.register_module_module_registration_hook(_count)
+    def count(module: Any, name: str, value: Any) -> None:
+        _changes[0] += 1
+
+    modules.register_module_parameter_registration_hook(count)
+    modules.register_module_module_registration_hook(count)
 
 
 def growth(enlist: Callable[[], None]) -> Callable[[], None]:
     """What it returns calls `enlist` if modules have changed since it was last called."""
     _start_counting()
-    seen = _registered
+    seen = list(_changes)
 
     def check() -> None:
-        nonlocal seen
-        if seen != _registered:
-            seen = _registered
+        if seen != _changes:
+            seen[:] = _changes
             enlist()
 
     return check

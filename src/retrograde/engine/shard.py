@@ -18,10 +18,9 @@ from retrograde.engine.engine import Engine
 from retrograde.engine.growth import growth
 from retrograde.engine.materialize import check_resettable, materialize
 from retrograde.errors import ShardingError
-from retrograde.layout import Layout, Policy, Units, UnitSpec, find_units
+from retrograde.layout import Layout, Policy, Precision, Units, UnitSpec, find_units, parse_bytes
 from retrograde.optim import ShardedParameter, watch_steps
-from retrograde.optim.pieces import set_data
-from retrograde.residency import Unit, patch
+from retrograde.residency import Unit, patch, set_data
 
 
 def shard(
@@ -29,9 +28,10 @@ def shard(
     stage: int = 3,
     *,
     units: Units = "auto",
+    join: int | str = 0,
     process_group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
-    precision: None = None,
+    precision: Precision | None = None,
     reduce: str = "mean",
     resident: int | str = 0,
     offload: None = None,
@@ -41,24 +41,26 @@ def shard(
 ) -> Engine:
     """Shard `model` over the ranks of a process group, in place. Collective: every rank calls it.
 
-    `units`: "auto" (repeated blocks), module classes, or a predicate. `resident`: bytes of pages that may stay at
-    stage 3 beyond the one in use and the one being prefetched. `timeout`: seconds after which waiting for a rank
-    that never comes becomes a `DivergenceError` on every rank.
+    `units`: "auto" (repeated blocks), module classes, or a predicate; `join`: those of fewer bytes become one unit with
+    the next. `precision`: the dtype in which gradients travel. `resident`: bytes of pages that may stay at stage 3
+    beyond the one in use and the one being prefetched. `timeout`: seconds after which waiting for a rank that never
+    comes becomes a `DivergenceError` on every rank.
     """
     station = Station(Mesh.of(_group(process_group, mesh)), timeout)
     with station.shared_fate("shard()"):
-        for name, value in (("precision", precision), ("offload", offload), ("trace", trace)):
+        for name, value in (("offload", offload), ("trace", trace)):
             if value is not None:
                 raise ShardingError(f"{name}={value!r} is not available in this version; leave it None")
-        policy = Policy.of(stage, resident, reduce, prefetch)
+        policy = Policy.of(stage, resident, reduce, prefetch, precision)
         _check_unsharded(model)
-        specs = find_units(model, units)
+        least = parse_bytes(join, "join")
+        specs = find_units(model, units, least)
         if not specs:
             raise ShardingError(f"{type(model).__name__} has no parameters to shard")
         watch_steps()
         engine = Engine(model, policy, station)
     _enlist(engine, specs)
-    patch(model, engine.saved, (), engine, before=growth(lambda: _enlist(engine, _added(model, units))))
+    patch(model, engine.saved, (), engine, before=growth(lambda: _enlist(engine, _added(model, units, least))))
     return engine
 
 
@@ -83,9 +85,9 @@ def _enlist(engine: Engine, specs: list[UnitSpec]) -> None:
         patch(module, engine.saved, names, engine)
 
 
-def _added(model: nn.Module, units: Units) -> list[UnitSpec]:
+def _added(model: nn.Module, units: Units, least: float) -> list[UnitSpec]:
     """Parameters that came after `shard()` (LoRA adapters, a new head)."""
-    fresh = find_units(model, units, lambda param: not isinstance(param, ShardedParameter))
+    fresh = find_units(model, units, least, lambda param: not isinstance(param, ShardedParameter))
     return [spec._replace(name=f"{spec.name}+{len(spec.params)} added") for spec in fresh]
 
 
@@ -108,10 +110,7 @@ def _check_unsharded(model: nn.Module) -> None:
     params = dict(model.named_parameters())
     for name, param in params.items():
         if param.device.type not in ("cpu", "meta"):
-            raise ShardingError(
-                f"parameter {name} is on {param.device}: this version shards CPU tensors and models on the meta "
-                f"device; move the model to the CPU first"
-            )
+            raise ShardingError(f"parameter {name} is on {param.device}; this version wants it on the CPU or on meta")
     sharded = [name for name, param in params.items() if isinstance(param, ShardedParameter)]
     if sharded:
         if len(sharded) == len(params):
@@ -126,7 +125,7 @@ def _check_same(engine: Engine, specs: list[UnitSpec]) -> None:
     """All ranks must shard the same model in the same way; say what differs, by name."""
     mine = [(s.name, [(n, tuple(p.shape), str(p.dtype)) for n, p in s.params]) for s in specs]
     mine.append(("(policy)", [(str(engine.policy), (), "")]))
-    everybody = engine.council.values("shard()", lambda: mine)
+    everybody = engine.reducer.council.values("shard()", lambda: mine)
     for rank, theirs in enumerate(everybody):
         if theirs != everybody[0]:
             ours = {item for _, params in everybody[0] for item in params}
@@ -180,9 +179,9 @@ def _same_values(engine: Engine, tensors: list[torch.Tensor]) -> None:
     if mesh.world == 1 or not tensors:
         return
     sums = [zlib.crc32(bytes(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())) for t in tensors]
-    everybody = engine.council.values("values of the model", lambda: sums)
+    everybody = engine.reducer.council.values("values of the model", lambda: sums)
     for index, tensor in enumerate(tensors):
         if any(other[index] != everybody[0][index] for other in everybody):
             of_rank_0 = partial(torch.clone, tensor.detach()) if mesh.rank == 0 else lambda: None
             with torch.no_grad():
-                tensor.copy_(engine.council.values(f"value {index} of the model", of_rank_0)[0])
+                tensor.copy_(engine.reducer.council.values(f"value {index} of the model", of_rank_0)[0])

@@ -4,6 +4,8 @@ import math
 import re
 from dataclasses import dataclass
 
+import torch
+
 from retrograde.errors import ShardingError
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
@@ -22,6 +24,23 @@ def parse_bytes(value: int | float | str, argument: str) -> float:
     return value
 
 
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """`reduce`: the dtype in which gradients travel (their own, if None); they are added up in fp32 whatever it is."""
+
+    reduce: str | torch.dtype | None = None
+
+    @property
+    def wire(self) -> torch.dtype | None:
+        wire = _DTYPES.get(self.reduce) if isinstance(self.reduce, str) else self.reduce
+        if self.reduce is not None and (wire is None or not wire.is_floating_point):
+            raise ShardingError(f"precision.reduce={self.reduce!r} is not known; give {', '.join(_DTYPES)} or a dtype")
+        return wire
+
+
 @dataclass(frozen=True, slots=True)
 class Policy:
     """Stages 1, 2 and 3 differ in these two numbers and in nothing else.
@@ -34,16 +53,21 @@ class Policy:
     until_step: bool
     mean: bool = True
     prefetch: bool = True
+    wire: torch.dtype | None = None  # in which gradients travel, if not in their own dtype
 
     @property
     def keeps_pages(self) -> bool:
         return self.resident == math.inf
 
     @staticmethod
-    def of(stage: int, resident: int | float | str, reduce: str, prefetch: bool) -> "Policy":
+    def of(
+        stage: int, resident: int | float | str, reduce: str, prefetch: bool, precision: Precision | None = None
+    ) -> "Policy":
         if stage not in (1, 2, 3):
             raise ShardingError(f"stage={stage!r} is out of range; give 1, 2 or 3")
         if reduce not in ("mean", "sum"):
             raise ShardingError(f'reduce={reduce!r} is not known; give "mean" or "sum"')
+        if precision is not None and not isinstance(precision, Precision):
+            raise ShardingError(f"precision={precision!r} is not available in this version; leave it None")
         kept = parse_bytes(resident, "resident") if stage == 3 else math.inf
-        return Policy(resident=kept, until_step=stage == 1, mean=reduce == "mean", prefetch=prefetch)
+        return Policy(kept, stage == 1, reduce == "mean", prefetch, None if precision is None else precision.wire)

@@ -32,11 +32,9 @@ from retrograde.errors import UnsupportedError
 from retrograde.layout import Slot
 from retrograde.optim.reads import Reads, reads
 from retrograde.reduction import Reducer
-from retrograde.residency import Leaf, Unit, alive, edits
+from retrograde.residency import Leaf, Unit, alive, edits, set_data, set_requires_grad
 
 _set_grad = cast(Any, torch.Tensor.grad).__set__
-_set_requires_grad = cast(Any, torch.Tensor.requires_grad).__set__
-set_data = cast(Any, torch.Tensor.data).__set__
 raw_grad = cast(Any, torch.Tensor.grad).__get__  # without what reading `.grad` does
 _ALIASES = 16  # of a parameter that are followed; older ones are long gone
 JOINED = -1  # the place of a piece that was put together from several
@@ -158,7 +156,7 @@ class ShardedParameter(Piece, Leaf, nn.Parameter):
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
-        _set_requires_grad(self, value)
+        set_requires_grad(self, value)
         self.unit.trained[self.place] = bool(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> "ShardedParameter":

@@ -45,7 +45,7 @@ class Council:
         """Meet for `kind`, and for what others came for before it; returns the positions of the last meeting."""
         actions: dict[Kind, Callable[[dict[int, Offers]], None]] = {
             Kind.BACKWARD: self._member.join,
-            Kind.FENCE: lambda _: self._member.advance(Kind.FENCE if kind is Kind.FENCE else Kind.TOTAL),
+            Kind.FENCE: lambda _: self._member.advance(kind if kind is Kind.FENCE else None),
             Kind.FLUSH: self._member.flush,
             Kind.STEP: self._step,
             Kind.TOTAL: lambda _: None,

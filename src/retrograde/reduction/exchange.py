@@ -91,26 +91,26 @@ class Exchange:
     def send(self, unit: Unit, grads: Grads, uses: tuple[Use, ...]) -> Launch:
         """Launch gradients as they are."""
         self.settle_sending()
-        used = [grad if use else None for grad, use in zip(grads, uses, strict=True)]
-        bucket = Bucket(unit, self.pool, huge(used))
-        bucket.add(used)
+        wanted = used(grads, uses)
+        bucket = Bucket(unit, self.pool, huge(wanted))
+        bucket.add(wanted)
         return self.launch(bucket, Offer(self.key(Part(unit.index)), uses))
 
     def launch(self, bucket: Bucket, offer: Offer) -> Launch:
         """Put every owner's part there; the bucket is given back when it has been sent."""
         self.settle_sending()
         layout, mesh, stream = bucket.unit.layout, self._station.mesh, self._streams.reducing
-        own = stream.empty(layout.shard_numel, layout.dtype)
+        own, wire = stream.empty(layout.shard_numel, layout.dtype), self.policy.wire or layout.dtype
 
         def send() -> None:
             for dst in mesh.peers:
-                self._sending.append(self._station.put(offer.key, dst, bucket.parts(dst)))
-            torch.cat(bucket.parts(mesh.rank), out=own)
+                self._sending.append(self._station.put(offer.key, dst, [part.to(wire) for part in bucket.parts(dst)]))
+            torch.cat([part.to(wire) for part in bucket.parts(mesh.rank)], out=own)
 
         bucket.close(stream)
         stream.run(send)
         self._sent = (bucket, stream.record())
-        self._ledger.record(Kind.REDUCE, bucket.unit.name, layout.page_bytes - layout.shard_bytes)
+        self._ledger.record(Kind.REDUCE, bucket.unit.name, (layout.padded_numel - layout.shard_numel) * wire.itemsize)
         return Launch(bucket.unit, offer, own)
 
     def settle_sending(self) -> None:
@@ -167,6 +167,10 @@ class Exchange:
             stream.run(lambda: own.copy_(total))
         self._streams.current().wait(stream.record())
         return own
+
+
+def used(grads: Grads, uses: tuple[Use, ...]) -> list[torch.Tensor | None]:
+    return [grad if use else None for grad, use in zip(grads, uses, strict=True)]
 
 
 def accumulated(offers: Mapping[int, Offer]) -> tuple[bool, ...]:

@@ -23,9 +23,9 @@ from retrograde.comm import Kind, Station
 from retrograde.ledger import Ledger
 from retrograde.reduction.bucket import Bucket, Grads
 from retrograde.reduction.council import Council, Offers
-from retrograde.reduction.exchange import Exchange, Launch, Offer, Part, Use, accumulated
+from retrograde.reduction.exchange import Exchange, Launch, Offer, Part, Use, accumulated, used
 from retrograde.reduction.window import Windows
-from retrograde.residency import Gate, Pager, Phase, Unit
+from retrograde.residency import Gate, Pager, Unit
 
 _graph_task = torch._C._current_graph_task_id
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
@@ -127,15 +127,15 @@ class Reducer:
         if not task.met and task.launches:  # no Pack ran: all that was launched had only to make room
             self._end_backward(task)
         for unit, total, present in task.joined:
-            with unit.accepting():
-                self._deliver(unit, total, present)
+            self._deliver(unit, total, present)
 
     def _deliver(self, unit: Unit, total: torch.Tensor, present: tuple[bool, ...]) -> None:
         """Run Pack for a gradient that no backward of this rank brings."""
         if any(present):
             self._delivering[unit.index] = present
             try:
-                torch.autograd.backward([unit.flat], [total])
+                with unit.accepting():
+                    torch.autograd.backward([unit.flat], [total])
             finally:
                 del self._delivering[unit.index]
 
@@ -204,7 +204,7 @@ class Reducer:
     def _keep(self, unit: Unit, grads: Grads, uses: tuple[Use, ...]) -> None:
         if unit.index not in self._pending:
             self._pending[unit.index] = self._exchange.bucket(unit)
-        self._pending[unit.index].add(_used(grads, uses))
+        self._pending[unit.index].add(used(grads, uses))
 
     # ---- meetings (Member)
     def offers(self) -> Offers:
@@ -225,16 +225,15 @@ class Reducer:
         for part, by_rank in _by_part(offers).items():
             unit, bucket = self._units[part.unit], self._pending.pop(part.unit, None)
             launch = None if bucket is None else self._exchange.launch(bucket, self._offered[part])
-            with unit.accepting():
-                self._deliver(unit, self._exchange.total(unit, by_rank, launch), accumulated(by_rank))
+            self._deliver(unit, self._exchange.total(unit, by_rank, launch), accumulated(by_rank))
         self._exchange.settle_sending()
 
-    def advance(self, kind: Kind) -> None:
+    def advance(self, kind: Kind | None) -> None:
         """A fence was passed."""
         if kind is Kind.STEP:
             self._backwards = 0
             self._station.discard_arrivals()
-        self.gate.advance({Kind.STEP: Phase.STEP, Kind.FENCE: Phase.EDIT}.get(kind, Phase.READ))
+        self.gate.advance(kind)
 
     # ---- create_graph
     def reduce_now(self, unit: Unit, grads: Grads, uses: tuple[Use, ...], task: Task | None) -> torch.Tensor:
@@ -265,10 +264,6 @@ def _use(accumulator: Any, grad: torch.Tensor | None) -> Use:
         return Use.ACCUMULATED if grad is not None and torch._C._will_engine_execute_node(accumulator) else Use.NONE
     except RuntimeError:  # torch says so when the leaf is captured by autograd.grad()
         return Use.CAPTURED
-
-
-def _used(grads: Grads, uses: tuple[Use, ...]) -> list[torch.Tensor | None]:
-    return [grad if use else None for grad, use in zip(grads, uses, strict=True)]
 
 
 def _uses_of(bucket: Bucket) -> tuple[Use, ...]:

@@ -45,9 +45,8 @@ class Sharded(nn.Module):
                 probe = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
                 if (after := fn(probe)).dtype != probe.dtype or after.device != probe.device:
                     raise UnsupportedError(
-                        f"{type(self).__name__}.to(): parameter {name} is sharded as {leaf.dtype} on {leaf.device}; it "
-                        f"cannot become {after.dtype} on {after.device} in place: convert the model before rg.shard(), "
-                        f"or load a state_dict() of this model into a converted one"
+                        f"{type(self).__name__}.to(): parameter {name} is sharded as {leaf.dtype} on {leaf.device}: "
+                        f"convert the model before rg.shard(), or load its state_dict() into a converted one"
                     )
         own = dict(self._parameters)
         self._parameters.clear()  # nothing to change in the leaves; buffers are the module's own

@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -12,8 +12,8 @@ from retrograde.errors import UnsupportedError
 if TYPE_CHECKING:
     from retrograde.residency.unit import Unit
 
-_set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_get_requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+set_data = cast(Any, torch.Tensor.data).__set__
+get_requires_grad, set_requires_grad = (getattr(torch.Tensor.requires_grad, name) for name in ("__get__", "__set__"))
 
 
 _ARITHMETIC = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
@@ -92,7 +92,7 @@ class FullTensor(Aliased):
 
     def point_to(self, data: torch.Tensor) -> None:
         """Swap the memory behind this tensor; its place in the autograd graph stays."""
-        _set_data(self, data)
+        set_data(self, data)
 
     def _leaf(self) -> torch.Tensor:
         return alive(self._unit).leaves[self._slot]
@@ -105,7 +105,7 @@ class FullTensor(Aliased):
     )
     # `module.weight.requires_grad = False` is how most people freeze: it is said of the parameter.
     requires_grad = property(
-        lambda self: bool(_get_requires_grad(self)), lambda self, value: self.requires_grad_(value)
+        lambda self: bool(get_requires_grad(self)), lambda self, value: self.requires_grad_(value)
     )
 
     def requires_grad_(self, requires_grad: bool = True) -> "FullTensor":

@@ -21,21 +21,14 @@ Rule 4: an edit nobody reported (through an alias of a leaf) still moves the lea
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 import torch
 
-from retrograde.comm import Reading, Stamp, Station
+from retrograde.comm import Kind, Reading, Stamp, Station
 
 if TYPE_CHECKING:
     from retrograde.residency.unit import Unit
-
-
-class Phase(Enum):
-    READ = auto()
-    EDIT = auto()
-    STEP = auto()
 
 
 class Gate:
@@ -43,13 +36,13 @@ class Gate:
         self.clock = 0
         self._station, self._units, self._fence = station, units, fence
         station.serve = self.shard_for
-        self._phase = Phase.READ
+        self._phase: Kind | None = None  # what is being written: a step, or edits (a fence)
 
     # ---- the main thread
     def read(self, unit: "Unit", into: Callable[[int], torch.Tensor]) -> Reading:
         """Start reading the page as this rank sees it now. Reading ends the edits before it."""
         with self._station.mesh.changed:
-            if self._phase is not Phase.READ:
+            if self._phase is not None:
                 self._settle()
         stamp = Stamp(self.clock, unit.edits, unit.version - unit.settled)
         return self._station.read(unit.index, unit.name, stamp, into)
@@ -57,11 +50,11 @@ class Gate:
     @contextlib.contextmanager
     def writing(self, what: str, targets: Sequence[tuple["Unit", int]]) -> Iterator[None]:
         """Around an edit of parameters in place, given as unit and slot."""
-        if self._phase is Phase.READ or any(unit.edited(slot) for unit, slot in targets):
+        if self._phase is None or any(unit.edited(slot) for unit, slot in targets):
             self._fence(what)
         marks = {unit: len(unit.undo) for unit, _ in targets}
         with self._station.mesh.changed:
-            for unit, slot in targets if self._phase is Phase.EDIT else ():
+            for unit, slot in targets if self._phase is Kind.FENCE else ():
                 unit.undo.append((slot, unit.pieces[slot].clone()))
         try:
             yield
@@ -75,8 +68,8 @@ class Gate:
                 unit.edits = unit.fenced + len(unit.undo)
         self._station.answer_waiting()
 
-    def advance(self, phase: Phase) -> None:
-        """A fence was passed by all ranks; this one is about to do `phase`."""
+    def advance(self, phase: Kind | None) -> None:
+        """A fence was passed by all ranks; this one is about to write, or not."""
         with self._station.mesh.changed:
             self.clock += 1
             self._phase = phase
@@ -87,12 +80,12 @@ class Gate:
 
     def end_step(self) -> None:
         with self._station.mesh.changed:
-            if self._phase is Phase.STEP:
+            if self._phase is Kind.STEP:
                 self._settle()
         self._station.answer_waiting()
 
     def _settle(self) -> None:
-        self._phase = Phase.READ
+        self._phase = None
         for unit in self._units:
             unit.settled = unit.version
 
@@ -102,11 +95,11 @@ class Gate:
         unit = self._units[index]
         if stamp.clock < self.clock:
             return f"it has moved on to fence {self.clock} while the reader is still at fence {stamp.clock}"
-        if stamp.clock > self.clock or self._phase is Phase.STEP:
+        if stamp.clock > self.clock or self._phase is Kind.STEP:
             return f"it has not finished the step or edit that the reader has finished (fence {self.clock})"
         if unit.edits < stamp.edits:
             return f"it has made {unit.edits} edits of this unit where the reader has made {stamp.edits}"
-        if self._phase is Phase.EDIT or unit.edits > stamp.edits:
+        if self._phase is Kind.FENCE or unit.edits > stamp.edits:
             return unit.shard_after(stamp.edits)
         if unit.version - unit.settled != stamp.stray:
             return "its weights were not edited in the same way as the reader's"

@@ -100,10 +100,9 @@ class Pager:
     def release(self) -> None:
         """Let go of every page that is not kept: after a step they are stale, after a failure they are leftovers."""
         self._current = None
-        if not self._policy.keeps_pages:
-            for unit in list(self._resident):
-                if not unit.valid or self._policy.resident == 0:
-                    self._drop(unit)
+        for unit in list(self._resident):
+            if not unit.valid or self._policy.resident == 0:
+                self._drop(unit)
         self._pool.trim()
 
     def _use(self, unit: Unit) -> None:

@@ -23,7 +23,7 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ from retrograde.comm import Event, Reading
 from retrograde.layout import Layout
 from retrograde.ledger import Kind
 from retrograde.residency.buffers import BufferPool
-from retrograde.residency.full import FullTensor, alive
+from retrograde.residency.full import FullTensor, alive, set_requires_grad
 from retrograde.residency.gate import Gate
 
 AS_SOON_AS_READY = 2**64 - 2
@@ -145,12 +145,12 @@ class Unit:
         """A gradient that was pending when its parameter was frozen still belongs in `.grad`."""
         frozen = [leaf for leaf, trained in zip(self.leaves, self.trained, strict=True) if not trained]
         for leaf in frozen:
-            _set_requires_grad(leaf, True)
+            set_requires_grad(leaf, True)
         try:
             yield
         finally:
             for leaf in frozen:
-                _set_requires_grad(leaf, False)
+                set_requires_grad(leaf, False)
 
     @property
     def valid(self) -> bool:
@@ -265,7 +265,6 @@ class Unit:
         return old
 
 
-_set_requires_grad = cast(Any, torch.Tensor.requires_grad).__set__
 _owners = torch.Tensor._use_count  # type: ignore[attr-defined]
 
 # References to a full tensor that only the unit holds: the tuple, the loop and the argument.
