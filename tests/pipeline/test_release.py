@@ -31,7 +31,7 @@ class Ready:
 
     content: Any
 
-    def wait(self) -> Any:
+    def __call__(self) -> Any:
         content, self.content = self.content, None
         return content
 
@@ -51,9 +51,6 @@ class Alone:
             return Ready([tensor])
         layout = Parcel.of(tensor.detach().requires_grad_()).layout
         return Ready(Parcel(layout, [tensor]))
-
-    def end_step(self) -> None:
-        pass
 
 
 class Book:

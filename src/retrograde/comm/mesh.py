@@ -29,15 +29,12 @@ import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.distributed_c10d import _get_process_group_store
-
-if TYPE_CHECKING:
-    from retrograde.comm.station import Station
 
 GONE = "so a process ended or gave up; its own output says why"
 _HEAD = struct.Struct("<QQ")  # bytes of the pickled part, bytes of the tensors
@@ -123,7 +120,7 @@ class Mesh:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.changed = threading.Condition()
-        self._receivers: list[weakref.ref[Station]] = []
+        self._receivers: list[weakref.ref[Any]] = []  # engines and pipelines
         self._early: defaultdict[int, list[tuple[int, str, tuple[Any, ...]]]] = defaultdict(list)
         self._selector = selectors.DefaultSelector()
         self._lines: dict[int, _Line] = {}
@@ -137,11 +134,11 @@ class Mesh:
         """The other ranks, nearest first, so that not everybody asks rank 0 at once."""
         return ((self.rank + step) % self.world for step in range(1, self.world))
 
-    def attach(self, receiver: "Station") -> None:
-        """Number an engine and deliver what came before it was there. Engines are created in one order on all ranks,
-        so the number is shared.
+    def attach(self, receiver: Any) -> None:
+        """Number a receiver and deliver what came before it was there. They are created in one order on all ranks, so
+        the number is shared. Its `room` says where tensors belong, `on_message` and `on_lost` tell it (station.py).
 
-        Held weakly: messages for an engine that is gone are dropped, and its number is not given out again.
+        Held weakly: messages for one that is gone are dropped, and its number is not given out again.
         """
         with self.changed:
             receiver.number = len(self._receivers)
@@ -187,13 +184,13 @@ class Mesh:
             body = bytearray(size)
             yield memoryview(body)
             op, number, *args = pickle.loads(body)
-            data = []
+            data: list[torch.Tensor] = []
             if extra:
                 receiver = self._receivers[number]() if number < len(self._receivers) else None
-                room = None if receiver is None else receiver.room(op, args, extra)
-                data = [torch.empty(extra, dtype=torch.uint8) if room is None else room]
-                yield _bytes_of(data[0])
-                del receiver, room
+                data += [] if receiver is None else receiver.room(op, args, extra)
+                data = data or [torch.empty(extra, dtype=torch.uint8)]  # nobody wants it any more
+                del receiver
+            yield from [_bytes_of(tensor) for tensor in data if tensor.numel()]
             with self.changed:
                 self._deliver(number, src, op, (*args, *data))
             del body, args, data  # nothing of a message is kept while waiting for the next

@@ -211,12 +211,12 @@ class Station:
         if not self._answer(src, unit, stamp, tag):
             self._requests.append((src, unit, stamp, tag))
 
-    def room(self, op: str, args: list[Any], nbytes: int) -> torch.Tensor | None:
-        """Where the tensors of a message belong; None: nobody wants them any more."""
+    def room(self, op: str, args: list[Any], nbytes: int) -> list[torch.Tensor]:
+        """Where the tensors of a message belong; nowhere: nobody wants them any more."""
         if op == "page":
-            return self._reading.get(args[0])
+            return [self._reading[args[0]]] if args[0] in self._reading else []
         dtype: torch.dtype = args[1]
-        return torch.empty(nbytes // dtype.itemsize, dtype=dtype)
+        return [torch.empty(nbytes // dtype.itemsize, dtype=dtype)]
 
     def _on_page(self, src: int, tag: int, shard: torch.Tensor) -> None:
         self._reading.pop(tag, None)

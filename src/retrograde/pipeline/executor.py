@@ -187,7 +187,7 @@ class Executor:
         incoming = self._arriving.pop(address, None)
         if incoming is None:
             return self._here.pop(address)
-        content = incoming.wait()
+        content = incoming()
         self._started = time.perf_counter()  # waiting for others is not this action's work
         return content
 
@@ -212,7 +212,7 @@ class Executor:
         incoming = self._arriving.pop(address, None)
         if incoming is not None:
             try:
-                incoming.wait()
+                incoming()
             except Void:
                 return
 

@@ -28,7 +28,7 @@ from retrograde.pipeline.schedule import Action, Schedule
 from retrograde.pipeline.search import schedule_for
 from retrograde.pipeline.stage import Lesson, Loss, Stage
 from retrograde.pipeline.timeline import Timed
-from retrograde.pipeline.transport import TorchTransport, Transport
+from retrograde.pipeline.transport import MeshTransport, Transport
 
 
 @dataclass(frozen=True)
@@ -96,10 +96,11 @@ class Pipeline:
         self._names = dict(_names([block for stage in mine for block in groups[stage]]))
         self.engine = self._shard(zero, list(chains.values()))
         self._agreeing = [self._group] if zero is None else [self._group, _group(zero.mesh)]
-        self._transport: Transport = TorchTransport(self._group, self.device, self.schedule.microbatches)
+        self._transport: Transport = MeshTransport(self._group, self.device)
         self._executor = self._make_executor(self.schedule)
         self._evaluator = self._make_executor(forward_only(self.schedule))
         self.trace: list[Timed] = []
+        dist.barrier(self._group)  # messages come only when everybody can receive them
 
     # ---- what users hold
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -193,7 +194,6 @@ class Pipeline:
         failed, value = self._agree(outcome, loss)
         if failed:
             raise PipelineError("\n".join(failed)) from outcome.error
-        self._transport.end_step()
         if loss is None and not math.isnan(value):
             loss = torch.tensor(value)
         return Result(loss, tuple(output for _, output in sorted(outcome.outputs.items())))
@@ -213,8 +213,6 @@ class Pipeline:
                 texts: list[list[str]] = [[] for _ in everyone]
                 dist.all_gather_object(texts, failures, group=group)
                 failures = sorted({text for by_rank in texts for text in by_rank})
-        if void:
-            self._transport.end_step()
         return failures, value
 
 

@@ -1,57 +1,48 @@
-"""Messages between the stages of different ranks, on torch.distributed's isend and irecv.
+"""Messages between the stages of different ranks, over the connections of comm/mesh.py.
 
 [Note: a message]
-A message is a head of a few numbers and the tensors of a parcel or of gradients. Both sides remember the layout
-that the same message (channel and microbatch) had in the step before. The receiver posts buffers for that layout
-together with the head; while layouts are stable, that is the whole message. If the sender's layout is another one,
-the head says so, what it posts in the remembered layout is void, and the new layout and the tensors follow.
+A message is one transfer: a head and the tensors of a parcel or of gradients, received in memory of their own. The head
+carries their layout only if the same message (channel and microbatch) had another one in the step before; both sides
+remember it. Nothing has to be posted: what arrives before its stage asks for it waits.
 
-Rule 1: every message has tags of its own, so that nothing that follows late can meet another message's buffer.
-Rule 2: a failed rank still sends every message of its schedule, with a head that says `VOID`, and receives every
-        message it was to receive. No rank waits for one that has failed, and the next step finds clean channels.
-Rule 3: a receive buffer exists from its posting until its stage has let go of it; what is sent is held until the
-        send has completed (a thread waits for that, since gloo's sends cannot be polled).
+Rule 1: a failed rank still sends every message of its schedule, with a head that says that it is void, and takes in
+        every message it was to receive. No rank waits for one that has failed, and the next step finds nothing old.
+Rule 2: a received tensor exists from its arrival until its stage has let go of it; what is sent is held by the
+        connection until it has been sent.
 """
 
-import pickle
-import queue
-import threading
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from retrograde.comm import Mesh
 from retrograde.errors import PipelineError
 from retrograde.pipeline.parcel import Layout, Parcel, TensorLayout, as_sent
 
-TAGS_PER_MESSAGE = 1024
+PATIENCE = 1800.0  # seconds: another rank's first step may compile
 
 
-class State(IntEnum):
-    SAME = 0  # the tensors are in the remembered layout
-    CHANGED = 1  # a new layout follows, and the tensors after it
-    VOID = 2  # the sender has failed
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
+class Address(NamedTuple):
     """One message of a step: what goes `forward` out of, or back into, the output of `stage`."""
 
     forward: bool
     stage: int
     microbatch: int
 
+    def __str__(self) -> str:
+        return f"{'output' if self.forward else 'output gradient'} of stage {self.stage}, microbatch {self.microbatch}"
+
 
 class Void(Exception):
     """The message says that its sender has failed."""
 
 
-class Incoming(Protocol):
-    def wait(self) -> Any:
-        """The content; raises `Void`."""
+Incoming = Callable[[], Any]  # waits for the content and returns it, once; raises `Void`
 
 
 class Transport(Protocol):
@@ -60,8 +51,6 @@ class Transport(Protocol):
     def send_void(self, peer: int, address: Address) -> None: ...
 
     def receive(self, peer: int, address: Address) -> Incoming: ...
-
-    def end_step(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -77,148 +66,74 @@ class _Form:
             return _Form(content.layout.tensors, content.layout)
         return _Form(tuple(None if grad is None else TensorLayout.of(grad) for grad in content), None)
 
+    def content(self, tensors: list[Tensor | None]) -> Any:
+        return tensors if self.tree is None else Parcel(self.tree, tensors)
 
-_NOTHING = _Form((), None)
 
-
-class TorchTransport:
+class MeshTransport:
     """Between the ranks of a process group. Ranks are those of the group."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, microbatches: int) -> None:
-        self._group, self._device, self._microbatches = group, device, microbatches
-        self._known: dict[tuple[Address, bool], _Form] = {}  # by address and whether we send it
-        self._reaper = _Reaper()
+    number: int  # given by the mesh
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, patience: float = PATIENCE) -> None:
+        self._mesh, self._device, self._patience = Mesh.of(group), device, patience
+        self._sent_forms: dict[Address, _Form] = {}
+        self._forms: dict[Address, _Form] = {}
+        self._filling: dict[Address, list[Tensor | None]] = {}  # the tensors of a message that is arriving
+        self._arrived: dict[Address, deque[Any]] = {}
+        self._lost: tuple[str, Exception] | None = None
+        self._mesh.attach(self)
 
     def send(self, peer: int, address: Address, content: Any) -> None:
-        form, known = _Form.of(content), self._known.get((address, True), _NOTHING)
+        form = _Form.of(content)
         tensors = content.tensors if isinstance(content, Parcel) else content
-        payload = [as_sent(tensor) for tensor in tensors if tensor is not None]
-        tag = self._tag(address)
-        if form == known:
-            self._post(dist.isend, peer, tag, [self._head(State.SAME), *payload])
-            return
-        packed = torch.frombuffer(bytearray(pickle.dumps(form)), dtype=torch.uint8).to(self._device)
-        self._post(dist.isend, peer, tag, [self._head(State.CHANGED, packed.numel()), *self._buffers(known)])
-        self._post(dist.isend, peer, tag + TAGS_PER_MESSAGE // 2, [packed, *payload])
-        self._known[address, True] = form
+        news = None if form == self._sent_forms.get(address) else form
+        self._sent_forms[address] = form
+        self._post(peer, "content", address, news, data=[as_sent(tensor) for tensor in tensors if tensor is not None])
 
     def send_void(self, peer: int, address: Address) -> None:
-        known = self._known.get((address, True), _NOTHING)
-        self._post(dist.isend, peer, self._tag(address), [self._head(State.VOID), *self._buffers(known)])
+        self._post(peer, "void", address)
 
-    def receive(self, peer: int, address: Address) -> "_Receiving":
-        return _Receiving(self, peer, address)
+    def _post(self, peer: int, op: str, *args: Any, data: list[Tensor] | None = None) -> None:
+        try:
+            self._mesh.send(peer, op, self.number, *args, data=data or ())
+        except OSError as error:
+            raise PipelineError(f"rank {self._mesh.rank}: pipeline rank {peer} cannot be reached: {error}") from error
 
-    def end_step(self) -> None:
-        """Everything that was sent has arrived. Collective in effect: the others have received it."""
-        self._reaper.settle()
+    def receive(self, peer: int, address: Address) -> Incoming:
+        return lambda: self._take(peer, address)
 
-    # ---- for _Receiving
-    def known(self, address: Address) -> _Form:
-        return self._known.get((address, False), _NOTHING)
-
-    def learn(self, address: Address, form: _Form) -> None:
-        self._known[address, False] = form
-
-    def post_head(self, peer: int, address: Address) -> tuple[Tensor, list[Tensor], list[dist.Work]]:
-        head, buffers = self._head(State.VOID), self._buffers(self.known(address))
-        return head, buffers, self._post(dist.irecv, peer, self._tag(address), [head, *buffers])
-
-    def fetch(self, peer: int, address: Address, nbytes: int) -> tuple[_Form, list[Tensor]]:
-        """The new layout and the tensors that follow a head that says CHANGED."""
-        tag = self._tag(address) + TAGS_PER_MESSAGE // 2
-        packed = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        _wait(self._post(dist.irecv, peer, tag, [packed]))
-        form: _Form = pickle.loads(packed.cpu().numpy().tobytes())
-        buffers = self._buffers(form)
-        _wait(self._post(dist.irecv, peer, tag + 1, buffers))
-        return form, buffers
-
-    def _tag(self, address: Address) -> int:
-        number = (address.stage * self._microbatches + address.microbatch) * 2 + address.forward
-        return number * TAGS_PER_MESSAGE
-
-    def _head(self, state: State, nbytes: int = 0) -> Tensor:
-        return torch.tensor([state, nbytes], dtype=torch.int64, device=self._device)
-
-    def _buffers(self, form: _Form) -> list[Tensor]:
-        return [layout.empty(self._device) for layout in form.tensors if layout is not None]
-
-    def _post(self, op: Any, peer: int, tag: int, tensors: list[Tensor]) -> list[dist.Work]:
-        if len(tensors) >= TAGS_PER_MESSAGE // 2:
-            raise PipelineError(f"{len(tensors)} tensors between two stages; at most {TAGS_PER_MESSAGE // 2 - 1}")
-        flat = [as_sent(tensor) for tensor in tensors]
-        ops = [
-            dist.P2POp(op, tensor, group=self._group, group_peer=peer, tag=tag + number)
-            for number, tensor in enumerate(flat)
-        ]
-        works = dist.batch_isend_irecv(ops) if ops else []
-        if op is dist.isend:
-            self._reaper.watch(works, flat)
-        return works
-
-
-class _Receiving:
-    """A posted receive. Its buffers are handed out once."""
-
-    def __init__(self, transport: TorchTransport, peer: int, address: Address) -> None:
-        self._transport, self._peer, self._address = transport, peer, address
-        self._head, self._buffers, self._works = transport.post_head(peer, address)
-
-    def wait(self) -> Any:
-        _wait(self._works)
-        state, nbytes = self._head.tolist()
-        form, buffers = self._transport.known(self._address), self._buffers
-        self._buffers = []
-        if state == State.VOID:
+    def _take(self, peer: int, address: Address) -> Any:
+        waiting = f"rank {self._mesh.rank} waits for the {address} from pipeline rank {peer}"
+        with self._mesh.changed:
+            if not self._mesh.changed.wait_for(lambda: self._arrived.get(address) or self._lost, self._patience):
+                raise PipelineError(f"{waiting}: nothing came in {self._patience:g} s")
+            if not self._arrived.get(address):
+                assert self._lost is not None
+                raise PipelineError(f"{waiting}: {self._lost[0]}") from self._lost[1]
+            content = self._arrived[address].popleft()
+        if content is None:
             raise Void
-        if state == State.CHANGED:
-            del buffers
-            form, buffers = self._transport.fetch(self._peer, self._address, nbytes)
-            self._transport.learn(self._address, form)
-        rest = iter(buffers)
-        tensors = [None if layout is None else next(rest) for layout in form.tensors]
-        return tensors if form.tree is None else Parcel(form.tree, tensors)
+        return content
 
+    # ---- the service thread's side
+    def room(self, op: str, args: list[Any], nbytes: int) -> list[Tensor]:
+        """Where the tensors of a message belong."""
+        address, news = args
+        form = self._forms[address] = news or self._forms[address]
+        made = [None if layout is None else layout.empty(self._device) for layout in form.tensors]
+        self._filling[address] = made
+        return [as_sent(tensor) for tensor in made if tensor is not None]
 
-def _wait(works: list[dist.Work]) -> None:
-    """Each exactly once: gloo writes the output again at a second wait."""
-    while works:
-        works.pop(0).wait()
+    def on_message(self, src: int, op: str, args: tuple[Any, ...]) -> None:
+        address = args[0]
+        content = None
+        if op == "content":
+            if address not in self._filling:  # without a byte in its tensors
+                self.room(op, list(args[:2]), 0)
+            content = self._forms[address].content(self._filling.pop(address))
+        self._arrived.setdefault(address, deque()).append(content)
+        self._mesh.changed.notify_all()
 
-
-class _Reaper:
-    """Holds what is being sent until it has been sent."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[list[dist.Work], list[Tensor]] | threading.Event] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
-
-    def watch(self, works: list[dist.Work], tensors: list[Tensor]) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="pipeline sends", daemon=True)
-            self._thread.start()
-        self._queue.put((works, tensors))
-
-    def settle(self) -> None:
-        """Wait until all that was handed over so far has been sent."""
-        if self._thread is not None:
-            done = threading.Event()
-            self._queue.put(done)
-            done.wait()
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise PipelineError(f"a send between pipeline stages failed: {error}") from error
-
-    def _run(self) -> None:
-        while True:
-            item = self._queue.get()
-            if isinstance(item, threading.Event):
-                item.set()
-            else:
-                try:
-                    _wait(item[0])
-                except Exception as error:  # told to the main thread at the end of the step
-                    self._error = error
-            del item
+    def on_lost(self, cause: str, error: Exception) -> None:
+        self._lost = (cause, error)
