@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from retrograde.engine import Engine, shard
 from retrograde.errors import PipelineError
-from retrograde.layout.units import Units
+from retrograde.layout import Units
+from retrograde.optim import ShardedParameter
 from retrograde.pipeline.blocks import Block, Chain, Model, Tie, blocks_of, divide, find_ties, keep
 from retrograde.pipeline.dryrun import check
 from retrograde.pipeline.executor import Batch, Executor, Outcome, total_loss
@@ -29,6 +30,7 @@ from retrograde.pipeline.search import schedule_for
 from retrograde.pipeline.stage import Lesson, Loss, Stage
 from retrograde.pipeline.timeline import Timed
 from retrograde.pipeline.transport import MeshTransport, Transport
+from retrograde.reduction.exchange import Use
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ class Pipeline:
         return self._train(replace(self._batch(args, target, options, learn=True), keep_outputs=True))
 
     def _train(self, batch: Batch) -> Result:
-        with torch.enable_grad(), self._one_reduction(), _summed_once(self._ties, self._group, self.rank):
+        with torch.enable_grad(), self._one_reduction(), self._summed_ties():
             return self._finish(self._executor.run(batch))
 
     def evaluate(self, *args: Any, target: Any = None, **options: Any) -> Result:
@@ -154,9 +156,6 @@ class Pipeline:
     def _shard(self, zero: Zero | None, chains: list[Chain]) -> Engine | None:
         if zero is None:
             return None
-        if self._ties:
-            names = ", ".join(tie.name for tie in self._ties)
-            raise PipelineError(f"{names}: tied over pipeline ranks, which cannot be sharded; use zero=None or untie")
         return shard(
             nn.ModuleList(chains),
             zero.stage,
@@ -170,6 +169,11 @@ class Pipeline:
         lowered = lower(schedule)
         check(lowered)
         return Executor(lowered, self.rank, self.stages, self._transport)
+
+    def _summed_ties(self) -> contextlib.AbstractContextManager[None]:
+        if self.engine is None:
+            return _summed_once(self._ties, self._group, self.rank)
+        return _summed_unreduced(self._ties, self._group, self.rank, self.engine)
 
     def _one_reduction(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.engine is None else self.engine.coalesce()
@@ -276,7 +280,7 @@ def _summed_once(ties: list[Tie], group: dist.ProcessGroup, rank: int) -> Iterat
     try:
         yield
         for tie in ties:
-            tie.parameter.grad = _sum_tie(tie, group, rank)
+            tie.parameter.grad = _sum_tie(tie, tie.parameter.grad, tie.parameter.shape, group, rank)
     finally:
         for tie, old in zip(ties, before, strict=True):
             if old is not None:
@@ -284,17 +288,40 @@ def _summed_once(ties: list[Tie], group: dist.ProcessGroup, rank: int) -> Iterat
                 tie.parameter.grad = old if new is None else old.add_(new)
 
 
-def _sum_tie(tie: Tie, group: dist.ProcessGroup, rank: int) -> Tensor | None:
+@contextlib.contextmanager
+def _summed_unreduced(ties: list[Tie], group: dist.ProcessGroup, rank: int, engine: Engine) -> Iterator[None]:
+    """The same for sharded parameters, in each replica, before replicas are reduced: the order of plain torch."""
+    if ties:
+        engine.reducer.settle("a pipeline step with tied parameters")  # what waits after it is this step's
+    yield
+    for tie in ties:
+        leaf = tie.parameter
+        assert isinstance(leaf, ShardedParameter)
+        waiting = engine.reducer.pending.get(leaf.unit.index)
+        own = waiting.place(leaf.place) if waiting is not None and waiting.present[leaf.place] else None
+        total = _sum_tie(tie, own, leaf.slot.shape, group, rank)
+        if own is not None and total is not None:
+            own.copy_(total.view(-1))
+        elif total is not None:
+            grads = [total if other is leaf else None for other in leaf.unit.leaves]
+            engine.reducer.keep(leaf.unit, grads, (Use.ACCUMULATED,) * len(grads))
+
+
+def _sum_tie(tie: Tie, own: Tensor | None, shape: torch.Size, group: dist.ProcessGroup, rank: int) -> Tensor | None:
     """The first rank adds up and sends the sum to the others. A rank without a gradient says so first."""
     lead, *others = tie.ranks
-    own = tie.parameter.grad
+    own = None if own is None else own.view(shape)
+
+    def room() -> Tensor:
+        return torch.empty(shape, dtype=tie.parameter.dtype)
+
     if rank != lead:
         flag = torch.tensor([own is not None], dtype=torch.int64)
         dist.send(flag, group=group, group_dst=lead)
         if own is not None:
             dist.send(own.contiguous(), group=group, group_dst=lead)
         dist.recv(flag, group=group, group_src=lead)
-        total = torch.empty_like(tie.parameter, requires_grad=False) if flag.item() else None
+        total = room() if flag.item() else None
         if total is not None:
             dist.recv(total, group=group, group_src=lead)
         return total
@@ -302,7 +329,7 @@ def _sum_tie(tie: Tie, group: dist.ProcessGroup, rank: int) -> Tensor | None:
     for other in others:
         dist.recv(flag, group=group, group_src=other)
         if flag.item():
-            part = torch.empty_like(tie.parameter, requires_grad=False)
+            part = room()
             dist.recv(part, group=group, group_src=other)
             own = part if own is None else own + part
     for other in others:

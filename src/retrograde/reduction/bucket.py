@@ -46,13 +46,13 @@ class Bucket:
                 stream.wait(other.event)
         for index, grad in mine.items():
             if index not in self._passed:
-                place = self._place(index).view(grad.shape)
+                place = self.place(index).view(grad.shape)
                 write = place.add_ if self.present[index] else place.copy_
                 stream.run(lambda write=write, grad=grad: write(grad))  # type: ignore[misc]
             self.present[index] = True
         self._producers.append(_Producer(stream, stream.record(), frozenset(mine)))
 
-    def _place(self, index: int) -> torch.Tensor:
+    def place(self, index: int) -> torch.Tensor:
         slot = self.unit.layout.slots[index]
         start = slot.offset - sum(grad.numel() for other, grad in self._passed.items() if other < index)
         return self._store[start : start + slot.numel]
@@ -63,7 +63,7 @@ class Bucket:
             stream.wait(producer.event)
         for index, present in enumerate(self.present):
             if not present:
-                stream.run(self._place(index).zero_)
+                stream.run(self.place(index).zero_)
         if padding := self.unit.layout.padded_numel - self.unit.layout.numel:
             stream.run(self._store[-padding:].zero_)
 

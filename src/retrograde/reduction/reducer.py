@@ -46,7 +46,7 @@ class Reducer:
         self.gate = Gate(station, units, self.fence)
         self.council = Council(station, self, ledger)
         self._tasks: dict[int, Task] = {}
-        self._pending: dict[int, Bucket] = {}  # gradients added up locally, by unit
+        self.pending: dict[int, Bucket] = {}  # gradients added up locally, by unit
         self._offered: Offers = {}
         self._delivering: dict[int, tuple[bool, ...]] = {}
         self.windows = Windows()
@@ -61,10 +61,10 @@ class Reducer:
             return _Reduce.apply(self, unit, uses, self._task(), *grads)  # type: ignore[no-any-return, no-untyped-call]
         if Use.CAPTURED not in uses:
             if (self.windows.open or (self._exchange.policy.until_step and not unit.hooked)) and self._make_room(unit):
-                self._keep(unit, grads, uses)
+                self.keep(unit, grads, uses)
                 return None
-            if unit.index in self._pending:
-                self._keep(unit, grads, uses)  # the first backward after `no_sync()` takes along what was kept
+            if unit.index in self.pending:
+                self.keep(unit, grads, uses)  # the first backward after `no_sync()` takes along what was kept
                 return self._launch_pending(Part(unit.index))
         return self._launch(unit, grads, uses).own
 
@@ -98,7 +98,7 @@ class Reducer:
 
     def _launch_pending(self, part: Part) -> torch.Tensor:
         """What was kept goes with this backward."""
-        bucket = self._pending.pop(part.unit)
+        bucket = self.pending.pop(part.unit)
         launch = self._exchange.launch(bucket, Offer(self._exchange.key(part), _uses_of(bucket)))
         self._task().launches[part] = launch
         return launch.own
@@ -156,7 +156,7 @@ class Reducer:
     def settle(self, why: str) -> None:
         """`.grad` shows what torch would: gradients still pending are reduced first."""
         self.recover()
-        if self._pending and _graph_task() == -1:
+        if self.pending and _graph_task() == -1:
             self.council.attend(Kind.FLUSH, why)
 
     def fence(self, what: str) -> None:
@@ -191,26 +191,26 @@ class Reducer:
     @property
     def held(self) -> dict[int, int]:
         """Bytes of unreduced gradients that wait, by unit."""
-        return {index: self._units[index].layout.page_bytes for index in self._pending}
+        return {index: self._units[index].layout.page_bytes for index in self.pending}
 
     def forget(self, unit: Unit, slot: int) -> None:
         """`.grad` was set: what is pending for this parameter has no place to go."""
-        pending = self._pending.get(unit.index)
+        pending = self.pending.get(unit.index)
         if pending is not None:
             pending.present[slot] = False
             if not any(pending.present):
-                self._pending.pop(unit.index).discard()
+                self.pending.pop(unit.index).discard()
 
-    def _keep(self, unit: Unit, grads: Grads, uses: tuple[Use, ...]) -> None:
-        if unit.index not in self._pending:
-            self._pending[unit.index] = self._exchange.bucket(unit)
-        self._pending[unit.index].add(used(grads, uses))
+    def keep(self, unit: Unit, grads: Grads, uses: tuple[Use, ...]) -> None:
+        if unit.index not in self.pending:
+            self.pending[unit.index] = self._exchange.bucket(unit)
+        self.pending[unit.index].add(used(grads, uses))
 
     # ---- meetings (Member)
     def offers(self) -> Offers:
         self._offered = {
             Part(index): Offer(self._exchange.key_after_meeting(index), _uses_of(bucket))
-            for index, bucket in sorted(self._pending.items())
+            for index, bucket in sorted(self.pending.items())
         }
         return self._offered
 
@@ -223,7 +223,7 @@ class Reducer:
     def flush(self, offers: dict[int, Offers]) -> None:
         """Reduce what is pending on any rank."""
         for part, by_rank in _by_part(offers).items():
-            unit, bucket = self._units[part.unit], self._pending.pop(part.unit, None)
+            unit, bucket = self._units[part.unit], self.pending.pop(part.unit, None)
             launch = None if bucket is None else self._exchange.launch(bucket, self._offered[part])
             self._deliver(unit, self._exchange.total(unit, by_rank, launch), accumulated(by_rank))
         self._exchange.settle_sending()
