@@ -1,6 +1,7 @@
 """What a pipeline does besides the plain step: other shapes, evaluation, meta models, compiled stages."""
 
 import copy
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +10,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import retrograde as rg
 from retrograde.pipeline import Schedule
-from retrograde.pipeline.blocks import Chain
+from retrograde.pipeline.blocks import Chain, blocks_of, measured
 from tests.harness import RankPool
 from tests.pipeline.cases import CASES, WIDTH, Data, Fn, backward_order, lin, plain_step, tanhs
 
@@ -173,6 +175,54 @@ def test_cuts_by_name_and_by_cost(ranks: Ranks) -> None:
     first, second = ranks(2).run(cut_by)
     assert first == (["0.0.weight"], ["0.0.weight", "0.1.weight", "1.weight"])
     assert second == (["0.1.weight", "1.weight", "2.weight"], ["2.weight"])
+
+
+class Slow(nn.Module):
+    """Takes its time, counts its calls and draws random numbers, none of which a measurement may leave behind."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds, self.a = seconds, lin()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)
+        self.calls += 1
+        return F.dropout(self.a(x))
+
+
+def cut_by_time(rank: int, world: int, zero: bool) -> tuple[list[str], bool]:
+    torch.manual_seed(0)
+    blocks = [Slow(0.1), Slow(0.0), Slow(0.0), Slow(0.0)]
+    before, state = torch.get_rng_state(), copy.deepcopy(nn.ModuleList(blocks).state_dict())
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("pp", "dp"))
+    cut = rg.Cut(sample=(torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(1)),))
+    sharded = rg.Zero(stage=2, mesh=mesh["dp"]) if zero else None
+    pipe = rg.Pipeline(
+        copy.deepcopy(blocks), schedule="1f1b", microbatches=2, loss=F.mse_loss, mesh=mesh["pp"], zero=sharded, cut=cut
+    )
+    same = torch.equal(before, torch.get_rng_state())
+    for name, p in pipe.named_parameters():
+        whole = p if pipe.engine is None else p.full()
+        same = same and torch.equal(whole, state[name]) and p.grad is None
+    calls = [b for module in pipe.modules() for b in module.buffers()]
+    names = sorted({name.split(".")[0] for name, _ in pipe.named_parameters()})
+    return names, same and not any(calls)
+
+
+@pytest.mark.parametrize("zero", (False, True))
+def test_cuts_by_measured_time(ranks: Ranks, zero: bool) -> None:
+    """By parameters it would be two blocks each."""
+    found = ranks(4 if zero else 2).run(cut_by_time, zero)
+    assert found[0] == (["0"], True) and found[-1] == (["1", "2", "3"], True)
+    assert all(same for _, same in found)
+
+
+def test_models_on_meta_cannot_be_timed() -> None:
+    with torch.device("meta"):
+        blocks = blocks_of([lin(), lin()])
+    with pytest.raises(rg.PipelineError, match=r"block 0 is on the meta device and cannot be timed; give costs="):
+        measured(blocks, (torch.randn(2, WIDTH),), {})
 
 
 def compiled(rank: int, world: int, schedule: str) -> bool:

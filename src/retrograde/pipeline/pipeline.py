@@ -7,8 +7,8 @@ rank is one error on all of them and leaves nobody waiting.
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from retrograde.engine import Engine, shard
 from retrograde.errors import PipelineError
 from retrograde.layout import Units
 from retrograde.optim import ShardedParameter
-from retrograde.pipeline.blocks import Block, Chain, Model, Tie, blocks_of, divide, find_ties, keep
+from retrograde.pipeline.blocks import Block, Chain, Model, Tie, blocks_of, divide, find_ties, keep, measured
 from retrograde.pipeline.dryrun import check
 from retrograde.pipeline.executor import Batch, Executor, Outcome, total_loss
 from retrograde.pipeline.lowering import forward_only, lower
@@ -58,10 +58,13 @@ class Result:
 
 @dataclass(frozen=True)
 class Cut:
-    """How the model is cut: before the blocks named in `at`, or balanced by `costs` of the blocks (parameters)."""
+    """How the model is cut: before the blocks named in `at`, or balanced by `costs` of the blocks, or by the time that
+    the first rank measures for the inputs in `sample`, or by parameters."""
 
     at: Sequence[str] | None = None
     costs: Sequence[float] | None = None
+    sample: tuple[Any, ...] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments that go with the sample
 
 
 class Pipeline:
@@ -85,7 +88,7 @@ class Pipeline:
         self.schedule = schedule_for(schedule, dist.get_world_size(self._group), microbatches)
         self.device = torch.device("cpu")
         blocks = blocks_of(model)
-        groups = divide(blocks, self.schedule.stages, *((cut.at, cut.costs) if cut else (None, None)))
+        groups = divide(blocks, self.schedule.stages, cut.at if cut else None, self._costs(blocks, cut, zero))
         mine = self.schedule.stages_of(self.rank)
         self._ties = [tie for tie in find_ties(groups, self.schedule.placement) if self.rank in tie.ranks]
         keep(blocks, [block.module for stage in mine for block in groups[stage]], self.device)
@@ -153,6 +156,14 @@ class Pipeline:
         return self.train(False)
 
     # ---- parts
+    def _costs(self, blocks: list[Block], cut: Cut | None, zero: Zero | None) -> Sequence[float] | None:
+        if cut is None or cut.sample is None:
+            return cut.costs if cut else None
+        costs = [measured(blocks, cut.sample, dict(cut.options)) if self.rank == 0 else None]
+        for group in [self._group] if zero is None else [self._group, _group(zero.mesh)]:
+            dist.broadcast_object_list(costs, group=group, group_src=0)  # all replicas are cut alike
+        return costs[0]
+
     def _shard(self, zero: Zero | None, chains: list[Chain]) -> Engine | None:
         if zero is None:
             return None
