@@ -1,23 +1,29 @@
 """Live bytes after every action of a rank, as arithmetic over the shapes.
 
-One rank of a pipeline runs alone, with a transport that has every message ready and completes every send at once.
+One rank of a pipeline runs alone, with a transport that has every message ready and completes every send at once;
+then real ranks, of which nothing may be left when a step has ended.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+import retrograde as rg
 from benchmarks.live import Live
 from benchmarks.stage_blocks import BATCH, TOKENS, WIDTH, stage
 from retrograde.pipeline import Action, Kind, generate, lower
 from retrograde.pipeline.executor import Batch, Executor
 from retrograde.pipeline.parcel import Parcel
 from retrograde.pipeline.stage import Lesson, Stage
-from retrograde.pipeline.transport import Address
+from retrograde.pipeline.transport import Address, MeshTransport
+from tests.harness import RankPool
+from tests.live import live_storages
 from tests.pipeline.test_split_memory import BLOCKS, PAIRS, TOKEN_WISE, saved
 
 RANKS, MICROBATCHES = 3, 5
@@ -126,3 +132,32 @@ def test_outputs_and_losses_are_detached() -> None:
     loss, output = one.run_last(0, Parcel.of(x), {}, Lesson(torch.zeros_like(x), 1.0), True)
     assert isinstance(loss, Tensor) and loss.grad_fn is None and not loss.requires_grad
     assert output.grad_fn is None and not output.requires_grad
+
+
+def between_ranks(rank: int, world: int, schedule: str) -> dict[str, Any]:
+    """Real ranks and connections: what is alive after each step, and what the connections still hold."""
+    torch.manual_seed(0)
+    blocks: list[nn.Module] = [nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)]
+    pipe = rg.Pipeline(blocks, schedule=schedule, microbatches=MICROBATCHES, loss=F.mse_loss)
+    x = torch.randn(MICROBATCHES * BATCH, TOKENS, WIDTH)
+    transport = cast(MeshTransport, pipe._transport)
+    pipe.step(x, target=x)  # gradients exist from here on
+    dist.barrier()
+    before, alive, unsent = live_storages(), [], []
+    for _ in range(3):
+        pipe.step(x, target=x)
+        dist.barrier()
+        alive.append({at: n for at, n in live_storages().items() if at not in before})
+        unsent.append(sum(len(line._out) for line in transport._mesh._lines.values()))
+        dist.barrier()
+    waiting = sum(map(len, transport._arrived.values())) + len(transport._filling)
+    grads = all(p.grad is not None for p in pipe.parameters())
+    return {"alive": alive, "unsent": unsent, "waiting": waiting, "grads": grads}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+def test_nothing_is_left_between_ranks(ranks: Callable[[int], RankPool], schedule: str) -> None:
+    """Sent and received tensors are gone when the step has ended, on every rank."""
+    for seen in ranks(2).run(between_ranks, schedule):
+        assert seen["grads"]
+        assert seen["alive"] == [{}, {}, {}] and seen["unsent"] == [0, 0, 0] and seen["waiting"] == 0
