@@ -67,20 +67,21 @@ def test_microbatches_may_differ(ranks: Ranks) -> None:
 def messages(rank: int, world: int) -> list[tuple[int, int]]:
     """How many messages each of three steps sends, and how many of them carry a layout."""
     pipe = rg.Pipeline(tanhs(8), schedule="1f1b", microbatches=4, loss=F.mse_loss)
-    counts, original = [], Mesh.send
-    for batch in (8, 8, 12):
-        sent: list[Any] = []
+    original, counts = Mesh.send, []
+    sent: list[Any] = []
 
-        def counting(self: Mesh, dst: int, *message: Any, data: Any = ()) -> int:
-            sent.append(message)
-            return original(self, dst, *message, data=data)
+    def counting(self: Mesh, dst: int, *message: Any, data: Any = ()) -> int:
+        sent.append(message)
+        return original(self, dst, *message, data=data)
 
-        Mesh.send = counting  # type: ignore[method-assign]
-        try:
+    Mesh.send = counting  # type: ignore[method-assign]
+    try:
+        for batch in (8, 8, 12):
             pipe.step(torch.randn(batch, WIDTH), target=torch.randn(batch, WIDTH))
-        finally:
-            Mesh.send = original  # type: ignore[method-assign]
-        counts.append((len(sent), sum(layout is not None for *_, layout in sent)))
+            counts.append((len(sent), sum(layout is not None for *_, layout in sent)))
+            sent.clear()
+    finally:
+        Mesh.send = original  # type: ignore[method-assign]
     return counts
 
 
