@@ -48,10 +48,10 @@ class Ledger:
         self.peak = max(self.peak, self.resident)
 
     def count(self, kind: str, unit: str | None = None) -> int:
-        return self._total(self._counts, kind, unit)
+        return sum(n for (k, u), n in self._counts.items() if k == kind and unit in (None, u))
 
     def bytes(self, kind: str, unit: str | None = None) -> int:
-        return self._total(self._bytes, kind, unit)
+        return sum(n for (k, u), n in self._bytes.items() if k == kind and unit in (None, u))
 
     def clear(self) -> None:
         """Forget events and totals; what is resident now becomes the peak."""
@@ -63,6 +63,3 @@ class Ledger:
     def __iter__(self) -> Iterator[Event]:
         return iter(self.events)
 
-    @staticmethod
-    def _total(counter: Counter[tuple[Kind, str]], kind: str, unit: str | None) -> int:
-        return sum(n for (k, u), n in counter.items() if k == kind and unit in (None, u))

@@ -96,7 +96,7 @@ def test_a_budget_keeps_pages(ranks: Callable[[int], RankPool]) -> None:
 
 def _from_the_wire(engine: rg.Engine) -> int:
     """Bytes that the kernel has received from other ranks (tcpi_bytes_received of its struct tcp_info)."""
-    sockets = [line._socket for line in engine.station.mesh._lines.values()]
+    sockets = [line.socket for line in engine.station.mesh._lines.values()]
     infos = [s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256) for s in sockets]
     return sum(struct.unpack_from("=Q", info, 128)[0] for info in infos)
 

@@ -155,11 +155,11 @@ def kept(device: SimulatedDevice) -> Check:
     """Two streams add to the same parameter of a bucket that waits; a bucket that is forgotten is used again."""
     rank = Rank(device, 2, 1)
     first, second = device.stream("producer 0"), device.stream("producer 1")
-    forgotten = rank.exchange.bucket(rank.units[0])
+    forgotten = Bucket(rank.units[0], rank.pool, {})
     with device.on(first):
         forgotten.add([rank.gradient(first, 0, 100.0), None, None])
     forgotten.discard()
-    bucket = rank.exchange.bucket(rank.units[1])
+    bucket = Bucket(rank.units[1], rank.pool, {})
     for stream, value in ((second, 1.0), (first, 2.0)):
         with device.on(stream):
             bucket.add([rank.gradient(stream, 0, value), None, None])

@@ -53,7 +53,7 @@ class _Line:
     def __init__(self, sock: socket.socket, selector: selectors.BaseSelector, messages: Iterator[memoryview]) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setblocking(False)
-        self._socket, self._selector, self._lock = sock, selector, threading.Lock()
+        self.socket, self._selector, self._lock = sock, selector, threading.Lock()
         self._messages, self._into = messages, next(messages)
         self._out: deque[memoryview] = deque()
         self._events = selectors.EVENT_READ
@@ -74,7 +74,7 @@ class _Line:
         with self._lock:
             with contextlib.suppress(BlockingIOError):
                 while self._out:
-                    gone = self._socket.sendmsg([self._out[i] for i in range(min(len(self._out), _PARTS))])
+                    gone = self.socket.sendmsg([self._out[i] for i in range(min(len(self._out), _PARTS))])
                     self.sent += gone
                     while self._out and gone >= len(self._out[0]):
                         gone -= len(self._out.popleft())
@@ -83,25 +83,20 @@ class _Line:
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._out else 0)
             if events != self._events:
                 self._events = events
-                self._selector.modify(self._socket, events, self)
+                self._selector.modify(self.socket, events, self)
 
     def receive(self) -> None:
         with contextlib.suppress(BlockingIOError):
             for _ in range(_PARTS):  # then it is another line's turn
-                got = self._socket.recv_into(self._into)
+                got = self.socket.recv_into(self._into)
                 if not got:
                     raise ConnectionResetError("the other side has closed the connection")
                 self._into = self._into[got:] if got < len(self._into) else next(self._messages)
 
-    def hang_up(self) -> None:
-        """Both service threads find the end of the connection."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-
     def close(self) -> None:
         with self._lock:
-            self._selector.unregister(self._socket)
-            self._socket.close()
+            self._selector.unregister(self.socket)
+            self.socket.close()
             self.sent = sys.maxsize  # nobody reads what was not sent
 
 
@@ -118,7 +113,7 @@ class Mesh:
         return cls._meshes[group]
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.rank, self.world, self.group = dist.get_rank(group), dist.get_world_size(group), weakref.ref(group)
         self.changed = threading.Condition()
         self._receivers: list[weakref.ref[Any]] = []  # engines and pipelines
         self._early: defaultdict[int, list[tuple[int, str, tuple[Any, ...]]]] = defaultdict(list)
@@ -216,7 +211,8 @@ class Mesh:
         with self.changed:
             self.changed.wait_for(lambda: all(self.sent(*mark) for mark in marks), _LEAVE)
         for line in self._lines.values():
-            line.hang_up()
+            with contextlib.suppress(OSError):  # lost already
+                line.socket.shutdown(socket.SHUT_RDWR)  # both service threads find the end
 
 
 def _connect(store: Store, rank: int, world: int) -> Iterator[tuple[int, socket.socket]]:

@@ -25,12 +25,12 @@ def explain(units: Sequence[Unit], policy: Policy, world: int) -> str:
     rows = []
     for unit in units:
         size, shard, page = unit.layout.numel, human(unit.layout.shard_bytes), human(unit.layout.page_bytes)
-        trained = (shard, gathers, "1") if unit.trainable else (human(0), gathers, "0 (frozen)")
+        trained = (shard, gathers, "1") if any(unit.trained) else (human(0), gathers, "0 (frozen)")
         rows.append((unit.name, f"{size:,}", shard, page, *trained))
     largest = sorted((unit.layout.page_bytes for unit in units), reverse=True)
     total = sum(largest)
     pages = total if policy.keeps_pages else min(total, sum(largest[: 2 if policy.prefetch else 1]) + policy.resident)
-    window = sum(unit.layout.page_bytes for unit in units if unit.trainable)
+    window = sum(unit.layout.page_bytes for unit in units if any(unit.trained))
     when = "per step, however many backwards" if policy.until_step else "per backward"
     return _table(f"stage {stage}, {world} rank(s)", columns, rows) + (
         f"pages in memory: at most {human(pages)} (the whole model is {human(total)})\n"

@@ -33,6 +33,7 @@ def shard(
     mesh: DeviceMesh | None = None,
     precision: Precision | None = None,
     reduce: str = "mean",
+    exact: bool = True,
     resident: int | str = 0,
     offload: None = None,
     trace: None = None,
@@ -42,7 +43,8 @@ def shard(
     """Shard `model` over the ranks of a process group, in place. Collective: every rank calls it.
 
     `units`: "auto" (repeated blocks), module classes, or a predicate; `join`: those of fewer bytes become one unit with
-    the next. `precision`: the dtype in which gradients travel. `resident`: bytes of pages that may stay at stage 3
+    the next. `precision`: the dtype in which gradients travel; `exact=False`: the backend adds them up in its own order
+    when a backward has ended. `resident`: bytes of pages that may stay at stage 3
     beyond the one in use and the one being prefetched. `timeout`: seconds after which waiting for a rank that never
     comes becomes a `DivergenceError` on every rank.
     """
@@ -51,7 +53,7 @@ def shard(
         for name, value in (("offload", offload), ("trace", trace)):
             if value is not None:
                 raise ShardingError(f"{name}={value!r} is not available in this version; leave it None")
-        policy = Policy.of(stage, resident, reduce, prefetch, precision)
+        policy = Policy.of(stage, resident, reduce, prefetch, precision, exact)
         _check_unsharded(model)
         least = parse_bytes(join, "join")
         specs = find_units(model, units, least)

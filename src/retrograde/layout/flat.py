@@ -56,5 +56,4 @@ class Layout:
 
     def views(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
         """Full-shaped views of the parameters inside a flat buffer."""
-        for slot in self.slots:
-            yield flat[slot.offset : slot.end].view(slot.shape)
+        return (flat[slot.offset : slot.end].view(slot.shape) for slot in self.slots)

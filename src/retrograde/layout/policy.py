@@ -54,6 +54,7 @@ class Policy:
     mean: bool = True
     prefetch: bool = True
     wire: torch.dtype | None = None  # in which gradients travel, if not in their own dtype
+    exact: bool = True  # added up in rank order, not as the backend likes
 
     @property
     def keeps_pages(self) -> bool:
@@ -61,8 +62,9 @@ class Policy:
 
     @staticmethod
     def of(
-        stage: int, resident: int | float | str, reduce: str, prefetch: bool, precision: Precision | None = None
-    ) -> "Policy":
+        stage: int, resident: float | str, reduce: str, prefetch: bool,
+        precision: Precision | None = None, exact: bool = True,
+    ) -> "Policy":  # fmt: skip
         if stage not in (1, 2, 3):
             raise ShardingError(f"stage={stage!r} is out of range; give 1, 2 or 3")
         if reduce not in ("mean", "sum"):
@@ -70,4 +72,4 @@ class Policy:
         if precision is not None and not isinstance(precision, Precision):
             raise ShardingError(f"precision={precision!r} is not available in this version; leave it None")
         kept = parse_bytes(resident, "resident") if stage == 3 else math.inf
-        return Policy(kept, stage == 1, reduce == "mean", prefetch, None if precision is None else precision.wire)
+        return Policy(kept, stage == 1, reduce == "mean", prefetch, precision.wire if precision else None, exact)

@@ -34,7 +34,7 @@ class Bucket:
         self.present = [False] * len(unit.leaves)
         self._producers: list[_Producer] = []
         numel = unit.layout.padded_numel - sum(grad.numel() for grad in passed.values())
-        self._store, self._free = pool.take(numel, unit.layout.dtype, unit.shard.device)
+        self.store, self._free = pool.take(numel, unit.layout.dtype, unit.shard.device)
 
     def add(self, grads: Grads) -> None:
         """The gradients of one producer, on its stream."""
@@ -55,7 +55,7 @@ class Bucket:
     def place(self, index: int) -> torch.Tensor:
         slot = self.unit.layout.slots[index]
         start = slot.offset - sum(grad.numel() for other, grad in self._passed.items() if other < index)
-        return self._store[start : start + slot.numel]
+        return self.store[start : start + slot.numel]
 
     def close(self, stream: Stream) -> None:
         """The last producer has come, and `stream` reads from now on. What nobody wrote travels as zeros."""
@@ -65,7 +65,7 @@ class Bucket:
             if not present:
                 stream.run(self.place(index).zero_)
         if padding := self.unit.layout.padded_numel - self.unit.layout.numel:
-            stream.run(self._store[-padding:].zero_)
+            stream.run(self.store[-padding:].zero_)
 
     def parts(self, rank: int) -> list[torch.Tensor]:
         """What `rank` owns of this gradient, in order, as pieces of memory."""
@@ -78,16 +78,16 @@ class Bucket:
         at = shift = 0
         for index, grad in self._passed.items():
             slot = self.unit.layout.slots[index]
-            yield at, self._store[at - shift : slot.offset - shift]
+            yield at, self.store[at - shift : slot.offset - shift]
             yield slot.offset, grad
             at, shift = slot.end, shift + slot.numel
-        yield at, self._store[at - shift :]
+        yield at, self.store[at - shift :]
 
     def release(self, read: Event) -> None:
         """Give the memory back; `read` comes after everything that reads it."""
         for producer in self._producers if self._passed else ():
             producer.stream.wait(read)
-        self._pool.give(self._store, read)
+        self._pool.give(self.store, read)
 
     def discard(self) -> None:
         """Nobody wants it any more: the last to touch it are its producers."""

@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from retrograde.comm import Event, Key, Sending, Station
 from retrograde.layout import Policy
@@ -55,6 +56,7 @@ class Launch:
     unit: Unit
     offer: Offer
     own: torch.Tensor
+    bucket: Any = None
     sum: torch.Tensor | None = None
     added: dict[int, Key] = field(default_factory=dict)
     present: tuple[bool, ...] | None = None
@@ -80,38 +82,45 @@ class Exchange:
         self._turns[part] += 1
         return Key(part.unit, self._since, 2 * self._turns[part] + part.early)
 
-    def key_after_meeting(self, unit: int) -> Key:
-        return Key(unit, self._station.meetings + 1, 0)
-
-    def bucket(self, unit: Unit) -> Bucket:
-        """For gradients that wait."""
-        self.settle_sending()  # its memory is free before more is taken
-        return Bucket(unit, self.pool, {})
-
     def send(self, unit: Unit, grads: Grads, uses: tuple[Use, ...]) -> Launch:
         """Launch gradients as they are."""
         self.settle_sending()
         wanted = used(grads, uses)
-        bucket = Bucket(unit, self.pool, huge(wanted))
+        bucket = Bucket(unit, self.pool, huge(wanted) if self.policy.exact else {})
         bucket.add(wanted)
         return self.launch(bucket, Offer(self.key(Part(unit.index)), uses))
 
     def launch(self, bucket: Bucket, offer: Offer) -> Launch:
         """Put every owner's part there; the bucket is given back when it has been sent."""
+        layout, stream = bucket.unit.layout, self._streams.reducing
+        launch = Launch(bucket.unit, offer, stream.empty(layout.shard_numel, layout.dtype), bucket)
+        bucket.close(stream)
+        if self.policy.exact:
+            self._put(launch)
+        elements, wire = layout.padded_numel - layout.shard_numel, self.policy.wire or layout.dtype
+        self._ledger.record(Kind.REDUCE, bucket.unit.name, elements * wire.itemsize)
+        return launch
+
+    def _put(self, launch: Launch) -> None:
         self.settle_sending()
-        layout, mesh, stream = bucket.unit.layout, self._station.mesh, self._streams.reducing
-        own, wire = stream.empty(layout.shard_numel, layout.dtype), self.policy.wire or layout.dtype
+        bucket, mesh, stream = launch.bucket, self._station.mesh, self._streams.reducing
+        wire = self.policy.wire or launch.unit.layout.dtype
 
         def send() -> None:
             for dst in mesh.peers:
-                self._sending.append(self._station.put(offer.key, dst, [part.to(wire) for part in bucket.parts(dst)]))
-            torch.cat([part.to(wire) for part in bucket.parts(mesh.rank)], out=own)
+                parts = [part.to(wire) for part in bucket.parts(dst)]
+                self._sending.append(self._station.put(launch.offer.key, dst, parts))
+            torch.cat([part.to(wire) for part in bucket.parts(mesh.rank)], out=launch.own)
 
-        bucket.close(stream)
         stream.run(send)
         self._sent = (bucket, stream.record())
-        self._ledger.record(Kind.REDUCE, bucket.unit.name, (layout.padded_numel - layout.shard_numel) * wire.itemsize)
-        return Launch(bucket.unit, offer, own)
+
+    def _reduce_scatter(self, launch: Launch) -> torch.Tensor:
+        """In the backend's own order, of which it says nothing (a ring, on those that have one)."""
+        part = torch.empty(launch.own.numel(), dtype=self.policy.wire or launch.own.dtype)
+        dist.reduce_scatter_single(part, launch.bucket.store.to(part.dtype), group=self._station.mesh.group())
+        launch.bucket.release(self._streams.reducing.record())
+        return torch.mul(part, self.scale, out=launch.own)
 
     def settle_sending(self) -> None:
         sending, self._sending = self._sending, []
@@ -125,7 +134,7 @@ class Exchange:
     def fold(self, launch: Launch) -> None:
         """Add the parts that have come, as far as no rank before them is missing."""
         mesh = self._station.mesh
-        for rank in range(len(launch.added), mesh.world):
+        for rank in range(len(launch.added), mesh.world) if self.policy.exact else ():
             if rank != mesh.rank and not self._station.arrived(launch.offer.key, rank):
                 return
             self._add(launch, rank, launch.offer.key)
@@ -149,6 +158,10 @@ class Exchange:
             self._ledger.record(Kind.JOIN, unit.name)
             own = self._streams.reducing.empty(unit.layout.shard_numel, unit.layout.dtype)
             launch = Launch(unit, next(iter(offers.values())), own)
+        elif not self.policy.exact:
+            if len(offers) == self._station.mesh.world:
+                return self._reduce_scatter(launch)
+            self._put(launch)  # some ranks have nothing: they join one by one
         for rank in sorted(offers):
             if rank not in launch.added:
                 self._add(launch, rank, offers[rank].key)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from retrograde.comm import Kind, Station
+from retrograde.comm import Key, Kind, Station
 from retrograde.ledger import Ledger
 from retrograde.reduction.bucket import Bucket, Grads
 from retrograde.reduction.council import Council, Offers
@@ -203,13 +203,15 @@ class Reducer:
 
     def keep(self, unit: Unit, grads: Grads, uses: tuple[Use, ...]) -> None:
         if unit.index not in self.pending:
-            self.pending[unit.index] = self._exchange.bucket(unit)
+            self._exchange.settle_sending()  # its memory is free before more is taken
+            self.pending[unit.index] = Bucket(unit, self._exchange.pool, {})
         self.pending[unit.index].add(used(grads, uses))
 
     # ---- meetings (Member)
     def offers(self) -> Offers:
+        after = self._station.meetings + 1  # turn 0 is what that meeting asks for
         self._offered = {
-            Part(index): Offer(self._exchange.key_after_meeting(index), _uses_of(bucket))
+            Part(index): Offer(Key(index, after, 0), _uses_of(bucket))
             for index, bucket in sorted(self.pending.items())
         }
         return self._offered
@@ -253,11 +255,6 @@ class Reducer:
             task.joined += alone.joined
         return launch.own
 
-    def gather_now(self, unit: Unit, shard: torch.Tensor) -> torch.Tensor:
-        """All ranks' `shard`s end to end, scaled: the transpose of a reduction."""
-        parts = self.council.values(f"second derivative of unit {unit.name}", shard.detach().clone)
-        return torch.cat(parts) * self._exchange.scale
-
 
 def _use(accumulator: Any, grad: torch.Tensor | None) -> Use:
     try:
@@ -296,7 +293,8 @@ class _Regather(torch.autograd.Function):
     def forward(ctx, reducer, unit, present, shard):  # type: ignore[no-untyped-def]
         ctx.set_materialize_grads(False)
         ctx.reducer, ctx.unit = reducer, unit
-        flat = reducer.gather_now(unit, shard)
+        parts = reducer.council.values(f"second derivative of unit {unit.name}", shard.detach().clone)
+        flat = torch.cat(parts) * reducer._exchange.scale
         return tuple(view if p else None for view, p in zip(unit.layout.views(flat), present, strict=True))
 
     @staticmethod

@@ -50,7 +50,7 @@ class Gate:
     @contextlib.contextmanager
     def writing(self, what: str, targets: Sequence[tuple["Unit", int]]) -> Iterator[None]:
         """Around an edit of parameters in place, given as unit and slot."""
-        if self._phase is None or any(unit.edited(slot) for unit, slot in targets):
+        if self._phase is None or any(slot in dict(unit.undo) for unit, slot in targets):
             self._fence(what)
         marks = {unit: len(unit.undo) for unit, _ in targets}
         with self._station.mesh.changed:

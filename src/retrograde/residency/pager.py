@@ -80,7 +80,7 @@ class Pager:
             self._use(unit)
 
     def _finish(self, unit: Unit) -> None:
-        if unit.loading:
+        if unit.reading is not None:
             unit.finish()
             self.live[unit.page.untyped_storage()._cdata] = unit
 

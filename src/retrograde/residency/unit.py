@@ -97,7 +97,7 @@ class Unit:
         self.edits = self.fenced = 0  # made so far, and at the last fence (gate.py)
         self.undo: list[tuple[int, torch.Tensor]] = []  # slots edited since, with their pieces before
         self.settled = self._own_references = self._edits_seen = 0
-        self._reading: Reading | None = None
+        self.reading: Reading | None = None
         self._loaded: Event = None
         self._read_at = -1
         self._stubs = [torch.empty((), dtype=layout.dtype, device=home.device).expand(s.shape) for s in layout.slots]
@@ -131,10 +131,6 @@ class Unit:
         return sum([piece._version for piece in self.pieces])
 
     @property
-    def trainable(self) -> bool:
-        return any(self.trained)
-
-    @property
     def hooked(self) -> bool:
         """Does somebody wait for the gradients of this unit in the backward that brings them?"""
         with torch._C.DisableTorchFunctionSubclass():
@@ -154,11 +150,7 @@ class Unit:
 
     @property
     def valid(self) -> bool:
-        return (self.ready or self.loading) and self._read_at == self.version
-
-    @property
-    def loading(self) -> bool:
-        return self._reading is not None
+        return (self.ready or self.reading is not None) and self._read_at == self.version
 
     @property
     def page(self) -> torch.Tensor:
@@ -169,7 +161,7 @@ class Unit:
     @_for_all_modes
     def start(self) -> None:
         """Begin paging in what is absent or stale."""
-        if self.loading:
+        if self.reading is not None:
             self.finish()
         fetching = self._streams.fetching
         if self.buffer is None:
@@ -180,7 +172,7 @@ class Unit:
         if not self.at_home:
             fetching.run(lambda: buffer[span].copy_(self.shard))
         self._read_at = self.version
-        self._reading = self.gate.read(self, lambda rank: buffer[self.layout.span(rank)])
+        self.reading = self.gate.read(self, lambda rank: buffer[self.layout.span(rank)])
         self._loaded = fetching.record()
         self.ready = False
         self._pool.ledger.record(Kind.GATHER, self.name, self.layout.page_bytes - self.layout.shard_bytes)
@@ -188,10 +180,10 @@ class Unit:
     @_for_all_modes
     def finish(self) -> None:
         """The page is here: the full tensors show it."""
-        assert self._reading is not None, self.name
-        self._reading()
+        assert self.reading is not None, self.name
+        self.reading()
         self._streams.current().wait(self._loaded)
-        self._reading, self.ready = None, True
+        self.reading, self.ready = None, True
         self._point(list(self.layout.views(self.page)))
         for out in self.outs:
             torch.autograd.graph.increment_version(out)  # what was saved from the memory before is stale
@@ -200,7 +192,7 @@ class Unit:
 
     def drop(self) -> bool:
         """Let go of the page if nobody else refers to it; says whether it did."""
-        if self.loading:
+        if self.reading is not None:
             self.finish()
         if self.ready and not self.at_home:
             self.write_back_if_edited()
@@ -252,10 +244,6 @@ class Unit:
             self.pieces[slot].copy_(mine)
         self._read_at = self.version
         self._edits_seen = self._edit_counter()
-
-    def edited(self, slot: int) -> bool:
-        """Since the last fence."""
-        return any(slot == other for other, _ in self.undo)
 
     def shard_after(self, edits: int) -> torch.Tensor:
         """A copy of the shard as it was after so many edits. Also right while another is being made."""
