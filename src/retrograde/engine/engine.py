@@ -51,6 +51,8 @@ class Engine:
         self.reducer = Reducer(self.units, exchange, self.council, self.station, self.pager)
         self.reducer.until_step = policy.until_step
         self.saved = SavedTensors(self.pager)
+        self.classes: dict[Any, type[nn.Module]] = {}
+        self.modules: list[nn.Module] = []  # of the units
 
     def enlist(self, units: list[Unit]) -> None:
         """The units have their values: give them their graph and make their parameters leaves of it."""

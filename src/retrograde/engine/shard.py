@@ -21,7 +21,7 @@ from retrograde.layout import Layout, Policy, UnitSpec, find_units
 from retrograde.layout.units import Units
 from retrograde.optim import ShardedParameter, watch_steps
 from retrograde.optim.pieces import set_data
-from retrograde.residency import Unit, patch, tend
+from retrograde.residency import Unit, announce, mark_regions, patch, tend
 
 
 def shard(
@@ -58,7 +58,7 @@ def shard(
     watch_steps()
     engine = Engine(model, policy, ranks, timeout)
     _enlist(engine, specs)
-    patch(model, engine.saved, (), engine, before_forward=engine.growth.check)
+    announce(model, engine.growth.check, engine)
     engine.growth.watch(lambda: _enlist(engine, _added(model, units)))
     return engine
 
@@ -80,7 +80,9 @@ def _enlist(engine: Engine, specs: list[UnitSpec]) -> None:
     _fill(engine, specs, made)
     engine.enlist(made)
     for module, names in owners:
-        patch(module, engine.saved, names, engine)
+        patch(module, names, engine)
+    engine.modules += [spec.module for spec in specs]
+    mark_regions(engine.model, engine.modules, engine)
 
 
 def _added(model: nn.Module, units: Units) -> list[UnitSpec]:

@@ -6,6 +6,7 @@ pages the unit in; `forward` runs with the saved-tensor hooks active; what a sha
 
 import functools
 from collections.abc import Callable
+from types import CodeType
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +24,20 @@ class Leaf(Protocol):
 
 _leaf_type: type[Any] | None = None
 
+_NOT_GIVEN = (
+    "a sharded parameter is read outside the forward of its unit: it is paged in eagerly, and the graph ends here"
+)
+MADE = "_retrograde_made"  # marks a generated class
+GIVEN = "_retrograde_given"  # what a module's parameters are while its region runs (regions.py)
+_tracing = torch.compiler.is_dynamo_compiling
+
+
+class Patched(Protocol):
+    """The engine, as the classes it generates see it."""
+
+    saved: SavedTensors
+    classes: dict[Any, type[nn.Module]]
+
 
 def tend(leaf_type: type[Any]) -> None:
     """Tell which class of leaves is read through its full tensor."""
@@ -30,42 +45,60 @@ def tend(leaf_type: type[Any]) -> None:
     _leaf_type = leaf_type
 
 
-def patch(
-    module: nn.Module,
-    saved: SavedTensors,
-    names: tuple[str, ...],
-    engine: object,
-    before_forward: Callable[[], None] | None = None,
-) -> None:
+def patch(module: nn.Module, names: tuple[str, ...], engine: Patched) -> None:
     """Give `module` the generated class: properties for its own parameters `names`, hooks around `forward`.
 
     Hooks only where parameters are: torch.func refuses to start while any are active, and what a module without
     parameters of its own saves is, but for weights it takes from its children, activations.
-    The class holds the engine, so that it lives as long as the model.
     """
     cls = type(module)
     body: dict[str, Any] = {name: _property(name) for name in names}
     if names:
-        body["forward"] = _forward(cls, saved)
-    if before_forward is not None:
-        body["forward"] = _announced(cls, before_forward)
-    body |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    if getattr(cls, "_retrograde_engine", None) is None:  # once, however often parameters are added later
-        body |= {
-            "_apply": _apply,
-            "_save_to_state_dict": _saving(cls),
-            "_load_from_state_dict": _loading(cls),
-            "__reduce_ex__": _refuse_copy,
-            "_retrograde_engine": engine,
-        }
+        body["forward"] = _forward(cls, engine.saved)
     if isinstance(module, nn.RNNBase):
         body["_flat_weights"] = property(_flat_weights, lambda self, value: None)
         body["flatten_parameters"] = lambda self: None  # the weights are contiguous in the page
-    module.__class__ = type(cls.__name__, (cls,), body)
+    specialize(module, ("parameters", *names), body, engine)
+
+
+def announce(module: nn.Module, before: Callable[[], None], engine: Patched) -> None:
+    """Call `before` ahead of every forward of `module`."""
+    specialize(module, ("announced",), {"forward": _announced(type(module), before)}, engine)
+
+
+def specialize(module: nn.Module, what: tuple[str, ...], body: dict[str, Any], engine: Patched) -> None:
+    """Put a generated class on top of the module's own. Modules of one class share it, and so their compiled graphs.
+
+    The class holds the engine, so that it lives as long as the model.
+    """
+    cls = type(module)
+    if (cls, what) not in engine.classes:
+        body |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, MADE: True}
+        if getattr(cls, "_retrograde_engine", None) is None:  # once, however often parameters are added later
+            body |= {
+                "_apply": _apply,
+                "_save_to_state_dict": _saving(cls),
+                "_load_from_state_dict": _loading(cls),
+                "__reduce_ex__": _refuse_copy,
+                "_retrograde_engine": engine,
+                GIVEN: None,
+            }
+        engine.classes[cls, what] = type(cls.__name__, (cls,), body)
+    module.__class__ = engine.classes[cls, what]
+
+
+def original(module: nn.Module) -> type[nn.Module]:
+    """The class the user gave the module."""
+    return next(cls for cls in type(module).__mro__ if MADE not in vars(cls))
 
 
 def _property(name: str) -> property:
     def get(self: nn.Module) -> Any:
+        if _tracing():
+            given = self._retrograde_given
+            if given is not None and name in given:
+                return given[name]
+            torch._dynamo.graph_break(_NOT_GIVEN)
         leaf = self._parameters.get(name)
         if type(leaf) is _leaf_type:
             return leaf.full()  # type: ignore[union-attr]
@@ -89,7 +122,7 @@ def _forward(cls: type[nn.Module], saved: SavedTensors) -> Callable[..., Any]:
 
     @functools.wraps(base)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not saved.enter():
+        if _tracing() or not saved.enter():
             return base(self, *args, **kwargs)
         try:
             return base(self, *args, **kwargs)
@@ -107,7 +140,31 @@ def _announced(cls: type[nn.Module], before: Callable[[], None]) -> Callable[...
         before()
         return base(self, *args, **kwargs)
 
+    return closed(forward, "retrograde looks for new parameters before each forward of the model")
+
+
+def closed(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
+    """Dynamo does not inline `function`; what it calls may be compiled. torch.compiler.disable() without its wrapper."""
+    marked: Any = function
+    marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, reason
+    return function
+
+
+def own_frame(cls: type[nn.Module]) -> Callable[..., Any]:
+    """`cls.forward` behind a function with code of its own: Dynamo starts no graph in torch's files, and it counts
+    recompilations by code."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return cls.forward(self, *args, **kwargs)
+
+    forward.__code__ = forward.__code__.replace(co_name=f"forward_of_{cls.__name__}")
     return forward
+
+
+def generated_code() -> list[CodeType]:
+    """The code of the functions that generated classes get. Dynamo may inline it, but has no business to start there."""
+    makers: tuple[Callable[..., Any], ...] = (_property, _forward, _announced)
+    return [item for maker in makers for item in maker.__code__.co_consts if isinstance(item, CodeType)]
 
 
 def _flat_weights(self: nn.RNNBase) -> list[torch.Tensor]:
