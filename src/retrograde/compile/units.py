@@ -6,6 +6,7 @@ graph.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,29 +16,55 @@ from torch import nn
 from retrograde.errors import ShardingError
 from retrograde.residency import regions_of
 
-Backend = Callable[[torch.fx.GraphModule, list[torch.Tensor]], Callable[..., Any]]
+Graph = Callable[..., Any]
 
 
-def compile(model: nn.Module, **options: Any) -> nn.Module:
-    """Compile the units of a sharded `model`, in place, and return it. `options` are torch.compile's.
+def compile(
+    model: nn.Module,
+    *,
+    backend: str | Callable[..., Any] = "inductor",
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+) -> nn.Module:
+    """Compile the units of a sharded `model`, in place, and return it. The arguments are torch.compile's.
 
-    Graphs may be retained (`retain_graph=True`), which torch.compile alone refuses by default with backends that
-    write into what was saved.
+    Graphs may be retained (`retain_graph=True`), which torch.compile refuses unless it is told before.
     """
     regions = regions_of(model)
     if not regions:
         raise ShardingError(
             f"compile({type(model).__name__}): the model is not sharded; call retrograde.shard() first, or "
-            f"torch.compile() for a model that shall stay whole"
+            f"torch.compile() for a model that is to stay whole"
         )
-    backend = _keeping(options.pop("backend", "inductor"), options)
-    compiled: dict[Any, Any] = {}  # one callable for all units of a class, so that they share their graphs
+    keeping = _Keeping(_inner(backend, mode, options, dynamic))
+    compiled: dict[Graph, Graph] = {}  # one callable for all units of a class: they share their graphs
     for region in regions.values():
         if region.plain not in compiled:
-            compiled[region.plain] = torch.compile(region.plain, backend=backend, **options)
+            compiled[region.plain] = torch.compile(
+                region.plain, backend=keeping, dynamic=dynamic, fullgraph=fullgraph
+            )
         region.compiled = compiled[region.plain]
     return model
 
 
-def _keeping(backend: Any, options: dict[str, Any]) -> Backend:
-    ...
+def _inner(
+    backend: str | Callable[..., Any], mode: str | None, options: dict[str, Any] | None, dynamic: bool | None
+) -> Graph:
+    if mode is not None and options is not None:
+        raise ShardingError("compile(): give mode or options, not both, as with torch.compile()")
+    if backend == "inductor":
+        return torch._TorchCompileInductorWrapper(mode, options, dynamic)  # type: ignore[no-untyped-call]
+    return torch._TorchCompileWrapper(backend, mode, options, dynamic)  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True)
+class _Keeping:
+    """A backend whose graphs leave what was saved as it is, so that a second backward finds it."""
+
+    inner: Graph
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Graph:
+        with torch._functorch.config.patch(donated_buffer=False):
+            return self.inner(graph, inputs)  # type: ignore[no-any-return]
