@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from tests.patterns.context import Context, EngineContext, NaturalContext
 from tests.patterns.registry import Case
@@ -142,7 +143,7 @@ def live_bytes() -> int:
     gc.collect()
     storages = {}
     for item in gc.get_objects():
-        if issubclass(type(item), Tensor) and item.is_floating_point():
+        if issubclass(type(item), Tensor) and type(item) is not FakeTensor and item.is_floating_point():
             storage = item.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())

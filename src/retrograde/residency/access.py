@@ -95,7 +95,7 @@ def original(module: nn.Module) -> type[nn.Module]:
 def _property(name: str) -> property:
     def get(self: nn.Module) -> Any:
         if _tracing():
-            given = self._retrograde_given
+            given: dict[str, torch.Tensor] | None = self._retrograde_given  # type: ignore[assignment]
             if given is not None and name in given:
                 return given[name]
             torch._dynamo.graph_break(_NOT_GIVEN)
@@ -144,7 +144,7 @@ def _announced(cls: type[nn.Module], before: Callable[[], None]) -> Callable[...
 
 
 def closed(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
-    """Dynamo does not inline `function`; what it calls may be compiled. torch.compiler.disable() without its wrapper."""
+    """Dynamo does not inline `function`, but may compile what it calls: `torch.compiler.disable` without a wrapper."""
     marked: Any = function
     marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, reason
     return function
@@ -162,7 +162,7 @@ def own_frame(cls: type[nn.Module]) -> Callable[..., Any]:
 
 
 def generated_code() -> list[CodeType]:
-    """The code of the functions that generated classes get. Dynamo may inline it, but has no business to start there."""
+    """The code of the functions that generated classes get. Dynamo may inline it, but is not to start there."""
     makers: tuple[Callable[..., Any], ...] = (_property, _forward, _announced)
     return [item for maker in makers for item in maker.__code__.co_consts if isinstance(item, CodeType)]
 
