@@ -6,7 +6,7 @@ pages the unit in; `forward` runs with the saved-tensor hooks active; what a sha
 
 import functools
 from collections.abc import Callable
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any, Protocol
 
 import torch
@@ -161,10 +161,15 @@ def own_frame(cls: type[nn.Module]) -> Callable[..., Any]:
     return forward
 
 
-def generated_code() -> list[CodeType]:
-    """The code of the functions that generated classes get. Dynamo may inline it, but is not to start there."""
-    makers: tuple[Callable[..., Any], ...] = (_property, _forward, _announced)
-    return [item for maker in makers for item in maker.__code__.co_consts if isinstance(item, CodeType)]
+def all_code() -> list[CodeType]:
+    """Dynamo may inline what is in this file, but is not to start here (regions.py, Rule 3)."""
+
+    def nested(code: CodeType) -> list[CodeType]:
+        inner = [item for item in code.co_consts if isinstance(item, CodeType)]
+        return [code, *(found for item in inner for found in nested(item))]
+
+    own = [item for item in globals().values() if isinstance(item, FunctionType) and item.__module__ == __name__]
+    return [code for function in own for code in nested(function.__code__)]
 
 
 def _flat_weights(self: nn.RNNBase) -> list[torch.Tensor]:

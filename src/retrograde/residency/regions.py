@@ -10,8 +10,8 @@ of the graph.
 Rule 1: what a graph saves of its inputs passes the saved-tensor hooks that are active around the region, so it
         becomes handles (saved.py): the page may go after forward, and the graph's backward pages it in again.
 Rule 2: a weight that is read where it is not given ends the graph there, and is read eagerly.
-Rule 3: nothing of the engine is traced: its files are skipped, and so are the generated functions as frames of
-        their own. A skipped frame is eager code like any other.
+Rule 3: nothing of the engine is traced: Dynamo skips its files, and starts no graph in what modules are given
+        (access.py). A skipped frame is eager code like any other.
 Rule 4: without torch.compile a region costs one call.
 """
 
@@ -47,14 +47,15 @@ class Region:
 
     @property
     def active(self) -> bool:
-        return self.compiled is not None or _compiling_frames() is not None
+        """Is there something to compile for? Under torch.func a region is eager code."""
+        compiling = self.compiled is not None or _compiling_frames() is not None
+        return compiling and torch._C._functorch.peek_interpreter_stack() is None
 
     def run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         hooked = self._saved.enter()
         before = [member.__dict__.get(access.GIVEN) for member, _ in self.members]
         try:
-            for member, names in self.members:
-                member.__dict__[access.GIVEN] = {name: _given(getattr(member, name)) for name in names}
+            self._give()
             return (self.compiled or self.plain)(module, *args, **kwargs)
         finally:
             for (member, _), given in zip(self.members, before, strict=True):
@@ -62,12 +63,28 @@ class Region:
             if hooked:
                 self._saved.leave()
 
+    def _give(self) -> None:
+        fulls = {(member, name): getattr(member, name) for member, names in self.members for name in names}
+        trained = [key for key, full in fulls.items() if full.requires_grad]
+        aliases = dict(zip(trained, _Enter.apply(*[fulls[key] for key in trained]), strict=True))  # type: ignore[no-untyped-call]
+        for member, names in self.members:
+            given = {name: aliases.get((member, name), fulls[member, name].detach()) for name in names}
+            for alias in given.values():
+                torch._dynamo.mark_static(alias)  # parameters keep their sizes
+            member.__dict__[access.GIVEN] = given
 
-def _given(full: Any) -> Any:
-    """A plain alias: AOTAutograd takes no other tensors. Parameters keep their sizes, so graphs may rely on them."""
-    alias = torch.ops.aten.alias(full)
-    torch._dynamo.mark_static(alias)
-    return alias
+
+class _Enter(torch.autograd.Function):
+    """Full tensors as AOTAutograd takes them: plain, and no views of anything."""
+
+    @staticmethod
+    def forward(ctx: Any, *fulls: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple([full.detach() for full in fulls])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return grads
 
 
 def find(model: nn.Module, units: Sequence[nn.Module]) -> Iterator[nn.Module]:
@@ -130,12 +147,12 @@ def _boundary(cls: type[nn.Module]) -> Forward:
 
 @functools.cache
 def _hide_from_dynamo() -> None:
-    """Rule 3. The file of the generated functions stays: they must be traced as part of a region."""
+    """Rule 3. What is in access.py must still be traced as part of a region."""
     from torch._dynamo import trace_rules
     from torch._dynamo.eval_frame import skip_code
 
     for name, module in list(sys.modules.items()):
         if name.startswith("retrograde.") and module is not access and "__path__" not in vars(module):
             trace_rules.add(name)
-    for code in access.generated_code():
+    for code in access.all_code():
         skip_code(code)

@@ -1,0 +1,177 @@
+"""How many graphs there are, when pages come and go around them, and what is said where there can be none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.utils import counters
+
+import retrograde as rg
+from retrograde.ledger import Kind
+from tests.compile.driver import Compiled, How, fresh, peak_bytes
+from tests.compile.models import LoopBlock, WhileBlock
+from tests.harness import RankPool
+from tests.patterns.models import Mlp
+from tests.small import BLOCKS, batch, build, loss_of
+
+STEPS = 5
+
+
+class Run:
+    """Trains `Small` for a few steps, compiled or not, and looks at it."""
+
+    def __init__(self, rank: int, stage: int, how: How | None, model: nn.Module | None = None) -> None:
+        fresh()
+        self.rank = rank
+        self.model = build() if model is None else model
+        self.engine = rg.shard(self.model, stage)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        if how is not None:
+            Compiled(how).apply(self.model, sharded=True)
+
+    def step(self, number: int) -> None:
+        self.loss(number).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def loss(self, number: int) -> torch.Tensor:
+        return loss_of(self.model, batch(self.rank, number))
+
+
+def frames() -> dict[str, int]:
+    """Everything that grows when Dynamo looks at a frame or makes a graph."""
+    return {**counters["frames"], **counters["stats"]}
+
+
+def _graphs(rank: int, world: int, stage: int, how: How) -> list[dict[str, int]]:
+    run = Run(rank, stage, how)
+    seen = []
+    for number in range(STEPS):
+        run.step(number)
+        seen.append(frames())
+    dist.barrier()
+    return seen
+
+
+@pytest.mark.parametrize("world", (1, 2))
+@pytest.mark.parametrize("stage", (1, 2, 3))
+@pytest.mark.parametrize("how", How)
+def test_graphs_are_made_once(ranks: Callable[[int], RankPool], stage: int, world: int, how: How) -> None:
+    for seen in ranks(world).run(_graphs, stage, how):
+        assert seen[0]["unique_graphs"] == 3  # embedding, block, head: all blocks share theirs
+        assert all(later == seen[0] for later in seen)
+
+
+def _events(rank: int, world: int, stage: int, how: How | None) -> Any:
+    run = Run(rank, stage, how)
+    for number in range(STEPS):
+        run.step(number)
+    run.engine.ledger.clear()
+    dist.barrier()
+    most = peak_bytes(lambda: run.step(STEPS))
+    dist.barrier()
+    return [(e.kind, e.unit, e.bytes) for e in run.engine.ledger.events], run.engine.ledger.peak, most
+
+
+@pytest.mark.parametrize("stage", (2, 3))
+def test_pages_and_reductions_are_those_of_an_eager_step(ranks: Callable[[int], RankPool], stage: int) -> None:
+    """The same gathers, each a unit ahead, the same drops and reductions, in the same order, and no more memory."""
+    eager = ranks(2).run(_events, stage, None)
+    for how in How:
+        for got, want in zip(ranks(2).run(_events, stage, how), eager, strict=True):
+            assert got[:2] == want[:2]
+            assert got[2] <= 1.1 * want[2]
+    if stage == 3:
+        order = [(kind, unit) for kind, unit, _ in eager[0][0]]
+        for index in range(BLOCKS - 1):
+            ahead = order.index((Kind.GATHER, f"blocks.{index + 1}"))
+            assert ahead < order.index((Kind.DROP, f"blocks.{index}"))
+
+
+class Broken(Mlp):
+    def __init__(self, block: type[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(5))
+
+
+def _pages_of_skipped_frames(rank: int, world: int, block: type[nn.Module], how: How) -> dict[str, Any]:
+    torch.manual_seed(1)
+    run = Run(rank, 3, how, Broken(block))
+    sizes = sorted((unit.layout.page_bytes for unit in run.engine.units), reverse=True)
+    held = []
+    gathered = run.engine.reducer.gathered
+
+    def look(unit: Any, grads: Any) -> Any:
+        result = gathered(unit, grads)
+        held.append(sum(u.layout.page_bytes for u in run.engine.units if u.buffer is not None))
+        return result
+
+    for unit in run.engine.units:
+        unit.sink = run.engine.reducer
+    run.engine.reducer.gathered = look
+    for number in range(3):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * number + rank))
+        loss = run.model(x).square().mean()
+        held.append(sum(u.layout.page_bytes for u in run.engine.units if u.buffer is not None))
+        loss.backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    dist.barrier()
+    skipped = [reason for reason in counters["graph_break"] if "loop" in reason]
+    return {"held": held, "two": sum(sizes[:2]), "ledger": run.engine.ledger.peak, "skipped": len(skipped)}
+
+
+@pytest.mark.parametrize("how", How)
+@pytest.mark.parametrize("block", (LoopBlock, WhileBlock))
+def test_skipped_frames_release_unit_by_unit(
+    ranks: Callable[[int], RankPool], block: type[nn.Module], how: How
+) -> None:
+    for seen in ranks(2).run(_pages_of_skipped_frames, block, how):
+        assert seen["skipped"] > 0
+        assert len(seen["held"]) == 3 * 7 and max(seen["held"]) <= seen["two"]
+        assert seen["ledger"] <= seen["two"]
+
+
+def _messages(rank: int, world: int) -> dict[str, Any]:
+    said: dict[str, Any] = {}
+    run = Run(rank, 3, None)
+    try:
+        torch.compile(run.model, backend="eager", fullgraph=True)(batch(rank))
+    except torch._dynamo.exc.Unsupported as error:
+        said["whole"] = str(error)
+    rg.compile(run.model, backend="eager", fullgraph=True)
+    run.step(0)
+    said["graphs"] = counters["stats"]["unique_graphs"]
+
+    broken = Run(rank, 3, None, Broken(WhileBlock))
+    rg.compile(broken.model, backend="eager", fullgraph=True)
+    try:
+        broken.model(torch.ones(2, 6))
+    except torch._dynamo.exc.Unsupported as error:
+        said["unit"] = str(error)
+    try:
+        rg.compile(build())
+    except rg.ShardingError as error:
+        said["plain"] = str(error)
+
+    fresh()
+    read = torch.compile(lambda: broken.model.blocks[0].up.weight.sum() * 2, backend="eager")
+    same = torch.equal(read(), broken.model.blocks[0].up.weight.sum() * 2)
+    said["read"] = (same, " ".join(counters["graph_break"]))
+    dist.barrier()
+    return said
+
+
+def test_what_cannot_be_compiled_says_so(ranks: Callable[[int], RankPool]) -> None:
+    for said in ranks(2).run(_messages):
+        assert "retrograde.compile(model, fullgraph=True)" in said["whole"]
+        assert said["graphs"] == 3
+        assert "models.py" in said["unit"] and "graph_break" in said["unit"]
+        assert "call retrograde.shard() first" in said["plain"]
+        same, reasons = said["read"]
+        assert same and "read outside the forward of its unit" in reasons
