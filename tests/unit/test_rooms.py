@@ -21,6 +21,7 @@ COLUMNS = (
     ("reduction",),
     ("optim",),
     ("engine",),
+    ("compile",),
     ("pipeline",),
     ("checkpoint",),
     ("planning", "tracing"),
@@ -34,7 +35,7 @@ NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER
 }  # fmt: skip
 ENGINE_LINES = 2_500
-NOT_ENGINE = {"pipeline", "checkpoint", "integrations", "simulated", "cli", "__main__"}
+NOT_ENGINE = {"compile", "pipeline", "checkpoint", "integrations", "simulated", "cli", "__main__"}
 
 
 class Import(NamedTuple):
