@@ -1,6 +1,6 @@
 """`compile()`: each unit of a sharded model as a graph of its own.
 
-`torch.compile(model)` finds the same boundaries by itself (residency/regions.py). Compiling per unit leaves the code
+`torch.compile(model)` finds the same boundaries by itself (regions.py). Compiling per unit leaves the code
 between units alone, so nothing depends on what Dynamo makes of it, and `fullgraph=True` means that each unit is one
 graph.
 """
@@ -13,8 +13,8 @@ import torch
 import torch._functorch.config
 from torch import nn
 
+from retrograde.compile.regions import regions_of
 from retrograde.errors import ShardingError
-from retrograde.residency import regions_of
 
 Graph = Callable[..., Any]
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from retrograde.comm import Mesh
+from retrograde.compile import mark_regions
 from retrograde.engine.engine import Engine
 from retrograde.engine.materialize import check_resettable, materialize
 from retrograde.errors import ShardingError
@@ -21,7 +22,7 @@ from retrograde.layout import Layout, Policy, UnitSpec, find_units
 from retrograde.layout.units import Units
 from retrograde.optim import ShardedParameter, watch_steps
 from retrograde.optim.pieces import set_data
-from retrograde.residency import Unit, announce, mark_regions, patch, tend
+from retrograde.residency import Unit, announce, patch, tend
 
 
 def shard(

@@ -5,12 +5,9 @@ from retrograde.residency.buffers import BufferPool
 from retrograde.residency.full import edits
 from retrograde.residency.gate import Gate, Phase
 from retrograde.residency.pager import Pager
-from retrograde.residency.regions import Region, regions_of
-from retrograde.residency.regions import mark as mark_regions
 from retrograde.residency.saved import SavedTensors
 from retrograde.residency.unit import Sink, Unit
 
 __all__ = [
-    "BufferPool", "Gate", "Pager", "Phase", "Region", "SavedTensors", "Sink", "Unit", "announce", "edits",
-    "mark_regions", "patch", "regions_of", "tend"
+    "BufferPool", "Gate", "Pager", "Phase", "SavedTensors", "Sink", "Unit", "announce", "edits", "patch", "tend"
 ]  # fmt: skip

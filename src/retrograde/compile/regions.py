@@ -8,10 +8,10 @@ tensors, and calls what may be compiled. Under Dynamo, `module.weight` is the gi
 of the graph.
 
 Rule 1: what a graph saves of its inputs passes the saved-tensor hooks that are active around the region, so it
-        becomes handles (saved.py): the page may go after forward, and the graph's backward pages it in again.
+        becomes handles (residency/saved.py): the page may go after forward, and the graph's backward pages it in again.
 Rule 2: a weight that is read where it is not given ends the graph there, and is read eagerly.
 Rule 3: nothing of the engine is traced: Dynamo skips its files, and starts no graph in what modules are given
-        (access.py). A skipped frame is eager code like any other.
+        (residency/access.py). A skipped frame is eager code like any other.
 Rule 4: without torch.compile a region costs one call.
 """
 
@@ -103,7 +103,7 @@ def find(model: nn.Module, units: Sequence[nn.Module]) -> Iterator[nn.Module]:
     yield from dict.fromkeys(walk(model))
 
 
-def mark(model: nn.Module, units: Sequence[nn.Module], engine: access.Patched) -> None:
+def mark_regions(model: nn.Module, units: Sequence[nn.Module], engine: access.Patched) -> None:
     """Make regions of `model`'s modules; again after parameters were added."""
     _hide_from_dynamo()
     modules = list(find(model, units))
