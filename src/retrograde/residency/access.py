@@ -98,7 +98,7 @@ def _property(name: str) -> property:
             given: dict[str, torch.Tensor] | None = self._retrograde_given  # type: ignore[assignment]
             if given is not None and name in given:
                 return given[name]
-            torch._dynamo.graph_break(_NOT_GIVEN)
+            torch._dynamo.graph_break(msg=_NOT_GIVEN)
         leaf = self._parameters.get(name)
         if type(leaf) is _leaf_type:
             return leaf.full()  # type: ignore[union-attr]
