@@ -1,6 +1,6 @@
 """retrograde: sharded training in which backward is free-form."""
 
-from retrograde.compile import compile
+from retrograde.compiling import compile
 from retrograde.engine import Engine, shard
 from retrograde.errors import DivergenceError, RetrogradeError, ShardingError, UnsupportedError
 from retrograde.ledger import Event, Ledger

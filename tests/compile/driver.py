@@ -44,7 +44,7 @@ class Compiled:
 
 def equal_parts(model: nn.Module) -> Iterator[nn.Module]:
     """The modules of a plain model that are graphs of their own in a sharded one."""
-    from retrograde.compile.regions import find
+    from retrograde.compiling.regions import find
     from retrograde.layout import find_units
 
     return find(model, [spec.module for spec in find_units(model, "auto")])

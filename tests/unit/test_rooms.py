@@ -20,7 +20,7 @@ COLUMNS = (
     ("residency",),
     ("reduction",),
     ("optim",),
-    ("compile",),
+    ("compiling",),
     ("engine",),
     ("pipeline",),
     ("checkpoint",),
@@ -35,7 +35,7 @@ NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER
 }  # fmt: skip
 ENGINE_LINES = 2_500
-NOT_ENGINE = {"compile", "pipeline", "checkpoint", "integrations", "simulated", "cli", "__main__"}
+NOT_ENGINE = {"compiling", "pipeline", "checkpoint", "integrations", "simulated", "cli", "__main__"}
 
 
 class Import(NamedTuple):

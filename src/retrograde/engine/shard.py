@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from retrograde.comm import Mesh
-from retrograde.compile import mark_regions
+from retrograde.compiling import mark_regions
 from retrograde.engine.engine import Engine
 from retrograde.engine.materialize import check_resettable, materialize
 from retrograde.errors import ShardingError

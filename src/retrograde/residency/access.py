@@ -28,7 +28,7 @@ _NOT_GIVEN = (
     "a sharded parameter is read outside the forward of its unit: it is paged in eagerly, and the graph ends here"
 )
 MADE = "_retrograde_made"  # marks a generated class
-GIVEN = "_retrograde_given"  # what a module's parameters are while its region runs (compile/regions.py)
+GIVEN = "_retrograde_given"  # what a module's parameters are while its region runs (compiling/regions.py)
 _tracing = torch.compiler.is_dynamo_compiling
 
 
@@ -162,7 +162,7 @@ def own_frame(cls: type[nn.Module]) -> Callable[..., Any]:
 
 
 def all_code() -> list[CodeType]:
-    """Dynamo may inline what is in this file, but is not to start here (compile/regions.py, Rule 3)."""
+    """Dynamo may inline what is in this file, but is not to start here (compiling/regions.py, Rule 3)."""
 
     def nested(code: CodeType) -> list[CodeType]:
         inner = [item for item in code.co_consts if isinstance(item, CodeType)]

@@ -13,7 +13,7 @@ import torch
 import torch._functorch.config
 from torch import nn
 
-from retrograde.compile.regions import regions_of
+from retrograde.compiling.regions import regions_of
 from retrograde.errors import ShardingError
 
 Graph = Callable[..., Any]
