@@ -23,7 +23,7 @@ VALUES = (1.0, 2.0, 3.0)  # the gradients of three parameters of two elements
 
 def program(device: SimulatedDevice) -> Check:
     """Three streams compute a gradient each; the third is not copied but sent from where it lies."""
-    layout = Layout.of([(f"p{i}", torch.Size([2])) for i in range(3)], torch.float32, world=1)
+    layout = Layout([(f"p{i}", torch.Size([2])) for i in range(3)], torch.float32, world=1)
     unit = Unit(0, "block", layout, [nn.Parameter(torch.zeros(2)) for _ in VALUES], torch.zeros(6), rank=0)
     producers = [device.stream(f"producer {number}") for number in range(3)]
     grads = [device.memory(2) for _ in VALUES]

@@ -197,8 +197,11 @@ def _serve(seat: _Seat, pipe: Connection) -> None:
     with open(seat.stack_file, "w") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
         try:
+            from tests.live import settle
+
             group = _Group(seat)
             group.renew()
+            settle()
         except BaseException:
             pipe.send_bytes(pickle.dumps(_Answer(False, traceback.format_exc())))
             return

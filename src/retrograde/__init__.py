@@ -2,17 +2,11 @@
 
 from retrograde.compiling import compile
 from retrograde.engine import Engine, shard
-from retrograde.errors import DivergenceError, RetrogradeError, ShardingError, UnsupportedError
+from retrograde.errors import DivergenceError, PipelineError, RetrogradeError, ShardingError, UnsupportedError
 from retrograde.ledger import Event, Ledger
+from retrograde.pipeline.pipeline import Cut, Microbatches, Pipeline, Zero
 
 __all__ = [
-    "DivergenceError",
-    "Engine",
-    "Event",
-    "Ledger",
-    "RetrogradeError",
-    "ShardingError",
-    "UnsupportedError",
-    "compile",
-    "shard",
-]
+    "Cut", "DivergenceError", "Engine", "Event", "Ledger", "Microbatches", "Pipeline", "PipelineError",
+    "RetrogradeError", "ShardingError", "UnsupportedError", "Zero", "compile", "shard",
+]  # fmt: skip

@@ -19,3 +19,7 @@ class DivergenceError(RetrogradeError):
 
 class ScheduleError(RetrogradeError, ValueError):
     """A pipeline schedule that cannot be read, is incomplete, or would not run to its end."""
+
+
+class PipelineError(RetrogradeError):
+    """A pipeline could not be built, or a step failed on some rank; raised on every rank of the pipeline."""

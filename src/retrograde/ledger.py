@@ -7,8 +7,8 @@ beyond the shards.
 
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 HISTORY = 100_000
 
@@ -21,8 +21,7 @@ class Kind(StrEnum):
     AGREE = "agree"  # ranks met (a few bytes): end of a backward, a step, a fence, a norm
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     kind: Kind
     unit: str
     bytes: int

@@ -56,9 +56,9 @@ def _passed(rank: int, world: int, stage: int, limit: int) -> dict[str, Any]:
     sent, autograds = set(), set()
     put, add = Station.put, buckets.Bucket.add
 
-    def watched_put(self: Station, key: Any, turn: Any, dst: int, parts: list[Tensor]) -> Any:
+    def watched_put(self: Station, key: Any, dst: int, parts: list[Tensor]) -> Any:
         sent.update(part.untyped_storage().data_ptr() for part in parts)
-        return put(self, key, turn, dst, parts)
+        return put(self, key, dst, parts)
 
     def watched_add(self: buckets.Bucket, grads: Any) -> None:
         autograds.update(g.untyped_storage().data_ptr() for g in grads if g is not None)

@@ -12,7 +12,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from tests.patterns.context import Context
-from tests.patterns.driver import Player, settle
+from tests.live import settle
+from tests.patterns.driver import Player
 from tests.patterns.oracle import Oracle
 from tests.patterns.registry import Case
 from tests.patterns.trace import differences

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 
 import pytest
@@ -11,17 +10,8 @@ import torch.distributed as dist
 
 import retrograde as rg
 from tests.harness import RankPool
+from tests.live import live_storages
 from tests.small import batch, build, loss_of
-
-
-def _storages() -> dict[int, int]:
-    gc.collect()
-    found = {}
-    for item in gc.get_objects():
-        if issubclass(type(item), torch.Tensor) and item.is_floating_point():
-            storage = item.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    return found
 
 
 def _resident(engine: rg.Engine) -> int:
@@ -66,7 +56,7 @@ def test_two_pages_with_prefetch_one_without(ranks: Callable[[int], RankPool], w
 
 def _what_stays(rank: int, world: int, stage: int, adam: bool) -> dict[str, int]:
     dist.barrier()
-    before = sum(_storages().values())
+    before = sum(live_storages().values())
     model = build()
     engine = rg.shard(model, stage)
     make = torch.optim.Adam if adam else torch.optim.SGD
@@ -76,11 +66,11 @@ def _what_stays(rank: int, world: int, stage: int, adam: bool) -> dict[str, int]
         loss_of(model, batch(rank, step)).backward()
         optimizer.step()
         dist.barrier()
-        held.append(sum(_storages().values()) - before)
+        held.append(sum(live_storages().values()) - before)
         dist.barrier()
         optimizer.zero_grad()
     dist.barrier()
-    bare = sum(_storages().values()) - before
+    bare = sum(live_storages().values()) - before
     dist.barrier()
     layouts = [u.layout for u in engine.units]
     slots = sum(len(layout.slots) for layout in layouts)
@@ -114,9 +104,9 @@ def _graph_without_pages(rank: int, world: int, stage: int) -> tuple[int, int]:
     def kept(model: torch.nn.Module, release: Callable[[], None]) -> int:
         loss = loss_of(model, batch(rank))
         release()
-        after = _storages()
+        after = live_storages()
         del loss
-        left = _storages()
+        left = live_storages()
         return sum(n for place, n in after.items() if place not in left)
 
     plain = build()
@@ -172,7 +162,7 @@ def _failed_steps(rank: int, world: int, stage: int) -> list[int]:
         optimizer.step()
         optimizer.zero_grad()
         dist.barrier()
-        held.append(sum(_storages().values()) + _resident(engine))
+        held.append(sum(live_storages().values()) + _resident(engine))
         dist.barrier()
     return held
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import functools
 import random
 from collections.abc import Callable
 
@@ -13,22 +13,12 @@ from torch import Tensor, nn
 
 import retrograde as rg
 from tests.harness import RankPool
-from tests.multiproc.test_windows import _group, _one, functools
+from tests.live import live_bytes
+from tests.multiproc.test_windows import _group, _one
 from tests.multiproc.twin import same
 from tests.small import batch, build, loss_of
 
 BACKWARDS = 4
-
-
-def _live() -> int:
-    """Bytes of all tensors that exist."""
-    gc.collect()
-    storages = {}
-    for item in gc.get_objects():
-        if issubclass(type(item), Tensor) and item.is_floating_point():
-            storage = item.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
 
 
 def _held(rank: int, world: int, stage: int, budget: int) -> dict[str, object]:
@@ -44,7 +34,7 @@ def _held(rank: int, world: int, stage: int, budget: int) -> dict[str, object]:
     engine._pages.trim()
     dist.barrier()
     engine.ledger.clear()
-    before, waiting = _live(), []
+    before, waiting = live_bytes(), []
     dist.barrier()
     with engine.coalesce(budget=budget):
         for step in range(BACKWARDS):
@@ -53,7 +43,7 @@ def _held(rank: int, world: int, stage: int, budget: int) -> dict[str, object]:
             engine._buckets.trim()
             engine._pages.trim()
             dist.barrier()
-            waiting.append(_live() - before)
+            waiting.append(live_bytes() - before)
             dist.barrier()
     counts = {unit.name: engine.ledger.count("reduce", unit.name) for unit in engine.units}
     if stage == 1:

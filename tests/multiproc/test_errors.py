@@ -205,6 +205,11 @@ def _one_refuses(rank: int, world: int) -> str:
     return text
 
 
+def test_a_mistake_on_one_rank_is_told_to_all_and_can_be_corrected(ranks: Ranks) -> None:
+    told, mistaken = ranks(2).run(_one_refuses)
+    assert mistaken.startswith("ShardingError: stage=9")
+    assert told == f"DivergenceError: rank 1: shard() raised {mistaken}"
+
 
 
 # ---- backward

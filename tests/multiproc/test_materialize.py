@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 import retrograde as rg
 from tests.harness import RankPool
+from tests.live import live_bytes
 from tests.small import Small
 
 Ranks = Callable[[int], RankPool]
@@ -128,15 +128,6 @@ class Wide(nn.Module):
         self.head = nn.Linear(64, 10)
 
 
-def _bytes() -> int:
-    gc.collect()
-    storages = {}
-    for item in gc.get_objects():
-        if issubclass(type(item), Tensor) and item.device.type == "cpu" and item.is_floating_point():
-            storages[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
-    return sum(storages.values())
-
-
 @contextmanager
 def _sampled(samples: list[int]) -> Iterator[None]:
     """Live bytes at the end of every reset: the module's full parameters exist then."""
@@ -144,7 +135,7 @@ def _sampled(samples: list[int]) -> Iterator[None]:
 
     def measured(self: nn.Linear) -> None:
         reset(self)
-        samples.append(_bytes())
+        samples.append(live_bytes())
 
     nn.Linear.reset_parameters = measured  # type: ignore[method-assign]
     try:
@@ -158,13 +149,13 @@ def _held(rank: int, world: int, units: Any) -> dict[str, Any]:
         model = Wide()
     samples: list[int] = []
     dist.barrier()
-    before = _bytes()
+    before = live_bytes()
     with _sampled(samples):
         engine = rg.shard(model, 3, units=units)
     layouts = [unit.layout for unit in engine.units]
     dist.barrier()
     return {
-        "peak": max(samples) - before, "after": _bytes() - before, "samples": len(samples),
+        "peak": max(samples) - before, "after": live_bytes() - before, "samples": len(samples),
         "shards": sum(layout.shard_bytes for layout in layouts),
         "unit": max(layout.page_bytes for layout in layouts),
         "whole": sum(layout.page_bytes for layout in layouts),

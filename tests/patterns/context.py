@@ -7,6 +7,7 @@ few things that differ (a window, a full weight, noticing `zero_grad`) go throug
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -18,7 +19,7 @@ from tests.patterns.models import Batch, Spec, logits_of
 Record = tuple[str, Any]
 
 
-class Context:
+class Context(ABC):
     """Common to both sides. `records` are compared with the same rank's records on the other side."""
 
     def __init__(self, spec: Spec, rank: int, world: int) -> None:
@@ -57,29 +58,29 @@ class Context:
         else:
             raise AssertionError(f"nothing raised on rank {self.rank}, expected {kinds}")
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
 
+    @abstractmethod
     def assign_grads(self, grads: dict[str, Tensor | None]) -> None:
         """`p.grad = g` by hand, by parameter name."""
-        raise NotImplementedError
 
-    def coalesce(self) -> AbstractContextManager[Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def coalesce(self) -> AbstractContextManager[Any]: ...
 
-    def no_sync(self) -> AbstractContextManager[Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def no_sync(self) -> AbstractContextManager[Any]: ...
 
-    def full_params(self, *modules: nn.Module, write: bool = False) -> AbstractContextManager[Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def full_params(self, *modules: nn.Module, write: bool = False) -> AbstractContextManager[Any]: ...
 
+    @abstractmethod
     def full_state(self) -> dict[str, Tensor]:
         """Detached copies of all parameters in their true shapes."""
-        raise NotImplementedError
 
+    @abstractmethod
     def reductions(self) -> dict[str, int] | None:
         """How often each unit was reduced since the last call; None on plain torch, where nothing is."""
-        raise NotImplementedError
 
 
 class EngineContext(Context):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import gc
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 
+from tests.live import live_bytes
 from tests.patterns.context import Context, EngineContext, NaturalContext
 from tests.patterns.registry import Case
 from tests.patterns.trace import Grads, Trace
@@ -137,37 +135,14 @@ def _nbytes(value: Any) -> int:
     return value.untyped_storage().nbytes() if isinstance(value, Tensor) else 0
 
 
-def live_bytes() -> int:
-    """Bytes of numbers that Python can reach, each storage counted once. Control messages are bytes and come
-    and go when they like; parameters, gradients, pages and buckets are floating point."""
-    gc.collect()
-    storages = {}
-    for item in gc.get_objects():
-        if issubclass(type(item), Tensor) and type(item) is not FakeTensor and item.is_floating_point():
-            storage = item.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
-
-
 def _default_hooks() -> Any:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-
-@functools.cache
-def settle() -> None:
-    """Once in a process: have torch import what it imports late, and take all of it out of the way of gc."""
-    leaf = nn.Parameter(torch.ones(1))
-    leaf.sum().backward()
-    torch.optim.SGD([leaf]).step()
-    gc.collect()
-    gc.freeze()
 
 
 def play_rank(rank: int, world: int, case_id: str, stage: int) -> Trace:
     """A task for the pool."""
     from tests.patterns.rows import CASES
 
-    settle()
     player = Player(CASES[case_id], rank, world, stage)
     trace = player.play()
     dist.barrier()  # a rank that drops its model takes its shards along, and others may still be reading

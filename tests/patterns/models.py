@@ -36,7 +36,9 @@ class Remat(NamedTuple):
 
 
 class Blocks(nn.Module):
-    """Equal blocks between `embed` and `read`. `path`: which of them run, and in which order."""
+    """Equal blocks between `embed`, which each model has of its own, and `read`.
+
+    `path`: which of them run, and in which order."""
 
     def __init__(self, make: Callable[[], nn.Module], count: int = 3, remat: Remat | None = None) -> None:
         super().__init__()
@@ -48,9 +50,6 @@ class Blocks(nn.Module):
             block = self.blocks[index]
             h = block(h) if self.remat is None else self.remat(block, h)
         return h
-
-    def embed(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
 
     def read(self, h: Tensor) -> Any:
         return self.head(h)

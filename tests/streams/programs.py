@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrograde.comm import Stamp
+from retrograde.comm import Key
 from retrograde.layout import Layout, Policy
 from retrograde.ledger import Ledger
 from retrograde.reduction import bucket as buckets
@@ -34,17 +34,17 @@ class Peer:
         self.sent = [device.memory(self.shard_numel) for _ in range(launches)]
         self.shard = device.memory(self.shard_numel).fill_(PEER)
 
-    def put(self, key: Any, turn: Any, dst: int, parts: list[Tensor]) -> list[Any]:
-        torch.cat(parts, out=self.sent[key.launch - 1])
+    def put(self, key: Any, dst: int, parts: list[Tensor]) -> list[Any]:
+        torch.cat(parts, out=self.sent[key.turn - 1])
         return []
 
-    def take(self, key: Any, src: int) -> Tensor:
+    def take(self, key: Any, src: int, unit: str) -> Tensor:
         return self.device.memory(self.shard_numel).fill_(PEER)
 
-    def read(self, unit: int, stamp: Any, into: Callable[[int], Tensor]) -> Any:
+    def read(self, unit: Unit, into: Callable[[int], Tensor]) -> Callable[[], None]:
         place = into(1)
         self.device.fetching.run(lambda: place.copy_(self.shard))
-        return SimpleNamespace(wait=lambda: None)
+        return lambda: None
 
 
 class Rank:
@@ -54,7 +54,7 @@ class Rank:
         self.device = device
         self.pool = BufferPool(Ledger(), device)
         self.pages = BufferPool(Ledger(), device)
-        self.layout = Layout.of([(f"p{i}", torch.Size([n])) for i, n in enumerate(SHAPES)], torch.float32, 2)
+        self.layout = Layout([(f"p{i}", torch.Size([n])) for i, n in enumerate(SHAPES)], torch.float32, 2)
         self.pool.limit, self.pages.limit = self.layout.page_bytes, 2 * self.layout.page_bytes
         self.peer = Peer(device, self.layout.padded_numel, launches)
         self.exchange = Exchange(self.peer, Policy.of(3, 0, "mean", True), self.pool, Ledger())  # type: ignore[arg-type]
@@ -65,8 +65,7 @@ class Rank:
         shard = self.device.memory(self.layout.shard_numel).fill_(0.0)
         leaves = [nn.Parameter(shard[self.layout.piece(slot, 0)]) for slot in self.layout.slots]
         unit = Unit(index, f"unit {index}", self.layout, leaves, shard, 0)
-        gate: Any = SimpleNamespace(stamp=lambda _: Stamp(0, 0, 0), before_write=None, after_write=lambda _: None)
-        unit.connect(gate, self.peer, None, self.pages, Ledger())  # type: ignore[arg-type]
+        unit.connect(self.peer, None, self.pages)  # type: ignore[arg-type]
         return unit
 
     def gradient(self, stream: SimulatedStream, slot: int, value: float) -> Tensor:
@@ -77,9 +76,9 @@ class Rank:
 
     def reduce(self, bucket: Bucket, values: tuple[float, ...], number: int) -> None:
         """Launch, sum, and use the result on the current stream; `values` is what the slots must hold."""
-        launch = self.exchange.launch(bucket, Offer(number, (Use.ACCUMULATED,) * 3))
-        peer = Offer(number, (Use.ACCUMULATED,) * 3)
-        total = self.exchange.total(launch, {0: launch.offer, 1: peer})
+        offer = Offer(Key(bucket.unit.index, 0, number), (Use.ACCUMULATED,) * 3)
+        launch = self.exchange.launch(bucket, offer)
+        total = self.exchange.total(bucket.unit, {0: offer, 1: offer}, launch)
         used = self.device.memory(total.numel())
         self.device.current().run(lambda: used.copy_(total))
         flat = torch.cat([torch.full((n,), v) for n, v in zip(SHAPES, values, strict=True)] + [torch.zeros(1)])

@@ -21,7 +21,7 @@ WORLDS = range(1, 9)
 
 
 def _layout(name: str, world: int, dtype: torch.dtype = torch.float32) -> Layout:
-    return Layout.of([(f"p{i}", torch.Size(shape)) for i, shape in enumerate(SHAPES[name])], dtype, world)
+    return Layout([(f"p{i}", torch.Size(shape)) for i, shape in enumerate(SHAPES[name])], dtype, world)
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from retrograde.comm import streams_of
 from retrograde.ledger import HISTORY, Event, Kind, Ledger
 from retrograde.residency import BufferPool
 
@@ -54,61 +55,69 @@ def test_totals_outlive_history() -> None:
 # ---- buffers
 def _pool(limit: float) -> tuple[BufferPool, Ledger]:
     ledger = Ledger()
-    pool = BufferPool(ledger)
+    pool = BufferPool(ledger, streams_of(CPU))
     pool.limit = limit
     return pool, ledger
 
 
+def _take(pool: BufferPool, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return pool.take(numel, dtype, device).data
+
+
+def _give(pool: BufferPool, buffer: torch.Tensor) -> None:
+    pool.give(buffer, pool.streams.current().record())
+
+
 def test_a_buffer_is_used_again() -> None:
     pool, ledger = _pool(100)
-    first = pool.take(10, F32, CPU)
+    first = _take(pool, 10, F32, CPU)
     assert first.shape == (10,) and first.dtype is F32 and ledger.resident == 40
-    pool.give(first)
+    _give(pool, first)
     assert ledger.resident == 40, "a free buffer is memory too"
-    assert pool.take(10, F32, CPU) is first
+    assert _take(pool, 10, F32, CPU) is first
     assert (ledger.resident, ledger.peak) == (40, 40)
 
 
 def test_only_the_same_kind_is_used_again() -> None:
     pool, ledger = _pool(1000)
-    first = pool.take(10, F32, CPU)
-    pool.give(first)
-    others = [pool.take(11, F32, CPU), pool.take(10, torch.float64, CPU), pool.take(10, torch.int32, CPU)]
+    first = _take(pool, 10, F32, CPU)
+    _give(pool, first)
+    others = [_take(pool, 11, F32, CPU), _take(pool, 10, torch.float64, CPU), _take(pool, 10, torch.int32, CPU)]
     assert all(other is not first for other in others)
     assert ledger.resident == 40 + 44 + 80 + 40
 
 
 def test_free_buffers_make_room_within_the_limit() -> None:
     pool, ledger = _pool(100)
-    first, second = pool.take(10, F32, CPU), pool.take(12, F32, CPU)
-    pool.give(first)
-    pool.give(second)
+    first, second = _take(pool, 10, F32, CPU), _take(pool, 12, F32, CPU)
+    _give(pool, first)
+    _give(pool, second)
     assert ledger.resident == 88
-    pool.take(5, F32, CPU)  # 88 + 20 > 100: the oldest free buffer goes
+    _take(pool, 5, F32, CPU)  # 88 + 20 > 100: the oldest free buffer goes
     assert ledger.resident == 48 + 20
-    assert pool.take(12, F32, CPU) is second
-    pool.take(40, F32, CPU)  # what is in use may exceed the limit, with nothing kept beside it
+    assert _take(pool, 12, F32, CPU) is second
+    _take(pool, 40, F32, CPU)  # what is in use may exceed the limit, with nothing kept beside it
     assert ledger.resident == 20 + 48 + 160
 
 
 def test_what_does_not_fit_is_not_kept() -> None:
     pool, ledger = _pool(50)
-    small, large = pool.take(5, F32, CPU), pool.take(20, F32, CPU)
-    pool.give(large)
+    small, large = _take(pool, 5, F32, CPU), _take(pool, 20, F32, CPU)
+    _give(pool, large)
     assert ledger.resident == 20
-    pool.give(small)
+    _give(pool, small)
     assert ledger.resident == 20
     pool.trim()
     assert (ledger.resident, ledger.peak) == (0, 100)
     nothing, ledger = _pool(0)
-    nothing.give(nothing.take(3, F32, CPU))
+    _give(nothing, _take(nothing, 3, F32, CPU))
     assert ledger.resident == 0
 
 
 def test_trim_leaves_what_is_used() -> None:
     pool, ledger = _pool(1000)
-    used, free = pool.take(10, F32, CPU), pool.take(20, F32, CPU)
-    pool.give(free)
+    used, free = _take(pool, 10, F32, CPU), _take(pool, 20, F32, CPU)
+    _give(pool, free)
     pool.trim()
     assert ledger.resident == used.nbytes
-    assert pool.take(20, F32, CPU) is not free
+    assert _take(pool, 20, F32, CPU) is not free

@@ -34,8 +34,8 @@ FILE_LINES = 500
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER
 }  # fmt: skip
-ENGINE_LINES = 2_500
-NOT_ENGINE = {"compiling", "pipeline", "checkpoint", "integrations", "simulated", "cli", "__main__"}
+ENGINE_LINES = 2_900  # the aim is 2,500: docs/log.md
+NOT_ENGINE = {"pipeline", "checkpoint", "integrations", "simulated", "cli", "__main__"}
 
 
 class Import(NamedTuple):
@@ -236,9 +236,10 @@ def test_sizes_are_counted(tmp_path: Path) -> None:
     assert size_faults(house(tmp_path, {"engine/a.py": full + "pass\n"})) == [
         "engine/a.py: 501 lines, at most 500"
     ]
-    many = {f"engine/{number}.py": full for number in range(5)}
+    many = {f"engine/{number}.py": full for number in range(ENGINE_LINES // FILE_LINES)}
+    many["engine/rest.py"] = "pass\n" * (ENGINE_LINES % FILE_LINES)
     assert size_faults(house(tmp_path / "many", many)) == [
-        "the engine has 2500 lines of code, which must stay under 2500"
+        f"the engine has {ENGINE_LINES} lines of code, which must stay under {ENGINE_LINES}"
     ]
     notes = {f"engine/{number}.py": '"""Note."""\n# why\n\n' + "pass\n" * 497 for number in range(5)}
     assert size_faults(house(tmp_path / "notes", notes)) == []

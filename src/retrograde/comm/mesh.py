@@ -8,182 +8,253 @@ gradient *puts* each owner's part there, and the other side is a small service t
 its main thread is doing. Messages carry unit and sequence, so data of two units cannot mix, and no order
 has to be shared. Ranks *meet* (station.py) only where they must agree: at the end of a backward, at a step.
 
-Rule 1: the service thread never blocks on another rank. It posts sends and receives and goes on.
-Rule 2: control messages are small and go through the one blocking receive of the service thread; the main
-        thread waits for them on a condition with a deadline, because a time-out inside gloo closes the pair.
-Rule 3: a work is waited for exactly once (gloo rewrites the output on a second wait).
+torch.distributed brings the ranks together; from then on each pair has a connection of its own. (gloo's point to point
+operations must be posted on both sides, cannot be polled, spend a fifth of a millisecond on a small message and close
+the connection when one of them times out.) A message is a pickled head and the bytes of some tensors, which are sent
+from where they are and received where they belong.
+
+Rule 1: nobody waits for another rank in order to send: what the connection does not take at once is sent by the
+        service thread when it can. So the service threads always receive.
+Rule 2: a thread that holds a line's lock does not ask for `changed`.
 """
 
-import atexit
 import contextlib
 import pickle
+import secrets
+import selectors
+import socket
+import struct
+import sys
 import threading
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterator
-from datetime import timedelta
-from typing import Any, ClassVar, Protocol
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.distributed_c10d import _get_process_group_store
 
-FRAME = 4096  # bytes of a control message that travel in one piece
-CONTROL, REST, FIRST_DATA = 1, 2, 16
-TAGS = 2**30
-FOREVER = timedelta(days=365)
-PENDING_SENDS = 256
+if TYPE_CHECKING:
+    from retrograde.comm.station import Station
 
-
-def keep_sending(works: deque[Any], work: Any) -> None:
-    """Hold a send: one that is dropped before it is done is lost. Hundreds of messages later it is done."""
-    works.append(work)
-    if len(works) > PENDING_SENDS:
-        works.popleft().wait()
+GONE = "so a process ended or gave up; its own output says why"
+_HEAD = struct.Struct("<QQ")  # bytes of the pickled part, bytes of the tensors
+_HELLO = struct.Struct("<16sQ")  # the secret of the rank that is called, the rank that calls
+_PARTS = 64  # pieces of memory for one system call
+_LEAVE = 5.0  # seconds for what is still to be sent when the process ends
 
 
-class Receiver(Protocol):
-    """What the service thread hands a message to."""
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
-    def on_message(self, src: int, op: str, args: tuple[Any, ...]) -> None: ...
 
-    def on_lost(self, cause: str) -> None: ...
+class _Line:
+    """The connection to one rank: what has been received of a message, and what is still to be sent."""
+
+    def __init__(self, sock: socket.socket, selector: selectors.BaseSelector, messages: Iterator[memoryview]) -> None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setblocking(False)
+        self._socket, self._selector, self._lock = sock, selector, threading.Lock()
+        self._messages, self._into = messages, next(messages)
+        self._out: deque[memoryview] = deque()
+        self._events = selectors.EVENT_READ
+        self.queued = self.sent = 0
+        selector.register(sock, self._events, self)
+
+    def queue(self, parts: Sequence[memoryview]) -> int:
+        """Send what goes at once. What it returns is reached by `sent` when all of it has gone."""
+        with self._lock:
+            self._out += parts
+            self.queued += sum(map(len, parts))
+            mark = self.queued
+        self.flush()
+        return mark
+
+    def flush(self) -> None:
+        """Send what can be sent; the selector tells when more can."""
+        with self._lock:
+            with contextlib.suppress(BlockingIOError):
+                while self._out:
+                    gone = self._socket.sendmsg([self._out[i] for i in range(min(len(self._out), _PARTS))])
+                    self.sent += gone
+                    while self._out and gone >= len(self._out[0]):
+                        gone -= len(self._out.popleft())
+                    if gone:
+                        self._out[0] = self._out[0][gone:]
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._out else 0)
+            if events != self._events:
+                self._events = events
+                self._selector.modify(self._socket, events, self)
+
+    def receive(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(_PARTS):  # then it is another line's turn
+                got = self._socket.recv_into(self._into)
+                if not got:
+                    raise ConnectionResetError("the other side has closed the connection")
+                self._into = self._into[got:] if got < len(self._into) else next(self._messages)
+
+    def hang_up(self) -> None:
+        """Both service threads find the end of the connection."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        with self._lock:
+            self._selector.unregister(self._socket)
+            self._socket.close()
+            self.sent = sys.maxsize  # nobody reads what was not sent
 
 
 class Mesh:
-    """Point-to-point messages between the ranks of a group. Use `Mesh.of(group)`: one per group."""
+    """Messages between the ranks of a group. Use `Mesh.of(group)`: one per group."""
 
-    _meshes: ClassVar[dict[dist.ProcessGroup, "Mesh"]] = {}
+    _meshes: ClassVar["weakref.WeakKeyDictionary[dist.ProcessGroup, Mesh]"] = weakref.WeakKeyDictionary()
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> "Mesh":
         if group not in cls._meshes:
-            cls._meshes[group] = cls(group)
+            cls._meshes[group] = mesh = cls(group)
+            weakref.finalize(group, mesh._leave)  # or when the process ends
         return cls._meshes[group]
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.changed = threading.Condition()
-        self._receivers: list[weakref.ref[Receiver]] = []
+        self._receivers: list[weakref.ref[Station]] = []
         self._early: defaultdict[int, list[tuple[int, str, tuple[Any, ...]]]] = defaultdict(list)
-        self._sent: deque[Any] = deque()
-        self._tag = FIRST_DATA
-        self._closing = False
-        ranks = dist.get_process_group_ranks(group)
-        self.group: dist.ProcessGroup = dist.new_group(
-            ranks, timeout=FOREVER, backend="gloo", use_local_synchronization=True
-        )
-        self._thread = threading.Thread(target=self._serve, name="retrograde-service", daemon=True)
+        self._selector = selectors.DefaultSelector()
+        self._lines: dict[int, _Line] = {}
         if self.world > 1:
-            self._thread.start()
-            atexit.register(self.close)
+            for peer, sock in _connect(_get_process_group_store(group), self.rank, self.world):
+                self._lines[peer] = _Line(sock, self._selector, self._messages(peer))
+            threading.Thread(target=self._serve, name="retrograde-service", daemon=True).start()
 
     @property
     def peers(self) -> Iterator[int]:
         """The other ranks, nearest first, so that not everybody asks rank 0 at once."""
         return ((self.rank + step) % self.world for step in range(1, self.world))
 
-    def attach(self, receiver: Receiver) -> int:
-        """Register an engine. Engines are created in one order on all ranks, so the number is shared.
+    def attach(self, receiver: "Station") -> None:
+        """Number an engine and deliver what came before it was there. Engines are created in one order on all ranks,
+        so the number is shared.
 
         Held weakly: messages for an engine that is gone are dropped, and its number is not given out again.
         """
         with self.changed:
-            number = len(self._receivers)
+            receiver.number = len(self._receivers)
             self._receivers.append(weakref.ref(receiver))
-            return number
+            for src, op, args in self._early.pop(receiver.number, []):
+                receiver.on_message(src, op, args)
 
-    def open(self, number: int) -> None:
-        """The engine is ready for messages; deliver those that came before it was."""
-        with self.changed:
-            for src, op, args in self._early.pop(number, []):
-                self._deliver(number, src, op, args)
+    # ---- sending
+    def send(self, dst: int, *message: Any, data: Sequence[torch.Tensor] = ()) -> int:
+        """Send `(op, engine, *args)` and tensors to another rank's service thread. Give what it returns to `sent`."""
+        head = pickle.dumps(message)
+        parts = [_bytes_of(tensor) for tensor in data if tensor.numel()]
+        first = _HEAD.pack(len(head), sum(map(len, parts))) + head
+        return self._lines[dst].queue([memoryview(first), *parts])
 
-    # ---- control
-    def send(self, dst: int, *message: Any) -> None:
-        """Post `(op, engine, *args)` to another rank's service thread; never blocks on that rank."""
-        data = pickle.dumps(message)
-        head = bytearray(len(data).to_bytes(8, "little") + data)
-        frame = torch.frombuffer(head[:FRAME], dtype=torch.uint8)  # gloo lets a receive be larger than its send
-        with self.changed:
-            self._keep(self.group.send([frame], dst, CONTROL))
-            if len(head) > FRAME:
-                rest = torch.frombuffer(head[FRAME:], dtype=torch.uint8)
-                self._keep(self.group.send([rest], dst, REST))
-
-    def _receive(self) -> tuple[int, tuple[Any, ...]]:
-        frame = torch.empty(FRAME, dtype=torch.uint8)
-        work = self.group.recv_anysource([frame], CONTROL)
-        work.wait()
-        src = work._source_rank()
-        raw = bytes(frame.numpy())
-        size = int.from_bytes(raw[:8], "little")
-        data = raw[8 : 8 + size]
-        if size + 8 > FRAME:
-            rest = torch.empty(size + 8 - FRAME, dtype=torch.uint8)
-            self.group.recv([rest], src, REST).wait()
-            data += bytes(rest.numpy())
-        return src, pickle.loads(data)
-
-    # ---- data
-    def next_tag(self, mine: bool) -> int:
-        """A tag for one transfer. Both ends of a pair number transfers on their own: the one that will send uses
-        odd tags, the one that will receive even ones, so that two transfers in one direction never share a tag.
-        """
-        with self.changed:
-            self._tag = self._tag + 2 if self._tag < TAGS else FIRST_DATA
-            return self._tag + mine
-
-    def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Any:
-        return dist.isend(tensor, group_dst=dst, group=self.group, tag=tag)
-
-    def irecv(self, tensor: torch.Tensor, src: int, tag: int) -> Any:
-        return dist.irecv(tensor, group_src=src, group=self.group, tag=tag)
-
-    def _keep(self, work: Any) -> None:
-        keep_sending(self._sent, work)
+    def sent(self, dst: int, mark: int) -> bool:
+        """May the tensors of that message change again?"""
+        return self._lines[dst].sent >= mark
 
     # ---- the service thread
     def _serve(self) -> None:
-        try:
-            while self._handle(*self._receive()):
-                pass
-        except Exception as error:
-            if not self._closing:
-                self._lost(f"the connection between ranks was lost ({type(error).__name__}: {error})")
+        peers = {line: peer for peer, line in self._lines.items()}
+        while self._selector.get_map():
+            for key, ready in self._selector.select():
+                line: _Line = key.data
+                try:
+                    if ready & selectors.EVENT_WRITE:
+                        line.flush()
+                        with self.changed:
+                            self.changed.notify_all()  # somebody may wait for this to be sent
+                    if ready & selectors.EVENT_READ:
+                        line.receive()
+                except OSError as error:
+                    line.close()
+                    self._lost(f"the connection to rank {peers[line]} was lost, {GONE}", error)
 
-    def _handle(self, src: int, message: tuple[Any, ...]) -> bool:
-        """One message; in a call of its own, so that nothing of it is kept while waiting for the next."""
-        op, number, *args = message
-        if op == "bye":
-            self.send(src, "stop", -1)
-        elif op != "stop":
+    def _messages(self, src: int) -> Iterator[memoryview]:
+        """Memory to be filled with what comes from `src`, piece by piece; complete messages are delivered."""
+        head = bytearray(_HEAD.size)
+        while True:
+            yield memoryview(head)
+            size, extra = _HEAD.unpack(head)
+            body = bytearray(size)
+            yield memoryview(body)
+            op, number, *args = pickle.loads(body)
+            data = []
+            if extra:
+                data.append(self._room(number, src, op, args, extra))
+                yield _bytes_of(data[0])
             with self.changed:
-                self._deliver(number, src, op, tuple(args))
-        return bool(op != "stop")
+                self._deliver(number, src, op, (*args, *data))
+            del body, args, data  # nothing of a message is kept while waiting for the next
+
+    def _room(self, number: int, src: int, op: str, args: list[Any], nbytes: int) -> torch.Tensor:
+        receiver = self._receivers[number]() if number < len(self._receivers) else None
+        room = None if receiver is None else receiver.room(op, args, nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8) if room is None else room
 
     def _deliver(self, number: int, src: int, op: str, args: tuple[Any, ...]) -> None:
         if number >= len(self._receivers):
             self._early[number].append((src, op, args))
         elif (receiver := self._receivers[number]()) is not None:
             receiver.on_message(src, op, args)
+        elif op == "read":
+            self.send(src, "notice", number, "without this model: it has let go of it")
 
-    def _lost(self, cause: str) -> None:
+    def _lost(self, cause: str, error: Exception) -> None:
         with self.changed:
             for reference in self._receivers:
                 if (receiver := reference()) is not None:
-                    receiver.on_lost(cause)
+                    receiver.on_lost(cause, error)
             self.changed.notify_all()
 
-    def close(self) -> None:
-        """Leave: ask one peer to release our service thread. Needs no one else to leave at the same time."""
-        if self._closing or not self._thread.is_alive():
-            return
-        self._closing = True
-        for peer in self.peers:
-            # A peer that is gone already closes the connection, which ends the thread as well.
-            with contextlib.suppress(RuntimeError):
-                self.send(peer, "bye", -1)
-                self._thread.join(timeout=5)
-            if not self._thread.is_alive():
-                return
+    def _leave(self) -> None:
+        """The group or the process ends: what others were promised is sent first."""
+        marks = [(dst, line.queued) for dst, line in self._lines.items()]
+        with self.changed:
+            self.changed.wait_for(lambda: all(self.sent(*mark) for mark in marks), _LEAVE)
+        for line in self._lines.values():
+            line.hang_up()
 
+
+def _connect(store: Store, rank: int, world: int) -> Iterator[tuple[int, socket.socket]]:
+    """A connection to every other rank; they tell their addresses and secrets in the group's store."""
+    secret, patience = secrets.token_bytes(16), store.timeout.total_seconds()  # type: ignore[attr-defined]
+    family, host = _own_address(store)
+    with socket.create_server((host, 0), family=family, backlog=world) as server:
+        server.settimeout(patience)
+        own = pickle.dumps((server.getsockname()[:2], secret))
+        store.set(f"retrograde/{rank}", own)  # type: ignore[arg-type]
+        for peer in range(rank):
+            address, theirs = pickle.loads(store.get(f"retrograde/{peer}"))
+            called = socket.create_connection(address, patience)
+            called.sendall(_HELLO.pack(theirs, rank))
+            yield peer, called
+        missing = world - rank - 1
+        while missing:
+            caller, _ = server.accept()
+            caller.settimeout(patience)
+            given, peer = _HELLO.unpack(caller.recv(_HELLO.size, socket.MSG_WAITALL).ljust(_HELLO.size))
+            if secrets.compare_digest(given, secret):
+                missing -= 1
+                yield peer, caller
+            else:
+                caller.close()
+
+
+def _own_address(store: Store) -> tuple[socket.AddressFamily, str]:
+    """The address from which this host reaches the group's store, and under which others reach this host."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    host = store.host if isinstance(store, TCPStore) else "localhost"
+    family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # sends nothing
+        return family, str(probe.getsockname()[0])

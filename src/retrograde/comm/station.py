@@ -7,17 +7,14 @@ collectives: positions need not be equal, they only have to be reconcilable (red
 """
 
 import contextlib
-import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from enum import StrEnum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from retrograde.comm.mesh import Mesh, keep_sending
+from retrograde.comm.mesh import GONE, Mesh
 from retrograde.errors import DivergenceError
 
 
@@ -31,8 +28,7 @@ class Kind(StrEnum):
     TOTAL = "a value over all ranks"
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
+class Position(NamedTuple):
     kind: Kind
     label: str
     offers: Any = None
@@ -47,155 +43,92 @@ class Stamp(NamedTuple):
 
 
 class Key(NamedTuple):
-    """A put gradient: unit and the sender's own launch number, so that nothing has to be counted in step."""
+    """A put gradient: of which unit, after which meeting, and the how-manieth since then (reduction/exchange.py)."""
 
     unit: int
-    launch: int
+    meeting: int
+    turn: int
 
 
-Turn = tuple[int, int]  # which meeting a gradient was put after, and the how-manieth of its kind since then
-
-
-class Owner(Protocol):
-    """The engine behind a station, asked from the service thread."""
-
-    def shard_for(self, unit: int, stamp: Stamp) -> torch.Tensor | str:
-        """The shard if it is in the state the reader needs, else the reason why it is not (yet)."""
-        ...
-
-    def unit_name(self, unit: int) -> str: ...
-
-
-@dataclass(slots=True)
-class Reading:
-    """A page-in under way. `wait()` returns when every part has arrived."""
-
-    station: "Station"
-    unit: int
-    works: list[tuple[int, Any, int]]
-
-    def wait(self) -> None:
-        works, self.works = self.works, []
-        station = self.station
-        for src, work, tag in works:
-            what = f"to page in unit {station.owner.unit_name(self.unit)} from rank {src}"
-            station.finish(work, what, tag)
-            station.notices.pop(tag, None)
-
-
-@dataclass(slots=True)
-class _Request:
-    src: int
-    unit: int
-    stamp: Stamp
-    tag: int
-
-
-@dataclass(slots=True)
-class _Arrival:
-    chunk: torch.Tensor
-    works: list[Any]
-    steps: int  # how many steps the sender had done
-    turn: Turn
+# Asked by the service thread: a unit's shard in the state that a reader needs, else why it is not to be had (yet).
+Serve = Callable[[int, Stamp], torch.Tensor | str]
+Reading = Callable[[], None]  # a page-in under way: returns when every part has arrived
+_Request = tuple[int, int, Stamp, int]  # who reads, which unit, in which state, under which tag
+Sending = tuple[int, int]  # to whom, and up to where (mesh.py)
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Station:
     mesh: Mesh
-    owner: Owner
     timeout: float
+    serve: Serve = field(init=False)
     number: int = -1
     failure: str | None = None
-    notices: dict[int, str] = field(default_factory=dict)
+    _notices: dict[int, str] = field(default_factory=dict)  # what each rank last said about itself
     where: str = "not started"
     meetings: int = 0
     _met: dict[int, dict[int, Position]] = field(default_factory=dict)
-    _told: dict[int, str] = field(default_factory=dict)
     _requests: list[_Request] = field(default_factory=list)
-    _served: deque[Any] = field(default_factory=deque)
-    steps: int = 0
-    _arrivals: dict[tuple[Key, int], _Arrival] = field(default_factory=dict)
+    _reading: dict[int, torch.Tensor] = field(default_factory=dict)  # where the shard read under a tag belongs
+    _tag: int = 0
+    _lost: tuple[str, Exception] | None = None  # a connection
+    _arrivals: dict[tuple[Key, int], torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.number = self.mesh.attach(self)
-        self.mesh.open(self.number)
+        self.mesh.attach(self)
 
     # ---- reading pages
-    def read(self, unit: int, stamp: Stamp, into: Callable[[int], torch.Tensor]) -> Reading:
-        """Start reading every peer's shard of `unit` into `into(rank)`."""
+    def read(self, unit: int, name: str, stamp: Stamp, into: Callable[[int], torch.Tensor]) -> Reading:
+        """Start reading every peer's shard of `unit` into `into(rank)`. What it returns waits for them."""
         self.check()
-        works = []
+        tags: dict[int, int] = {}
         for src in self.mesh.peers:
-            tag = self.mesh.next_tag(mine=False)
-            works.append((src, self.mesh.irecv(into(src), src, tag), tag))
-            self.mesh.send(src, "read", self.number, unit, tuple(stamp), tag)
-        return Reading(self, unit, works)
-
-    def finish(self, work: Any, what: str, tag: int = -1) -> None:
-        """Wait for a transfer, once. What goes wrong is told in our words, not in the backend's."""
-        began = time.monotonic()
-        try:
-            work.wait(timedelta(seconds=self.timeout))
-        except RuntimeError as error:
-            late = time.monotonic() - began >= self.timeout
-            silent = self.notices.get(tag, "it did not answer")
-            cause = silent if late else f"the connection was lost ({error})"
-            self.fail(f"rank {self.mesh.rank} waited {time.monotonic() - began:.0f} s {what}: {cause}", error)
+            self._tag += 1
+            tags[src], self._reading[self._tag] = self._tag, into(src)
+            self._send(src, "read", unit, stamp, self._tag)
+        what = f"reading unit {name}"
+        return lambda: self._wait_for(lambda: [src for src, tag in tags.items() if tag in self._reading], what)
 
     def answer_waiting(self) -> None:
         """The main thread changed something a reader may be waiting for."""
         if self._requests:
             with self.mesh.changed:
-                self._requests = [request for request in self._requests if not self._answer(request)]
+                self._requests = [request for request in self._requests if not self._answer(*request)]
 
-    def _answer(self, request: _Request) -> bool:
-        found = self.owner.shard_for(request.unit, request.stamp)
-        if isinstance(found, str):
-            self.mesh.send(request.src, "notice", self.number, request.tag, found)
-            return False
-        keep_sending(self._served, self.mesh.isend(found, request.src, request.tag))
+    def _answer(self, src: int, unit: int, stamp: Stamp, tag: int) -> bool:
+        found = self.serve(unit, stamp)
+        with contextlib.suppress(OSError):  # a reader that is gone
+            if isinstance(found, str):
+                self.mesh.send(src, "notice", self.number, found)
+                return False
+            self.mesh.send(src, "page", self.number, tag, data=[found])
         return True
 
-    def finish_serving(self) -> None:
-        """After a fence every reader has what it asked for: let go of the shards that were sent."""
-        with self.mesh.changed:
-            served, self._served = self._served, deque()
-        for work in served:
-            self.finish(work, "for a reader to take a shard")
-
     # ---- putting gradients
-    def put(self, key: Key, turn: Turn, dst: int, parts: list[torch.Tensor]) -> list[Any]:
-        """Start sending `parts` to `dst`, whose service thread takes them as one; the works are done when sent."""
-        tags = [self.mesh.next_tag(mine=True) for _ in parts]
-        sizes, dtype = [part.numel() for part in parts], parts[0].dtype
-        self.mesh.send(dst, "put", self.number, tuple(key), sizes, dtype, self.steps, turn, tags)
-        return [self.mesh.isend(part, dst, tag) for part, tag in zip(parts, tags, strict=True)]
+    def put(self, key: Key, dst: int, parts: list[torch.Tensor]) -> Sending:
+        """Start sending `parts` to `dst`, which takes them as one. They must not change before `finish`."""
+        return dst, self._send(dst, "put", key, parts[0].dtype, data=parts)
 
-    def take(self, key: Key, src: int) -> torch.Tensor:
+    def finish(self, sending: list[Sending]) -> None:
+        def missing() -> list[int]:
+            return [dst for dst, mark in sending if not self.mesh.sent(dst, mark)]
+
+        self._wait_for(missing, "taking its part of a gradient")
+
+    def take(self, key: Key, src: int, unit: str) -> torch.Tensor:
         """What `src` put under `key`; it said so at a meeting, so it is there or on its way."""
-        self._wait_until(lambda: (key, src) in self._arrivals, lambda: [src], f"its gradient of {key}")
+        self._wait_for(lambda: [] if self.arrived(key, src) else [src], f"its gradient of unit {unit}")
         with self.mesh.changed:
-            arrival = self._arrivals.pop((key, src))
-        for work in arrival.works:
-            self.finish(work, f"for the gradient of unit {self.owner.unit_name(key.unit)} from rank {src}")
-        return arrival.chunk
+            return self._arrivals.pop((key, src))
 
-    def arrived(self, unit: int, src: int, turn: Turn) -> Key | None:
-        """The gradient of `unit` that `src` has put in the given turn, if it is here or on its way."""
-        with self.mesh.changed:
-            for (key, rank), arrival in self._arrivals.items():
-                if rank == src and key.unit == unit and arrival.turn == turn:
-                    return key
-        return None
+    def arrived(self, key: Key, src: int) -> bool:
+        return (key, src) in self._arrivals
 
     def discard_arrivals(self) -> None:
-        """At a step: gradients nobody took belong to backwards that were given up."""
+        """At a step: what was put before this meeting and nobody took belongs to backwards that were given up."""
         with self.mesh.changed:
-            stale = [place for place, arrival in self._arrivals.items() if arrival.steps <= self.steps]
-            given_up = [self._arrivals.pop(place) for place in stale]
-        for work in (work for arrival in given_up for work in arrival.works):
-            self.finish(work, "for a gradient of a backward that was given up")
-        self.steps += 1
+            for place in [place for place in self._arrivals if place[0].meeting < self.meetings]:
+                del self._arrivals[place]
 
     # ---- meeting
     def meet(self, position: Position) -> list[Position]:
@@ -204,102 +137,112 @@ class Station:
         number = self.meetings
         self.where = f"waiting for the other ranks at {position.kind} ({position.label})"
         for peer in self.mesh.peers:
-            self.mesh.send(peer, "meet", self.number, number, position)
+            self._send(peer, "meet", number, position)
 
         def missing() -> list[int]:
             return [p for p in self.mesh.peers if p not in self._met.get(number, {})]
 
-        self._wait_until(lambda: not missing(), missing, f"{position.kind} ({position.label})")
+        self._wait_for(missing, f"{position.kind} ({position.label})")
         self.where = f"outside retrograde, after {position.kind} ({position.label})"
         met = self._met.pop(number, {})
         met[self.mesh.rank] = position
         return [met[rank] for rank in range(self.mesh.world)]
 
+    def _send(self, dst: int, op: str, *args: Any, data: Sequence[torch.Tensor] = ()) -> int:
+        try:
+            return self.mesh.send(dst, op, self.number, *args, data=data)
+        except OSError as error:
+            self.check()
+            return self.fail(f"rank {self.mesh.rank}: rank {dst} cannot be reached, {GONE}", error)
+
     def check(self) -> None:
         if self.failure is not None:
             raise DivergenceError(self.failure)
 
-    def fail(self, text: str, cause: BaseException | None = None) -> None:
+    def fail(self, text: str, cause: BaseException | None = None) -> NoReturn:
         """Give up on every rank: tell the others, then raise."""
-        if self.failure is None:
-            self.failure = text
-            for peer in self.mesh.peers:
-                with contextlib.suppress(RuntimeError):  # gloo closes a pair on which a wait timed out
-                    self.mesh.send(peer, "fail", self.number, text)
+        self._announce(text)
         raise DivergenceError(self.failure) from cause
 
-    def _wait_until(self, done: Callable[[], bool], missing: Callable[[], list[int]], what: str) -> None:
-        self.check()
+    def _announce(self, failure: str) -> None:
+        if self.failure is None:
+            self.failure = failure
+            for peer in self.mesh.peers:
+                with contextlib.suppress(OSError):
+                    self.mesh.send(peer, "fail", self.number, failure)
+
+    @contextlib.contextmanager
+    def shared_fate(self, what: str) -> Iterator[None]:
+        """What goes wrong inside on one rank is told to the others, which would wait for it in vain."""
+        try:
+            yield
+        except DivergenceError:
+            raise
+        except Exception as error:
+            self._announce(f"rank {self.mesh.rank}: {what} raised {type(error).__name__}: {error}")
+            raise
+
+    def _wait_for(self, missing: Callable[[], list[int]], what: str) -> None:
         with self.mesh.changed:
-            if self.mesh.changed.wait_for(lambda: done() or self.failure is not None, self.timeout):
-                self.check()
-                return
-            absent = missing()
-        self._told.clear()
-        for peer in absent:
-            with contextlib.suppress(RuntimeError):
-                self.mesh.send(peer, "ask", self.number)
-        with self.mesh.changed:
-            self.mesh.changed.wait_for(lambda: all(p in self._told for p in absent), 1.0)
-        places = "; ".join(f"rank {p} is {self._told.get(p, 'not answering')}" for p in absent)
+            self.mesh.changed.wait_for(lambda: not missing() or self.failure or self._lost, self.timeout)
+            self.check()
+            if not (absent := missing()):
+                return  # also where a rank has left since: it had nothing more to bring
+            if self._lost is not None:
+                raise DivergenceError(f"rank {self.mesh.rank}: {self._lost[0]}") from self._lost[1]
+            reasons = [f" ({self._notices[p]})" if p in self._notices else "" for p in absent]
+            for peer in absent:
+                self._notices.pop(peer, None)
+                with contextlib.suppress(OSError):
+                    self.mesh.send(peer, "ask", self.number)
+            self.mesh.changed.wait_for(lambda: all(p in self._notices for p in absent), 1.0)
+        told = [f"rank {p} is {self._notices.get(p, 'not answering')}" for p in absent]
+        places = "; ".join(map(str.__add__, told, reasons))
         self.fail(
             f"rank {self.mesh.rank} waited {self.timeout:g} s for rank(s) {', '.join(map(str, absent))} "
             f"at {what}, but {places}. Let every rank come to the same steps (they may skip units, "
             f"reorder them or do fewer backwards), or raise shard(timeout=...)"
         )
 
-    # ---- the service thread's side
+    # ---- the service thread's side, which holds `mesh.changed`
     def on_message(self, src: int, op: str, args: tuple[Any, ...]) -> None:
-        _HANDLERS[op](self, src, *args)
+        """`op` is what the sender gave `Mesh.send`; its handler is the method `_on_{op}`."""
+        getattr(self, f"_on_{op}")(src, *args)
 
-    def on_lost(self, cause: str) -> None:
-        self.failure = self.failure or f"rank {self.mesh.rank}: {cause}"
+    def on_lost(self, cause: str, error: Exception) -> None:
+        self._lost = (cause, error)
 
-    def _on_read(self, src: int, unit: int, stamp: tuple[int, int, int], tag: int) -> None:
-        request = _Request(src, unit, Stamp(*stamp), tag)
-        with self.mesh.changed:
-            if not self._answer(request):
-                self._requests.append(request)
+    def _on_read(self, src: int, unit: int, stamp: Stamp, tag: int) -> None:
+        if not self._answer(src, unit, stamp, tag):
+            self._requests.append((src, unit, stamp, tag))
 
-    def _on_put(
-        self, src: int, key: tuple[int, int], sizes: list[int], dtype: torch.dtype, steps: int, turn: Turn,
-        tags: list[int],
-    ) -> None:  # fmt: skip
-        chunk = torch.empty(sum(sizes), dtype=dtype)
-        with self.mesh.changed:
-            parts = zip(torch.split(chunk, sizes), tags, strict=True)
-            works = [self.mesh.irecv(part, src, tag) for part, tag in parts]
-            self._arrivals[Key(*key), src] = _Arrival(chunk, works, steps, turn)
-            self.mesh.changed.notify_all()
+    def room(self, op: str, args: list[Any], nbytes: int) -> torch.Tensor | None:
+        """Where the tensors of a message belong; None: nobody wants them any more."""
+        if op == "page":
+            return self._reading.get(args[0])
+        dtype: torch.dtype = args[1]
+        return torch.empty(nbytes // dtype.itemsize, dtype=dtype)
+
+    def _on_page(self, src: int, tag: int, shard: torch.Tensor) -> None:
+        self._reading.pop(tag, None)
+        self._notices.pop(src, None)
+        self.mesh.changed.notify_all()
+
+    def _on_put(self, src: int, key: Key, dtype: torch.dtype, gradient: torch.Tensor) -> None:
+        self._arrivals[key, src] = gradient
+        self.mesh.changed.notify_all()
 
     def _on_meet(self, src: int, number: int, position: Position) -> None:
-        with self.mesh.changed:
-            self._met.setdefault(number, {})[src] = position
-            self.mesh.changed.notify_all()
+        self._met.setdefault(number, {})[src] = position
+        self.mesh.changed.notify_all()
 
-    def _on_notice(self, src: int, tag: int, reason: str) -> None:
-        self.notices[tag] = reason
+    def _on_notice(self, src: int, text: str) -> None:
+        self._notices[src] = text
+        self.mesh.changed.notify_all()
 
     def _on_ask(self, src: int) -> None:
-        self.mesh.send(src, "tell", self.number, self.where)
-
-    def _on_tell(self, src: int, where: str) -> None:
-        with self.mesh.changed:
-            self._told[src] = where
-            self.mesh.changed.notify_all()
+        self.mesh.send(src, "notice", self.number, self.where)
 
     def _on_fail(self, src: int, text: str) -> None:
-        with self.mesh.changed:
-            self.failure = self.failure or text
-            self.mesh.changed.notify_all()
-
-
-_HANDLERS: dict[str, Callable[..., None]] = {
-    "read": Station._on_read,
-    "put": Station._on_put,
-    "meet": Station._on_meet,
-    "notice": Station._on_notice,
-    "ask": Station._on_ask,
-    "tell": Station._on_tell,
-    "fail": Station._on_fail,
-}
+        self.failure = self.failure or text
+        self.mesh.changed.notify_all()

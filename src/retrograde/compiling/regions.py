@@ -10,21 +10,24 @@ of the graph.
 Rule 1: what a graph saves of its inputs passes the saved-tensor hooks that are active around the region, so it
         becomes handles (residency/saved.py): the page may go after forward, and the graph's backward pages it in again.
 Rule 2: a weight that is read where it is not given ends the graph there, and is read eagerly.
-Rule 3: nothing of the engine is traced: Dynamo skips its files, and starts no graph in what modules are given
-        (residency/access.py). A skipped frame is eager code like any other.
-Rule 4: without torch.compile a region costs one call.
+Rule 3: nothing of the engine is traced: Dynamo skips its files but for inlined.py, and starts no graph there.
+        A skipped frame is eager code like any other.
+Rule 4: given tensors are plain: Dynamo never sees the classes of full tensors.
+Rule 5: without torch.compile a region costs one call.
 """
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from retrograde.residency import access
-from retrograde.residency.saved import SavedTensors
+from retrograde.compiling import inlined
+from retrograde.compiling.inlined import GIVEN, Forward
+from retrograde.layout import UnitSpec
+from retrograde.residency import MADE, Leaf, SavedTensors, specialize
 
 _REASON = (
     "retrograde pages parameters in between compiled graphs, one unit at a time, so no graph spans units; with "
@@ -34,7 +37,6 @@ _REASON = (
 _compiling_frames = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 REGION = "_retrograde_region"
-Forward = Callable[..., Any]
 
 
 class Region:
@@ -53,13 +55,13 @@ class Region:
 
     def run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         hooked = self._saved.enter()
-        before = [member.__dict__.get(access.GIVEN) for member, _ in self.members]
+        before = [member.__dict__.get(GIVEN) for member, _ in self.members]
         try:
             self._give()
             return (self.compiled or self.plain)(module, *args, **kwargs)
         finally:
             for (member, _), given in zip(self.members, before, strict=True):
-                member.__dict__[access.GIVEN] = given
+                member.__dict__[GIVEN] = given
             if hooked:
                 self._saved.leave()
 
@@ -68,10 +70,10 @@ class Region:
         trained = [key for key, full in fulls.items() if full.requires_grad]
         aliases = dict(zip(trained, _Enter.apply(*[fulls[key] for key in trained]), strict=True))  # type: ignore[no-untyped-call]
         for member, names in self.members:
-            given = {name: aliases.get((member, name), fulls[member, name].detach()) for name in names}
+            given = {name: aliases.get((member, name), _plain(fulls[member, name])) for name in names}
             for alias in given.values():
                 torch._dynamo.mark_static(alias)  # parameters keep their sizes
-            member.__dict__[access.GIVEN] = given
+            member.__dict__[GIVEN] = given
 
 
 class _Enter(torch.autograd.Function):
@@ -80,11 +82,16 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *fulls: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        return tuple([full.detach() for full in fulls])
+        return tuple([_plain(full) for full in fulls])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         return grads
+
+
+def _plain(full: torch.Tensor) -> torch.Tensor:
+    """The same memory and version counter, no graph, no class of ours."""
+    return torch.Tensor._make_subclass(torch.Tensor, full)
 
 
 def find(model: nn.Module, units: Sequence[nn.Module]) -> Iterator[nn.Module]:
@@ -103,16 +110,20 @@ def find(model: nn.Module, units: Sequence[nn.Module]) -> Iterator[nn.Module]:
     yield from dict.fromkeys(walk(model))
 
 
-def mark_regions(model: nn.Module, units: Sequence[nn.Module], engine: access.Patched) -> None:
+def mark_regions(model: nn.Module, specs: Sequence[UnitSpec], saved: SavedTensors) -> None:
     """Make regions of `model`'s modules; again after parameters were added."""
     _hide_from_dynamo()
-    modules = list(find(model, units))
-    for module in modules:
-        region = module.__dict__.get(REGION)
-        if region is None:
-            region = module.__dict__[REGION] = Region(engine.saved, _compilable(access.original(module)))
-            access.specialize(module, ("region",), {"forward": _boundary(type(module))}, engine)
-        region.members = list(_members(module, set(modules) - {module}))
+    before = [module for module in model.modules() if REGION in module.__dict__]
+    regions = set(find(model, [*(spec.module for spec in specs), *before]))
+    for module in model.modules():
+        if module in regions or module is model:
+            if module in regions and REGION not in module.__dict__:
+                module.__dict__[REGION] = Region(saved, _compilable(module))
+            _layer(module, _boundary)
+        elif any(isinstance(leaf, Leaf) for leaf in module._parameters.values()):
+            _layer(module, inlined.transparent)
+    for module in regions:
+        module.__dict__[REGION].members = list(_members(module, regions - {module}))
 
 
 def regions_of(model: nn.Module) -> dict[str, Region]:
@@ -120,39 +131,67 @@ def regions_of(model: nn.Module) -> dict[str, Region]:
     return {name: module.__dict__[REGION] for name, module in model.named_modules() if REGION in module.__dict__}
 
 
+_LAYER = "_retrograde_layer"
+
+
+def _layer(module: nn.Module, forward: Any) -> None:
+    """Put what Dynamo is to see on top of what `patch` made of the module, unless it is there."""
+    cls = type(module)
+    if _LAYER not in vars(cls):
+        names = [name for name, leaf in module._parameters.items() if isinstance(leaf, Leaf)]
+        body: dict[str, Any] = {name: inlined.given_or(name, getattr(cls, name)) for name in names}
+        body |= {"forward": forward(cls.forward, _original(cls).forward), GIVEN: None, _LAYER: True}
+        specialize(module, body, _LAYER, forward)
+
+
+def _original(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class the user gave the module."""
+    return next(each for each in cls.__mro__ if MADE not in vars(each))
+
+
 def _members(module: nn.Module, others: set[nn.Module]) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
-    if names := tuple(name for name, leaf in module._parameters.items() if leaf is not None):
+    if names := tuple(name for name, leaf in module._parameters.items() if isinstance(leaf, Leaf)):
         yield module, names
     for child in module.children():
         if child not in others:
             yield from _members(child, others)
 
 
-def _compilable(cls: type[nn.Module]) -> Forward:
+def _compilable(module: nn.Module) -> Forward:
+    cls = _original(type(module))
     if cls.forward.__module__.split(".")[0] == "torch":
-        return access.own_frame(cls)
+        return _own_frame(cls, tuple(leaf.slot.shape for leaf in module.parameters() if isinstance(leaf, Leaf)))
     return cls.forward
 
 
-def _boundary(cls: type[nn.Module]) -> Forward:
-    base = cls.forward
+@functools.cache
+def _own_frame(cls: type[nn.Module], shapes: tuple[torch.Size, ...]) -> Forward:
+    """One for modules of the same sizes: they share graphs, and others do not count as their recompilations."""
+    return inlined.own_frame(cls)
 
+
+def _boundary(base: Forward, plain: Forward) -> Forward:
     @functools.wraps(base)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        region: Region = self.__dict__[REGION]
-        return region.run(self, args, kwargs) if region.active else base(self, *args, **kwargs)
+        region: Region | None = self.__dict__.get(REGION)
+        if region is None or not region.active:
+            return base(self, *args, **kwargs)
+        return region.run(self, args, kwargs)
 
-    return access.closed(forward, _REASON)
+    # Dynamo does not inline it, but may compile what it calls: `torch.compiler.disable` without a wrapper.
+    marked: Any = forward
+    marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, _REASON
+    return forward
 
 
 @functools.cache
 def _hide_from_dynamo() -> None:
-    """Rule 3. What is in access.py must still be traced as part of a region."""
+    """Rule 3."""
     from torch._dynamo import trace_rules
     from torch._dynamo.eval_frame import skip_code
 
     for name, module in list(sys.modules.items()):
-        if name.startswith("retrograde.") and module is not access and "__path__" not in vars(module):
+        if name.startswith("retrograde.") and module is not inlined and "__path__" not in vars(module):
             trace_rules.add(name)
-    for code in access.all_code():
+    for code in inlined.all_code():
         skip_code(code)

@@ -10,42 +10,32 @@ from retrograde.layout import Policy
 from retrograde.ledger import Kind, Ledger
 from retrograde.residency import Unit
 
+_COUNTED = (Kind.GATHER, Kind.DROP, Kind.REDUCE, Kind.JOIN)
+
 
 def human(nbytes: float) -> str:
     if nbytes == math.inf:
         return "all"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if nbytes < 1024 or unit == "TiB":
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    raise AssertionError
+    power = min(max(int(nbytes).bit_length() - 1, 0) // 10, 4)
+    return f"{nbytes / 1024**power:.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 def explain(units: Sequence[Unit], policy: Policy, world: int) -> str:
     """Units, bytes per rank, and collectives for a step of one forward and one backward."""
     stage = 1 if policy.until_step else 2 if policy.keeps_pages else 3
-    gathers = 1 if policy.keeps_pages else 2
-    table = Table(title=f"stage {stage}, {world} rank(s)", title_justify="left")
-    for name in ("unit", "parameters", "shard/rank", "page", "gradient/rank", "gathers/step", "reductions/step"):
-        table.add_column(name, justify="left" if name == "unit" else "right")
-    total = 0
+    columns = "unit parameters shard/rank page gradient/rank gathers/step reductions/step"
+    gathers = "1" if policy.keeps_pages else "1 to 2"
+    rows = []
     for unit in units:
-        layout = unit.layout
-        total += layout.page_bytes
-        table.add_row(
-            unit.name,
-            f"{layout.numel:,}",
-            human(layout.shard_bytes),
-            human(layout.page_bytes),
-            human(layout.shard_bytes if unit.trainable else 0),
-            f"1 to {gathers}" if gathers > 1 else "1",
-            "1" if unit.trainable else "0 (frozen)",
-        )
+        size, shard, page = unit.layout.numel, human(unit.layout.shard_bytes), human(unit.layout.page_bytes)
+        trained = (shard, gathers, "1") if unit.trainable else (human(0), gathers, "0 (frozen)")
+        rows.append((unit.name, f"{size:,}", shard, page, *trained))
     largest = sorted((unit.layout.page_bytes for unit in units), reverse=True)
+    total = sum(largest)
     pages = total if policy.keeps_pages else min(total, sum(largest[: 2 if policy.prefetch else 1]) + policy.resident)
     window = sum(unit.layout.page_bytes for unit in units if unit.trainable)
     when = "per step, however many backwards" if policy.until_step else "per backward"
-    return _text(table) + (
+    return _table(f"stage {stage}, {world} rank(s)", columns, rows) + (
         f"pages in memory: at most {human(pages)} (the whole model is {human(total)})\n"
         f"reductions: one per unit {when}\n"
         f"a window (no_sync, coalesce) holds up to {human(window)} of unreduced gradients per rank at any world size; "
@@ -55,27 +45,23 @@ def explain(units: Sequence[Unit], policy: Policy, world: int) -> str:
 
 def report(units: Sequence[Unit], ledger: Ledger, rank: int, world: int) -> str:
     """What the ledger has seen so far on this rank."""
-    table = Table(title=f"ledger of rank {rank} of {world}", title_justify="left")
-    for name in ("unit", "gathers", "bytes read", "drops", "reductions", "bytes put", "joined"):
-        table.add_column(name, justify="left" if name == "unit" else "right")
-    for unit in units:
-        name = unit.name
-        table.add_row(
-            name,
-            str(ledger.count(Kind.GATHER, name)),
-            human(ledger.bytes(Kind.GATHER, name)),
-            str(ledger.count(Kind.DROP, name)),
-            str(ledger.count(Kind.REDUCE, name)),
-            human(ledger.bytes(Kind.REDUCE, name)),
-            str(ledger.count(Kind.JOIN, name)),
-        )
-    return _text(table) + (
+    rows = []
+    for name in [unit.name for unit in units]:
+        gathers, drops, reductions, joined = (str(ledger.count(kind, name)) for kind in _COUNTED)
+        read, put = human(ledger.bytes(Kind.GATHER, name)), human(ledger.bytes(Kind.REDUCE, name))
+        rows.append((name, gathers, read, drops, reductions, put, joined))
+    return _table(f"ledger of rank {rank} of {world}", "unit gathers read drops reductions put joined", rows) + (
         f"meetings: {ledger.count(Kind.AGREE)}; page bytes resident now {human(ledger.resident)}, "
         f"peak {human(ledger.peak)}\n"
     )
 
 
-def _text(table: Table) -> str:
+def _table(title: str, columns: str, rows: Sequence[Sequence[str]]) -> str:
+    table = Table(title=title, title_justify="left")
+    for name in columns.split():
+        table.add_column(name, justify="left" if name == "unit" else "right")
+    for row in rows:
+        table.add_row(*row)
     console = Console(width=120, no_color=True, force_terminal=False)
     with console.capture() as capture:
         console.print(table)

@@ -1,58 +1,38 @@
 """The engine: the parts of one sharded model, wired together, and what users ask of them."""
 
 import contextlib
-import functools
 import math
-import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
-from retrograde.comm import Kind, Mesh, Stamp, Station, streams_of
+from retrograde.comm import Kind, Station, streams_of
 from retrograde.engine.describe import explain, report
-from retrograde.engine.growth import Growth
 from retrograde.errors import ShardingError
 from retrograde.layout import Policy, parse_bytes
 from retrograde.ledger import Ledger
-from retrograde.optim import ShardedGradient, ShardedParameter
+from retrograde.optim import ShardedParameter
 from retrograde.optim.pieces import raw_grad
-from retrograde.reduction import Council, Exchange, Offers, Reducer
-from retrograde.residency import BufferPool, Gate, Pager, Phase, SavedTensors, Unit
-
-_graph_task = torch._C._current_graph_task_id
-
-
-class _Norm(NamedTuple):
-    of: "weakref.ref[torch.Tensor]"
-    version: int
-    order: float
-    value: torch.Tensor
+from retrograde.reduction import Exchange, Reducer
+from retrograde.residency import BufferPool, Pager, SavedTensors, Unit
 
 
 class Engine:
     """Made by `shard()`. The model's modules hold it, so it lives as long as the model."""
 
-    def __init__(self, model: nn.Module, policy: Policy, mesh: Mesh, timeout: float) -> None:
+    def __init__(self, model: nn.Module, policy: Policy, station: Station) -> None:
         self.model, self.policy = model, policy
         self.units: list[Unit] = []
-        self.growth = Growth()
         self.ledger = Ledger()
-        self._steps = 0
-        self._norms: dict[int, _Norm] = {}
-        self.station = Station(mesh, self, timeout)
-        self.council = Council(self.station, self, self.ledger)
-        self.gate = Gate(self.station, self.units, self.fence)
-        self.pager = Pager(policy)
+        self.station = station
         streams = streams_of(torch.device("cpu"))
         self._pages, self._buckets = BufferPool(self.ledger, streams), BufferPool(Ledger(), streams)
-        exchange = Exchange(self.station, policy, self._buckets, self.ledger)
-        self.reducer = Reducer(self.units, exchange, self.council, self.station, self.pager)
-        self.reducer.until_step = policy.until_step
+        self.pager = Pager(policy, self._pages)
+        exchange = Exchange(station, policy, self._buckets, self.ledger)
+        self.reducer = Reducer(self.units, exchange, station, self.pager, self.ledger)
+        self.council = self.reducer.council
         self.saved = SavedTensors(self.pager)
-        self.classes: dict[Any, type[nn.Module]] = {}
-        self.modules: list[nn.Module] = []  # of the units
 
     def enlist(self, units: list[Unit]) -> None:
         """The units have their values: give them their graph and make their parameters leaves of it."""
@@ -61,11 +41,10 @@ class Engine:
         self._pages.limit = sum(sizes[: 2 if self.policy.prefetch else 1]) + self.policy.resident
         self._buckets.limit = sum(sizes[:2])
         for unit in units:
-            unit.connect(self.gate, self.station, self.reducer, self._pages, self.ledger)
+            unit.connect(self.reducer.gate, self.reducer, self._pages)
             for index, leaf in enumerate(unit.leaves):
-                ShardedParameter.adopt(leaf, unit, index, self)
-            self.saved.add(unit)
-        self.council.values("shard() is done", None)  # from here on others may read our shards
+                ShardedParameter.adopt(leaf, unit, index)
+        self.council.values("shard() is done", lambda: None)  # from here on others may read our shards
 
     # ---- users
     @contextlib.contextmanager
@@ -86,12 +65,12 @@ class Engine:
         limit = math.inf if budget is None else parse_bytes(budget, "coalesce(budget)")
         self.reducer.recover()
         if sum(self.reducer.held.values()) > limit:
-            self.council.flush("the start of coalesce(budget=...)")
+            self.council.attend(Kind.FLUSH, "the start of coalesce(budget=...)")
         with self.reducer.windows.window(limit):
             yield
         self.reducer.recover()
         if not self.reducer.windows.open and not self.policy.until_step:
-            self.council.flush("the end of coalesce()")
+            self.council.attend(Kind.FLUSH, "the end of coalesce()")
 
     @contextlib.contextmanager
     def full_params(self, *modules: nn.Module, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
@@ -121,7 +100,7 @@ class Engine:
                     f"or shard with smaller units"
                 )
             for index, slot in enumerate(unit.layout.slots):
-                yield slot.name, self.access(unit, index).detach()
+                yield slot.name, self.reducer.full(unit, index).detach()
         self.pager.release()
 
     def full_grad(self, which: nn.Parameter | str) -> torch.Tensor | None:
@@ -135,13 +114,14 @@ class Engine:
         return {name: grad for (name, _), grad in zip(named, whole, strict=True)}
 
     def _whole_grads(self, leaves: list[ShardedParameter]) -> list[torch.Tensor | None]:
-        self.before_grad_read()
+        self.reducer.settle("a gradient was read")
 
         def pieces() -> list[torch.Tensor | None]:
             grads = [raw_grad(leaf) for leaf in leaves]
             return [None if grad is None else grad.detach().as_subclass(torch.Tensor).clone() for grad in grads]
 
-        by_rank = self.council.fresh_values(f"whole gradients of {len(leaves)} parameters", pieces)
+        label = f"the whole gradient of {leaves[0].slot.name}" + f" and {len(leaves) - 1} more" * (len(leaves) > 1)
+        by_rank = self.council.values(label, pieces)
         whole: list[torch.Tensor | None] = []
         for leaf, *parts in zip(leaves, *by_rank, strict=True):
             present = [part for part in parts if part is not None]
@@ -149,7 +129,8 @@ class Engine:
         return whole
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """`torch.nn.utils.clip_grad_norm_` over this engine's parameters."""
+        """`torch.nn.utils.clip_grad_norm_` over this engine's parameters; also where some ranks did no backward."""
+        self.council.attend(Kind.FLUSH, "clip_grad_norm_")
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
 
     def explain(self) -> str:
@@ -159,115 +140,9 @@ class Engine:
         return report(self.units, self.ledger, self.station.mesh.rank, self.station.mesh.world)
 
     def _leaf(self, which: nn.Parameter | str) -> ShardedParameter:
-        for unit in self.units:
-            for slot, leaf in zip(unit.layout.slots, unit.leaves, strict=True):
-                if leaf is which or slot.name == which:
-                    assert isinstance(leaf, ShardedParameter)
-                    return leaf
-        names = dict(self.model.named_parameters(remove_duplicate=False))
-        if isinstance(which, str) and which in names:
-            return self._leaf(names[which])  # a tied parameter under its other name
+        # A tied parameter has several names.
+        names = dict(self.model.named_parameters(remove_duplicate=False)) if isinstance(which, str) else {}
+        leaf = names.get(which) if isinstance(which, str) else which
+        if isinstance(leaf, ShardedParameter) and leaf.unit in self.units:
+            return leaf
         raise ShardingError(f"{which!r} is not a parameter of this engine's model")
-
-    # ---- leaves (Holder)
-    def access(self, unit: Unit, slot: int) -> torch.Tensor:
-        self.reducer.recover()
-        return self.pager.access(unit, slot)
-
-    def before_grad_read(self) -> None:
-        """`.grad` shows what torch would: gradients still pending are reduced first."""
-        self.reducer.recover()
-        if self.reducer.pending and _graph_task() == -1:
-            self.council.flush("p.grad was read")
-
-    def before_grad_write(self, unit: Unit, slot: int) -> None:
-        self.reducer.forget(unit, slot)
-
-    def norms(self, tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
-        """Norms of whole parameters or gradients from their pieces.
-
-        Code that loops over parameters asks one by one: the first question is answered for all of them.
-        """
-        if not all(self._known(tensor, order) for tensor in tensors):
-            family = self._family(tensors)
-            local = torch.stack([_power_sum(tensor, order) for tensor in family])
-            combine = {math.inf: torch.maximum, -math.inf: torch.minimum}.get(order, torch.add)
-            whole = functools.reduce(combine, self.everywhere(f"norm {order:g} of {len(family)} tensors", local))
-            whole = whole if order == 0 or math.isinf(order) else whole ** (1.0 / order)
-            self._norms = {
-                id(t): _Norm(weakref.ref(t), t._version, order, value.to(t.dtype))
-                for t, value in zip(family, whole.unbind(), strict=True)
-            }
-        return [self._norms[id(tensor)].value.clone() for tensor in tensors]
-
-    def _known(self, tensor: torch.Tensor, order: float) -> bool:
-        known = self._norms.get(id(tensor))
-        return known is not None and known.of() is tensor and known[1:3] == (tensor._version, order)
-
-    def _family(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        leaves = [leaf for unit in self.units for leaf in unit.leaves]
-        if isinstance(tensors[0], ShardedGradient):
-            family = [grad for leaf in leaves if (grad := leaf.grad) is not None]
-        else:
-            family = list(leaves)
-        known = {id(tensor) for tensor in family}
-        return family if all(id(tensor) in known for tensor in tensors) else list(tensors)
-
-    def everywhere(self, label: str, value: Any) -> list[Any]:
-        """Everybody's value, by rank."""
-        return self.council.values(label, value)
-
-    # ---- optimizers (Stepped)
-    def before_step(self) -> None:
-        self.reducer.recover()
-        self.pager.quiesce()
-        self.council.step(f"step {self._steps + 1}")
-        self.pager.release()
-        self._pages.trim()  # the optimizer may have temporaries of its own
-        self._buckets.trim()
-
-    def after_step(self, leaves: list[ShardedParameter]) -> None:
-        for leaf in leaves:
-            if raw_grad(leaf) is not None:
-                torch.autograd.graph.increment_version(leaf)  # an optimizer may write memory torch does not see
-        self._steps += 1
-        self._norms.clear()
-        self.gate.end_step()
-        self.pager.release()
-
-    # ---- meetings (Member)
-    def fence(self, what: str) -> None:
-        self.pager.quiesce()
-        self.council.fence(what)
-
-    def offers(self) -> Offers:
-        return self.reducer.offers()
-
-    def join(self, offers: dict[int, Offers]) -> None:
-        self.reducer.join(offers)
-
-    def flush(self, offers: dict[int, Offers]) -> None:
-        self.reducer.flush(offers)
-
-    def advance(self, kind: Kind) -> None:
-        self.reducer.advance(kind)
-        self.gate.advance({Kind.STEP: Phase.STEP, Kind.FENCE: Phase.EDIT}.get(kind, Phase.READ))
-
-    # ---- the service thread (Owner)
-    def shard_for(self, unit: int, stamp: Stamp) -> torch.Tensor | str:
-        reason = self.gate.admit(self.units[unit], stamp)
-        return self.units[unit].shard if reason is None else reason
-
-    def unit_name(self, unit: int) -> str:
-        return self.units[unit].name
-
-
-def _power_sum(tensor: torch.Tensor, order: float) -> torch.Tensor:
-    """In double precision, so that the order of adding pieces is not seen in the result's dtype."""
-    with torch._C.DisableTorchFunctionSubclass():
-        plain = tensor.detach().as_subclass(torch.Tensor)
-        wide = plain.double().abs()
-        if math.isinf(order):
-            start = torch.tensor(0.0 if order > 0 else math.inf, dtype=torch.float64)
-            return torch.cat([wide, start[None]]).max() if order > 0 else torch.cat([wide, start[None]]).min()
-        return wide.ne(0).double().sum() if order == 0 else wide.pow(order).sum()

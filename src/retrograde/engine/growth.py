@@ -4,40 +4,34 @@ torch tells when any module gets a parameter or a submodule; only then, and only
 model, is the model looked through.
 """
 
-import weakref
+import functools
 from collections.abc import Callable
 from typing import Any
 
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
+from torch.nn.modules import module as modules
 
-_watched: "weakref.WeakSet[Growth]" = weakref.WeakSet()
-_hooked = False
+_registered = 0  # parameters and submodules, by any module of the process
+
+
+def _count(module: Any, name: str, value: Any) -> None:
+    global _registered
+    _registered += 1
+
+
+@functools.cache
+def _start_counting() -> None:
+    modules.register_module_parameter_registration_hook(_count)
+    modules.register_module_module_registration_hook(_count)
 
 
 class Growth:
-    def __init__(self) -> None:
-        self._suspected = False
-        self._enlist: Callable[[], None] | None = None
+    """`check()` calls `enlist` after modules have changed."""
 
-    def watch(self, enlist: Callable[[], None]) -> None:
-        """From now on, `check()` calls `enlist` after modules have changed."""
-        global _hooked
-        self._enlist, self._suspected = enlist, False
-        _watched.add(self)
-        if not _hooked:
-            _hooked = True
-            register_module_parameter_registration_hook(_suspect)
-            register_module_module_registration_hook(_suspect)
+    def __init__(self, enlist: Callable[[], None]) -> None:
+        _start_counting()
+        self._enlist, self._seen = enlist, _registered
 
     def check(self) -> None:
-        if self._suspected and self._enlist is not None:
-            self._suspected = False
+        if self._seen != _registered:
+            self._seen = _registered
             self._enlist()
-
-
-def _suspect(module: Any, name: str, value: Any) -> None:
-    for growth in _watched:
-        growth._suspected = True

@@ -6,23 +6,24 @@ memory on this rank, `Engine.enlist` connects pages (residency) and gradients (r
 """
 
 import zlib
-from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from retrograde.comm import Mesh
+from retrograde.comm import Mesh, Station
 from retrograde.compiling import mark_regions
 from retrograde.engine.engine import Engine
+from retrograde.engine.growth import Growth
 from retrograde.engine.materialize import check_resettable, materialize
 from retrograde.errors import ShardingError
 from retrograde.layout import Layout, Policy, UnitSpec, find_units
 from retrograde.layout.units import Units
 from retrograde.optim import ShardedParameter, watch_steps
 from retrograde.optim.pieces import set_data
-from retrograde.residency import Unit, announce, patch, tend
+from retrograde.residency import Unit, patch
 
 
 def shard(
@@ -46,21 +47,22 @@ def shard(
     stage 3 beyond the one in use and the one being prefetched. `timeout`: seconds after which waiting for a rank
     that never comes becomes a `DivergenceError` on every rank.
     """
-    for name, value in (("precision", precision), ("offload", offload), ("trace", trace)):
-        if value is not None:
-            raise ShardingError(f"{name}={value!r} is not available in this version; leave it None")
-    policy = Policy.of(stage, resident, reduce, prefetch)
-    ranks = Mesh.of(_group(process_group, mesh))
-    _check_unsharded(model)
-    specs = find_units(model, units)
-    if not specs:
-        raise ShardingError(f"{type(model).__name__} has no parameters to shard")
-    tend(ShardedParameter)
-    watch_steps()
-    engine = Engine(model, policy, ranks, timeout)
+    station = Station(Mesh.of(_group(process_group, mesh)), timeout)
+    with station.shared_fate("shard()"):
+        for name, value in (("precision", precision), ("offload", offload), ("trace", trace)):
+            if value is not None:
+                raise ShardingError(f"{name}={value!r} is not available in this version; leave it None")
+        policy = Policy.of(stage, resident, reduce, prefetch)
+        _check_unsharded(model)
+        specs = find_units(model, units)
+        if not specs:
+            raise ShardingError(f"{type(model).__name__} has no parameters to shard")
+        watch_steps()
+        engine = Engine(model, policy, station)
     _enlist(engine, specs)
-    announce(model, engine.growth.check, engine)
-    engine.growth.watch(lambda: _enlist(engine, _added(model, units)))
+    growth = Growth(lambda: _enlist(engine, _added(model, units)))
+    patch(model, engine.saved, (), engine, before=growth.check)
+    mark_regions(model, specs, engine.saved)
     return engine
 
 
@@ -69,7 +71,8 @@ def _enlist(engine: Engine, specs: list[UnitSpec]) -> None:
     if not specs:
         return
     first = len(engine.units)
-    made = [_make(first + index, spec, engine.policy, engine.station.mesh) for index, spec in enumerate(specs)]
+    with engine.station.shared_fate("making room for units"):
+        made = [_make(first + index, spec, engine.policy, engine.station.mesh) for index, spec in enumerate(specs)]
     _check_same(engine, specs)
     check_resettable(engine.model)
     params = {id(param) for spec in specs for _, param in spec.params}
@@ -81,15 +84,14 @@ def _enlist(engine: Engine, specs: list[UnitSpec]) -> None:
     _fill(engine, specs, made)
     engine.enlist(made)
     for module, names in owners:
-        patch(module, names, engine)
-    engine.modules += [spec.module for spec in specs]
-    mark_regions(engine.model, engine.modules, engine)
+        patch(module, engine.saved, names, engine)
+    mark_regions(engine.model, specs, engine.saved)
 
 
 def _added(model: nn.Module, units: Units) -> list[UnitSpec]:
     """Parameters that came after `shard()` (LoRA adapters, a new head)."""
     fresh = find_units(model, units, lambda param: not isinstance(param, ShardedParameter))
-    return [replace(spec, name=f"{spec.name}+{len(spec.params)} added") for spec in fresh]
+    return [spec._replace(name=f"{spec.name}+{len(spec.params)} added") for spec in fresh]
 
 
 def _group(process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> dist.ProcessGroup:
@@ -129,7 +131,7 @@ def _check_same(engine: Engine, specs: list[UnitSpec]) -> None:
     """All ranks must shard the same model in the same way; say what differs, by name."""
     mine = [(s.name, [(n, tuple(p.shape), str(p.dtype)) for n, p in s.params]) for s in specs]
     mine.append(("(policy)", [(str(engine.policy), (), "")]))
-    everybody = engine.council.values("shard()", mine)
+    everybody = engine.council.values("shard()", lambda: mine)
     for rank, theirs in enumerate(everybody):
         if theirs != everybody[0]:
             ours = {item for _, params in everybody[0] for item in params}
@@ -145,7 +147,7 @@ def _check_same(engine: Engine, specs: list[UnitSpec]) -> None:
 def _make(index: int, spec: UnitSpec, policy: Policy, ranks: Mesh) -> Unit:
     """Allocate a unit on this rank; values come later."""
     first = spec.params[0][1]
-    layout = Layout.of([(name, param.shape) for name, param in spec.params], first.dtype, ranks.world)
+    layout = Layout([(name, param.shape) for name, param in spec.params], first.dtype, ranks.world)
     device = torch.device("cpu") if first.device.type == "meta" else first.device
     whole = policy.keeps_pages or ranks.world == 1
     home = torch.zeros(layout.padded_numel if whole else layout.shard_numel, dtype=layout.dtype, device=device)
@@ -154,18 +156,15 @@ def _make(index: int, spec: UnitSpec, policy: Policy, ranks: Mesh) -> Unit:
 
 def _fill(engine: Engine, specs: list[UnitSpec], units: list[Unit]) -> None:
     """Copy each parameter's piece into its shard and point the parameter there, a parameter at a time."""
-    places: dict[int, tuple[Unit, int]] = {
-        id(param): (unit, index) for unit in units for index, param in enumerate(unit.leaves)
-    }
+    places = {id(param): (unit, index) for unit in units for index, param in enumerate(unit.leaves)}
 
     def settle(param: nn.Parameter, value: torch.Tensor) -> None:
         unit, index = places[id(param)]
         slot, rank = unit.layout.slots[index], unit.rank
         piece = unit.shard[unit.layout.piece(slot, rank)]
         piece.copy_(value.detach().reshape(-1)[unit.layout.within(slot, rank)])
-        wanted = param.requires_grad
         if param.device.type == "meta":
-            torch.utils.swap_tensors(param, nn.Parameter(piece, wanted))  # type: ignore[no-untyped-call]
+            torch.utils.swap_tensors(param, nn.Parameter(piece, param.requires_grad))  # type: ignore[no-untyped-call]
         else:
             set_data(param, piece)
 
@@ -186,10 +185,9 @@ def _same_values(engine: Engine, tensors: list[torch.Tensor]) -> None:
     if mesh.world == 1 or not tensors:
         return
     sums = [zlib.crc32(bytes(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())) for t in tensors]
-    everybody = engine.council.values("values of the model", sums)
+    everybody = engine.council.values("values of the model", lambda: sums)
     for index, tensor in enumerate(tensors):
         if any(other[index] != everybody[0][index] for other in everybody):
-            value = tensor.detach().contiguous()
-            dist.broadcast(value, group_src=0, group=mesh.group)
+            of_rank_0 = partial(torch.clone, tensor.detach()) if mesh.rank == 0 else lambda: None
             with torch.no_grad():
-                tensor.copy_(value)
+                tensor.copy_(engine.council.values(f"value {index} of the model", of_rank_0)[0])

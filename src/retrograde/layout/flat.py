@@ -5,64 +5,37 @@ equal shards. A parameter's *piece* on a rank is the overlap of the parameter wi
 may be empty, and it may be the whole parameter.
 """
 
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """One parameter of a unit: its full name, true shape and place in the flat buffer."""
 
     name: str
     shape: torch.Size
     offset: int
+    end: int
 
     @property
     def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.numel
+        return self.end - self.offset
 
 
-@dataclass(frozen=True)
 class Layout:
-    slots: tuple[Slot, ...]
-    dtype: torch.dtype
-    world: int
+    """A unit's parameters end to end, for a number of ranks."""
 
-    @staticmethod
-    def of(named_shapes: list[tuple[str, torch.Size]], dtype: torch.dtype, world: int) -> "Layout":
-        slots, offset = [], 0
-        for name, shape in named_shapes:
-            slots.append(Slot(name, shape, offset))
-            offset = slots[-1].end
-        return Layout(tuple(slots), dtype, world)
-
-    @cached_property
-    def numel(self) -> int:
-        return self.slots[-1].end if self.slots else 0
-
-    @cached_property
-    def shard_numel(self) -> int:
-        return -(-self.numel // self.world)
-
-    @cached_property
-    def padded_numel(self) -> int:
-        return self.shard_numel * self.world
-
-    @property
-    def page_bytes(self) -> int:
-        return self.padded_numel * self.dtype.itemsize
-
-    @property
-    def shard_bytes(self) -> int:
-        return self.shard_numel * self.dtype.itemsize
+    def __init__(self, named_shapes: Sequence[tuple[str, torch.Size]], dtype: torch.dtype, world: int) -> None:
+        ends = list(itertools.accumulate((shape.numel() for _, shape in named_shapes), initial=0))
+        places = zip(named_shapes, ends[:-1], ends[1:], strict=True)
+        self.slots = tuple(Slot(name, shape, offset, end) for (name, shape), offset, end in places)
+        self.offsets, self.numel, self.dtype, self.world = ends[:-1], ends[-1], dtype, world
+        self.shard_numel = -(-self.numel // world)
+        self.padded_numel = self.shard_numel * world
+        self.shard_bytes, self.page_bytes = self.shard_numel * dtype.itemsize, self.padded_numel * dtype.itemsize
 
     def span(self, rank: int) -> slice:
         """The part of the flat buffer that `rank` owns."""
@@ -78,9 +51,7 @@ class Layout:
     def within(self, slot: Slot, rank: int) -> slice:
         """The same piece in coordinates of the flattened parameter."""
         piece = self.piece(slot, rank)
-        if piece.start == piece.stop:
-            return slice(0, 0)
-        shift = rank * self.shard_numel - slot.offset
+        shift = rank * self.shard_numel - slot.offset if piece.stop else 0
         return slice(piece.start + shift, piece.stop + shift)
 
     def views(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -7,7 +7,7 @@ first unit in which it is met, so a tied weight has one home however many module
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -16,14 +16,15 @@ from retrograde.errors import ShardingError
 
 Units = str | type[nn.Module] | tuple[type[nn.Module], ...] | list[type[nn.Module]] | Callable[[nn.Module], bool]
 
+Named = tuple[str, nn.Parameter]
+
 ROOT = "(root)"
 
 
-@dataclass(frozen=True)
-class UnitSpec:
+class UnitSpec(NamedTuple):
     name: str
     module: nn.Module
-    params: tuple[tuple[str, nn.Parameter], ...]
+    params: tuple[Named, ...]
 
 
 def find_units(
@@ -31,11 +32,10 @@ def find_units(
 ) -> list[UnitSpec]:
     """Partition the model's parameters (those `wanted`), in module order; the root unit comes first."""
     chosen = _chosen(model, units)
-    root: list[tuple[str, nn.Parameter]] = []
-    members: dict[str, tuple[nn.Module, list[tuple[str, nn.Parameter]]]] = {}
+    members: dict[str, tuple[nn.Module, list[Named]]] = {ROOT: (model, [])}
     seen: set[int] = set()
 
-    def walk(module: nn.Module, prefix: str, home: list[tuple[str, nn.Parameter]]) -> None:
+    def walk(module: nn.Module, prefix: str, home: list[Named]) -> None:
         for name, param in module._parameters.items():
             if param is not None and id(param) not in seen and wanted(param):
                 seen.add(id(param))
@@ -44,16 +44,13 @@ def find_units(
             path = prefix + name
             walk(child, path + ".", members.setdefault(path, (child, []))[1] if child in chosen else home)
 
-    walk(model, "", root)
-    found = [(ROOT, model, root)] + [(path, module, params) for path, (module, params) in members.items()]
-    return [part for name, module, params in found if params for part in _by_dtype(name, module, params)]
+    walk(model, "", members[ROOT][1])
+    return [part for name, (module, params) in members.items() for part in _by_dtype(name, module, params)]
 
 
-def _by_dtype(
-    name: str, module: nn.Module, params: list[tuple[str, nn.Parameter]]
-) -> Iterator[UnitSpec]:
+def _by_dtype(name: str, module: nn.Module, params: list[Named]) -> Iterator[UnitSpec]:
     """A flat buffer has one dtype and device, so a mixed unit becomes one unit for each."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
+    kinds: dict[tuple[torch.dtype, torch.device], list[Named]] = {}
     for item in params:
         kinds.setdefault((item[1].dtype, item[1].device), []).append(item)
     for (dtype, device), part in kinds.items():
@@ -64,8 +61,6 @@ def _by_dtype(
 def _chosen(model: nn.Module, units: Units) -> set[nn.Module]:
     if units == "auto":
         return set(_repeated_blocks(model))
-    if isinstance(units, str):
-        raise ShardingError(f'units={units!r} is not known; give "auto", module classes or a predicate')
     if isinstance(units, type | tuple | list):
         classes = units if isinstance(units, tuple | list) else (units,)
         for cls in classes:
@@ -77,7 +72,7 @@ def _chosen(model: nn.Module, units: Units) -> set[nn.Module]:
                     f"its classes are {', '.join(sorted({type(m).__name__ for m in model.modules()}))}"
                 )
         return {m for m in model.modules() if isinstance(m, tuple(classes)) and m is not model}
-    if not callable(units):
+    if isinstance(units, str) or not callable(units):
         raise ShardingError(f'units={units!r} is not known; give "auto", module classes or a predicate')
     return {m for m in model.modules() if m is not model and units(m)}
 

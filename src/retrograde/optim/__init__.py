@@ -1,6 +1,6 @@
 """What optimizers and users hold: leaves and gradients that are pieces, and the hooks around a step."""
 
-from retrograde.optim.pieces import Holder, ShardedGradient, ShardedParameter
+from retrograde.optim.pieces import ShardedGradient, ShardedParameter
 from retrograde.optim.steps import watch_steps
 
-__all__ = ["Holder", "ShardedGradient", "ShardedParameter", "watch_steps"]
+__all__ = ["ShardedGradient", "ShardedParameter", "watch_steps"]

@@ -15,11 +15,14 @@ Three things do, and all are seen in `__torch_function__`:
 Full tensors do not come through here, so forward and backward pay nothing.
 """
 
+import contextlib
 import functools
+import math
+import operator
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -28,44 +31,35 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from retrograde.errors import UnsupportedError
 from retrograde.layout import Slot
 from retrograde.optim.reads import Reads, reads
-from retrograde.residency import Unit, edits
+from retrograde.reduction import Reducer
+from retrograde.residency import Leaf, Unit, alive, edits
 
-_get_grad = cast(Any, torch.Tensor.grad).__get__
 _set_grad = cast(Any, torch.Tensor.grad).__set__
 _set_requires_grad = cast(Any, torch.Tensor.requires_grad).__set__
 set_data = cast(Any, torch.Tensor.data).__set__
-raw_grad = _get_grad  # without what reading `.grad` does
+raw_grad = cast(Any, torch.Tensor.grad).__get__  # without what reading `.grad` does
 _ALIASES = 16  # of a parameter that are followed; older ones are long gone
 JOINED = -1  # the place of a piece that was put together from several
-
-
-class Holder(Protocol):
-    """The engine, as its leaves see it."""
-
-    def access(self, unit: Unit, slot: int) -> torch.Tensor: ...
-
-    def before_grad_read(self) -> None: ...
-
-    def before_grad_write(self, unit: Unit, slot: int) -> None: ...
-
-    def norms(self, tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]: ...
-
-    def everywhere(self, label: str, value: Any) -> list[Any]: ...
 
 
 class Piece(torch.Tensor):
     """Behaviour shared by sharded parameters, their gradients and what is computed from these elementwise."""
 
-    holder: "weakref.ref[Holder]"
     _unit: "weakref.ref[Unit]"
     place: int
+    aliases: "Sequence[weakref.ref[Piece]]" = ()
 
     @property
     def unit(self) -> Unit:
-        unit = self._unit()
-        if unit is None:
-            raise UnsupportedError("the engine of this sharded model is gone; keep the model that rg.shard() was given")
-        return unit
+        return alive(self._unit)
+
+    @property
+    def orphaned(self) -> bool:
+        return self._unit() is None
+
+    @property
+    def reducer(self) -> Reducer:
+        return cast(Reducer, self.unit.sink)
 
     @property
     def slot(self) -> Slot:
@@ -84,7 +78,7 @@ class Piece(torch.Tensor):
     def like(self, data: torch.Tensor, cls: "type[Piece]") -> "Piece":
         """`data` as a piece of what this is a piece of."""
         piece = data.as_subclass(cls)
-        piece.holder, piece._unit, piece.place = self.holder, self._unit, self.place
+        piece._unit, piece.place = self._unit, self.place
         return piece
 
     @property
@@ -93,6 +87,12 @@ class Piece(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        """In torch the tensor gets other memory, and what `p.data` was before keeps the old: here it gets a copy."""
+        for alias in (reference() for reference in self.aliases):
+            if alias is not None:
+                with torch._C.DisableTorchFunctionSubclass():
+                    set_data(alias, alias.clone())
+                alias.__class__ = Piece
         with torch.no_grad():
             self.copy_(value)
 
@@ -115,12 +115,9 @@ class Piece(torch.Tensor):
                     return result
                 if kind is Reads.ALL:
                     return func(*_wholes(args, name), **kwargs)
-        for leaf in written:
-            leaf.unit.gate.before_write(f"{name} on {leaf.slot.name}")
-        with torch._C.DisableTorchFunctionSubclass():
+        guard = _writing(name, written) if written else contextlib.nullcontext()
+        with guard, torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        for leaf in written:
-            leaf.unit.gate.after_write(leaf.unit)
         return _keep(result, name, kind, args)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -140,18 +137,17 @@ class ShardedGradient(Piece):
     """What `p.grad` is: this rank's piece of the reduced gradient."""
 
 
-class ShardedParameter(Piece, nn.Parameter):
+class ShardedParameter(Piece, Leaf, nn.Parameter):
     """The class of a parameter after sharding. `p.full()` is the whole of it; `p` itself is this rank's piece."""
 
     aliases: "deque[weakref.ref[Piece]]"
 
     @staticmethod
-    def adopt(param: nn.Parameter, unit: Unit, index: int, holder: Holder) -> None:
+    def adopt(param: nn.Parameter, unit: Unit, index: int) -> None:
         """Turn a plain parameter, whose data is already the piece, into a sharded one. Identity is kept."""
         param.__class__ = ShardedParameter
         leaf = cast(ShardedParameter, param)
-        leaf._unit, leaf.holder, leaf.place = weakref.ref(unit), weakref.ref(holder), index
-        leaf.aliases = deque(maxlen=_ALIASES)
+        leaf._unit, leaf.place, leaf.aliases = weakref.ref(unit), index, deque(maxlen=_ALIASES)
         leaf._take_over_hooks()
 
     def _take_over_hooks(self) -> None:
@@ -166,7 +162,7 @@ class ShardedParameter(Piece, nn.Parameter):
             tables: Any = self._post_accumulate_grad_hooks
             self._post_accumulate_grad_hooks = None  # type: ignore[assignment]
             if tables:
-                self.register_post_accumulate_grad_hook(lambda leaf: _tell_all(tables, leaf))
+                self.register_post_accumulate_grad_hook(lambda leaf: _run_all(tables, leaf))
 
     @property
     def requires_grad(self) -> bool:
@@ -189,7 +185,7 @@ class ShardedParameter(Piece, nn.Parameter):
                 lambda grad: None if grad is None else hook(cast(torch.Tensor, _gradient(grad, self)))
             )
 
-    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
+    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
         """As torch's: runs when a reduced gradient has been added to `.grad`, so at the end of a window."""
 
         def arrived(leaf: torch.Tensor) -> None:
@@ -197,12 +193,10 @@ class ShardedParameter(Piece, nn.Parameter):
                 hook(leaf)
 
         with torch._C.DisableTorchFunctionSubclass():
-            handle = super().register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
-            self.unit.watch_hooks(self._post_accumulate_grad_hooks)
-        return handle
+            return super().register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
 
     def full(self) -> torch.Tensor:
-        return _alive(self).access(self.unit, self.place)
+        return self.reducer.full(self.unit, self.place)
 
     def piece_of(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's piece of a full-shaped tensor."""
@@ -210,10 +204,9 @@ class ShardedParameter(Piece, nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        holder = self.holder()
-        if holder is not None:
-            holder.before_grad_read()
-        raw = _get_grad(self)
+        if not self.orphaned:
+            self.reducer.settle("p.grad was read")
+        raw = raw_grad(self)
         if raw is None or type(raw) is ShardedGradient:
             return cast("torch.Tensor | None", raw)
         piece = self.like(raw, ShardedGradient)
@@ -222,8 +215,8 @@ class ShardedParameter(Piece, nn.Parameter):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        if holder := self.holder():
-            holder.before_grad_write(self.unit, self.place)
+        if not self.orphaned:
+            self.reducer.forget(self.unit, self.place)
         if value is not None and value.shape == self.slot.shape != self.shape:
             value = self.piece_of(value)
         _set_grad(self, value)
@@ -231,22 +224,6 @@ class ShardedParameter(Piece, nn.Parameter):
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
-
-    @property
-    def data(self) -> torch.Tensor:
-        return self.detach()
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        """In torch the parameter gets other memory, and what `p.data` was before keeps the old: here it gets a copy."""
-        for reference in self.aliases:
-            if (alias := reference()) is not None:
-                with torch._C.DisableTorchFunctionSubclass():
-                    set_data(alias, alias.clone())
-                alias.__class__ = Piece
-        self.aliases.clear()
-        with torch.no_grad():
-            self.copy_(value)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         where = f"piece {tuple(self.shape)} of {tuple(self.slot.shape)} on rank {self.unit.rank}"
@@ -271,18 +248,6 @@ def _run_all(hooks: dict[int, Callable[[torch.Tensor], Any]], grad: torch.Tensor
     return grad
 
 
-def _tell_all(hooks: dict[int, Callable[[torch.Tensor], None]], leaf: torch.Tensor) -> None:
-    for hook in list(hooks.values()):
-        hook(leaf)
-
-
-def _alive(piece: Any) -> Holder:
-    holder = piece.holder()
-    if holder is None:
-        raise UnsupportedError("the engine of this sharded model is gone; keep the model that rg.shard() was given")
-    return cast(Holder, holder)
-
-
 # ---- arguments and results
 def _pieces(args: Any) -> Iterator[Piece]:
     for arg in args:
@@ -293,38 +258,25 @@ def _pieces(args: Any) -> Iterator[Piece]:
 
 
 def _wholes(args: Any, name: str) -> Any:
-    """The arguments with everything that is a piece made whole, in one meeting.
-
-    A plain tensor of a piece's size counts as a piece (a copy that was kept, say) unless the ranks' parts do not add
-    up to the parameter's size: then it was whole already.
-    """
+    """The arguments with everything that is a piece made whole, in one meeting."""
     leaves, spec = tree_flatten(list(args))
-    source = next(leaf for leaf in leaves if isinstance(leaf, Piece))
-    parts = [None if isinstance(leaf, ShardedParameter) else _part(leaf, source) for leaf in leaves]
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not isinstance(leaf, ShardedParameter)]
-    by_rank = _alive(source).everywhere(f"{name} of {source.title}", parts) if tensors else [parts]
-    for index, (leaf, *found) in enumerate(zip(leaves, *by_rank, strict=True)):
-        of = leaf if isinstance(leaf, Piece) else source
-        if isinstance(leaf, ShardedParameter):
-            leaves[index] = leaf.full()
-        elif None not in found and sum(map(len, found)) == of.slot.numel:
-            leaves[index] = torch.cat(found).view(of.slot.shape)
-    return tree_unflatten(leaves, spec)
+    parts = [(i, p) for i, p in enumerate(leaves) if type(p) in (Piece, ShardedGradient, _Alias) and p.complete]
+    for _, piece in parts:
+        if piece.place == JOINED or piece.requires_grad:
+            raise UnsupportedError(
+                f"{piece.title}: this rank's part of it was turned into another tensor, on which torch would give a "
+                f"local answer here. Use p.full() or engine.full_grad(p), or torch.no_grad() if no gradient is wanted"
+            )
+    if parts:
+        label, values = f"{name} of {parts[0][1].title}", parts[0][1].reducer.council.values
+        for (index, piece), *found in zip(parts, *values(label, lambda: [_plain(p) for _, p in parts]), strict=True):
+            leaves[index] = torch.cat(found).view(piece.slot.shape)
+    return tree_unflatten([leaf.full() if isinstance(leaf, ShardedParameter) else leaf for leaf in leaves], spec)
 
 
-def _part(leaf: Any, source: Piece) -> torch.Tensor | None:
-    if not isinstance(leaf, torch.Tensor):
-        return None
-    of = leaf if isinstance(leaf, Piece) else source
-    if of.place == JOINED or (isinstance(leaf, Piece) and leaf.requires_grad):
-        raise UnsupportedError(
-            f"{of.title}: this rank's part of it was turned into another tensor, on which torch would give a local "
-            f"answer here. Use p.full() or engine.full_grad(p), or torch.no_grad() if no gradient is wanted"
-        )
+def _plain(piece: Piece) -> torch.Tensor:
     with torch._C.DisableTorchFunctionSubclass():
-        if leaf.dim() == 0 or leaf.numel() != of.unit.pieces[of.place].numel():
-            return None
-        return leaf.detach().as_subclass(torch.Tensor).reshape(-1).clone()
+        return piece.detach().as_subclass(torch.Tensor).reshape(-1).clone()
 
 
 _FIRST = {"input", "self", "tensor"}  # names of a first argument
@@ -342,6 +294,17 @@ def _written(name: str, args: Any, kwargs: Any) -> list[Any]:
     return [t for t in found if isinstance(t, ShardedParameter | _Alias)]
 
 
+@contextlib.contextmanager
+def _writing(name: str, leaves: Sequence[Piece]) -> Iterator[None]:
+    by_gate: dict[Any, list[tuple[Unit, int]]] = {}
+    for leaf in leaves:
+        by_gate.setdefault(leaf.unit.gate, []).append((leaf.unit, leaf.place))
+    with contextlib.ExitStack() as gates:
+        for gate, targets in by_gate.items():
+            gates.enter_context(gate.writing(f"{name} on {leaves[0].title}", targets))
+        yield
+
+
 _VIEWS = {"detach", "view", "reshape", "flatten", "ravel", "view_as", "narrow", "__getitem__", "alias"}
 
 
@@ -351,23 +314,20 @@ def _keep(result: Any, name: str, kind: Reads, args: Any) -> Any:
         return type(result)(_keep(r, "", kind, a) for r, *a in zip(result, *_columns(args), strict=True))
     if name == "grad":  # torch.autograd.grad(outputs, inputs)
         return tuple(_gradient(grad, of) for grad, of in zip(result, args[1], strict=True))
-    if kind is Reads.LOCAL and name not in _VIEWS:
-        return result
     if type(result) is not torch.Tensor or (source := next(_pieces(args), None)) is None:
         return result
-    if name in _VIEWS:
-        if isinstance(source, ShardedParameter | _Alias):
-            alias = source.like(result, _Alias)
-            cast(ShardedParameter, source.unit.leaves[source.place]).aliases.append(weakref.ref(alias))
-            return alias
-        return source.like(result, Piece) if result.numel() == source.numel() else result
-    if kind is not Reads.ELEMENTS or not source.complete:
+    if name in _VIEWS and isinstance(source, ShardedParameter | _Alias):
+        alias = source.like(result, _Alias)
+        cast(ShardedParameter, source.unit.leaves[source.place]).aliases.append(weakref.ref(alias))
+        return alias
+    if not (name in _VIEWS or name.endswith("_like") or (kind is Reads.ELEMENTS and source.complete)):
         return result
-    if isinstance(args[0], list | tuple):
-        joined = source.like(result, Piece)
-        joined.place = JOINED
-        return joined
-    return source.like(result, Piece) if result.numel() == source.numel() else result
+    joined = isinstance(args[0], list | tuple)
+    if not joined and result.numel() != source.numel():
+        return result
+    piece = source.like(result, Piece)
+    piece.place = JOINED if joined else piece.place
+    return piece
 
 
 def _gradient(grad: torch.Tensor | None, of: Any) -> torch.Tensor | None:
@@ -382,49 +342,47 @@ def _columns(args: Any) -> Iterator[Any]:
 
 
 # ---- reading all of it, without moving all of it
-def _norm_order(args: Any, kwargs: Any, keyword: str) -> float:
-    order = args[1] if len(args) > 1 else kwargs.get(keyword, 2)
-    return float({"fro": 2.0, None: 2.0}.get(order, order))
-
-
-def _one_norm(keyword: str) -> Callable[..., Any]:
-    def norm(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        rest = [value for name, value in kwargs.items() if name not in (keyword, "dtype", "input")]
-        if len(args) > 2 or any(value not in (None, False) for value in rest) or not isinstance(args[0], Piece):
-            return NotImplemented
-        return _alive(args[0]).norms([args[0]], _norm_order(args, kwargs, keyword))[0]
-
-    return norm
-
-
-def _foreach_norm(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    if not all(isinstance(tensor, Piece) for tensor in args[0]):
-        return NotImplemented
-    return _alive(args[0][0]).norms(list(args[0]), _norm_order(args, kwargs, "ord"))
-
-
-def _reduction(combine: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    def over_all(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if len(args) != 1 or kwargs or not isinstance(args[0], Piece):
-            return NotImplemented
-        return _combined(args[0], func, combine)
-
-    return over_all
-
-
-def _combined(piece: Piece, func: Callable[..., Any], combine: Callable[..., torch.Tensor]) -> torch.Tensor:
+def _folded(
+    pieces: Sequence[Piece], name: str, local: Callable[[torch.Tensor], Any], combine: Callable[[Any, Any], Any]
+) -> list[Any]:
+    """`local` of each whole tensor from `local` of its pieces, in one meeting. An empty piece has no say in it."""
     with torch._C.DisableTorchFunctionSubclass():
-        plain = piece.as_subclass(torch.Tensor).detach()
-        local = func(plain) if plain.numel() else None  # an empty piece has no say in a maximum
-        by_rank = _alive(piece).everywhere(f"{func.__name__} of {piece.title}", local)
-        found = [value for value in by_rank if value is not None]
-        return cast(torch.Tensor, functools.reduce(combine, found) if found else func(plain))
+        plain = [piece.as_subclass(torch.Tensor).detach() for piece in pieces]
+        label = f"{name} of {pieces[0].title}" + f" and {len(pieces) - 1} more" * (len(pieces) > 1)
+        by_rank = pieces[0].reducer.council.values(label, lambda: [local(t) if t.numel() else None for t in plain])
+        found = [[value for value in values if value is not None] for values in zip(*by_rank, strict=True)]
+        return [functools.reduce(combine, f) if f else local(t) for f, t in zip(found, plain, strict=True)]
 
 
-def _mean(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    if len(args) != 1 or kwargs or not isinstance(args[0], Piece) or args[0].place == JOINED:
+def _norms(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Of one tensor (torch calls the order `p` or `ord`) or, foreach, of many; added up in double precision, so that
+    the order of adding pieces is not seen in the result's dtype."""
+    many = isinstance(args[0], list | tuple)
+    tensors = list(args[0]) if many else [args[0]]
+    beside = [value for name, value in kwargs.items() if name not in ("p", "ord", "dtype")]
+    along = not many and (len(args) > 2 or any(value not in (None, False) for value in beside))
+    if along or not all(isinstance(tensor, Piece) for tensor in tensors):
         return NotImplemented
-    return _combined(args[0], torch.sum, torch.add) / args[0].slot.numel
+    given = args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord", 2))
+    order = float({"fro": 2.0, None: 2.0}.get(given, given))
+    summed = not math.isinf(order)
+
+    def local(piece: torch.Tensor) -> float:
+        wide = piece.double().abs()
+        powers = wide.ne(0) if order == 0 else wide.pow(order) if summed else wide
+        return float(powers.sum() if summed else powers.max() if order > 0 else powers.min())
+
+    combine = operator.add if summed else max if order > 0 else min
+    root = 1.0 / order if summed and order else 1.0
+    wholes = _folded(tensors, f"norm {order:g}", local, combine)
+    norms = [t.new_tensor(whole**root) for t, whole in zip(tensors, wholes, strict=True)]
+    return norms if many else norms[0]
+
+
+def _reduction(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    if len(args) != 1 or kwargs or not isinstance(args[0], Piece):
+        return NotImplemented
+    return _folded(args, func.__name__, func, _COMBINE[func.__name__])[0]
 
 
 def _found_inf(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -432,24 +390,19 @@ def _found_inf(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     grads, found = args[0], args[1]
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*args, **kwargs)
-    pieces = [grad for grad in grads if isinstance(grad, Piece)]
-    if pieces:
-        found.copy_(functools.reduce(torch.maximum, _alive(pieces[0]).everywhere("found_inf", found.clone())))
+    if (piece := next(_pieces(grads), None)) is not None:
+        by_rank = piece.reducer.council.values("found_inf", found.clone)
+        found.copy_(functools.reduce(torch.maximum, by_rank))
     return result
 
 
+# How the ranks' answers make the answer for the whole.
+_COMBINE: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add, "any": torch.logical_or, "all": torch.logical_and,
+    "max": torch.maximum, "amax": torch.maximum, "min": torch.minimum, "amin": torch.minimum,
+}  # fmt: skip
 _OVER_ALL: dict[str, Callable[..., Any]] = {
-    "norm": _one_norm("p"),
-    "linalg_vector_norm": _one_norm("ord"),
-    "linalg_norm": _one_norm("ord"),
-    "_foreach_norm": _foreach_norm,
-    "sum": _reduction(torch.add),
-    "mean": _mean,
-    "max": _reduction(torch.maximum),
-    "amax": _reduction(torch.maximum),
-    "min": _reduction(torch.minimum),
-    "amin": _reduction(torch.minimum),
-    "any": _reduction(torch.logical_or),
-    "all": _reduction(torch.logical_and),
+    **dict.fromkeys(("norm", "linalg_vector_norm", "linalg_norm", "_foreach_norm"), _norms),
+    **dict.fromkeys(_COMBINE, _reduction),
     "_amp_foreach_non_finite_check_and_unscale_": _found_inf,
 }

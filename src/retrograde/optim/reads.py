@@ -4,7 +4,7 @@
 |----------|------------------------------------------|-------------------------------------------------------|
 | ELEMENTS | `mul`, `abs`, `isfinite`, `lerp`         | works as it is; the result is a piece again            |
 | ALL      | `norm`, `sum`, `std`, `topk`, `equal`    | would be a silent error: answered for the whole tensor |
-| LOCAL    | `numel`, `zeros_like`, `p[2:4]`, `numpy` | plain torch on this rank's memory                      |
+| LOCAL    | `numel`, `p[2:4]`, `numpy`, `zeros_like` | plain torch on this rank's memory (the last: a piece)  |
 
 torch itself knows which of its functions are pointwise (their tag) and which are views (their schema), so there is no
 list to keep. What is unknown counts as ALL: slow is better than wrong.
@@ -15,6 +15,8 @@ from enum import Enum, auto
 from typing import Any
 
 import torch
+
+from retrograde.residency import overloads
 
 
 class Reads(Enum):
@@ -41,13 +43,12 @@ def reads(name: str, functional: bool = False) -> Reads:
     if name.endswith("_like") or name.startswith("new_") or name in _LOCAL:
         return Reads.LOCAL
     bare = name.strip("_")
-    packet = getattr(torch.ops.aten, _SPELLINGS.get(bare, bare), None)
-    if packet is None:  # written in Python: functionals compute, methods describe (`__len__`, `untyped_storage`)
+    known = overloads(_SPELLINGS.get(bare, bare))
+    if not known:  # written in Python: functionals compute, methods describe (`__len__`, `untyped_storage`)
         return Reads.ALL if functional else Reads.LOCAL
-    overloads = [getattr(packet, overload) for overload in packet.overloads()]
-    if any(torch.Tag.pointwise in overload.tags for overload in overloads):
+    if any(torch.Tag.pointwise in overload.tags for overload in known):
         return Reads.ELEMENTS
-    return Reads.ALL if any(_computes(overload) for overload in overloads) else Reads.LOCAL
+    return Reads.ALL if any(_computes(overload) for overload in known) else Reads.LOCAL
 
 
 def _computes(overload: Any) -> bool:

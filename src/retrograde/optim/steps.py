@@ -1,40 +1,29 @@
 """Every optimizer's step, whoever made it and when: torch's global step hooks find the engines concerned."""
 
-from collections.abc import Iterable
-from typing import Any, Protocol, cast
+import functools
+from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from retrograde.errors import UnsupportedError
-from retrograde.optim.pieces import ShardedParameter
+from retrograde.optim.pieces import Piece, ShardedParameter, raw_grad
+from retrograde.reduction import Reducer
 
 
-class Stepped(Protocol):
-    def before_step(self) -> None: ...
-
-    def after_step(self, leaves: list[ShardedParameter]) -> None: ...
-
-
-_watching = False
-
-
+@functools.cache
 def watch_steps() -> None:
     """Install the hooks, once for the process."""
-    global _watching
-    if not _watching:
-        _watching = True
-        register_optimizer_step_pre_hook(_before)
-        register_optimizer_step_post_hook(_after)
+    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_post_hook(_after)
 
 
-def _by_engine(optimizer: torch.optim.Optimizer) -> Iterable[tuple[Stepped, list[ShardedParameter]]]:
-    engines: dict[Any, list[ShardedParameter]] = {}
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if type(param) is ShardedParameter and (holder := param.holder()) is not None:
-                engines.setdefault(holder, []).append(param)
-    return cast(Iterable[tuple[Stepped, list[ShardedParameter]]], engines.items())
+def _by_engine(optimizer: torch.optim.Optimizer) -> dict[Reducer, list[ShardedParameter]]:
+    engines: dict[Reducer, list[ShardedParameter]] = {}
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        if isinstance(param, ShardedParameter) and not param.orphaned:
+            engines.setdefault(param.reducer, []).append(param)
+    return engines
 
 
 # These look at a whole parameter or at all of them at once (dot products, rows and columns), not elementwise.
@@ -42,15 +31,22 @@ _WHOLE = tuple(getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Mu
 
 
 def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for engine, leaves in _by_engine(optimizer):
+    for reducer, leaves in _by_engine(optimizer).items():
         if isinstance(optimizer, _WHOLE):
             raise UnsupportedError(
                 f"{type(optimizer).__name__} on sharded parameter {leaves[0].slot.name}: it needs whole parameters and "
                 f"would silently compute with pieces; use an elementwise optimizer (SGD, Adam, AdamW, ...)"
             )
-        engine.before_step()
+        reducer.begin_step()
+        for leaf in leaves:
+            for key, value in optimizer.state[leaf].items():
+                if type(value) is torch.Tensor and value.shape == leaf.shape:
+                    optimizer.state[leaf][key] = leaf.like(value, Piece)  # its norm is that of the whole (LAMB)
 
 
 def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for engine, leaves in _by_engine(optimizer):
-        engine.after_step(leaves)
+    for reducer, leaves in _by_engine(optimizer).items():
+        for leaf in leaves:
+            if raw_grad(leaf) is not None:
+                torch.autograd.graph.increment_version(leaf)  # an optimizer may write memory torch does not see
+        reducer.end_step()

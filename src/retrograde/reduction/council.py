@@ -14,31 +14,22 @@ All ranks see the same positions, so all go through the same sequence.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from retrograde.comm import Kind, Position, Station
 from retrograde.ledger import Kind as Event
 from retrograde.ledger import Ledger
 from retrograde.reduction.exchange import Offer, Part
 
+if TYPE_CHECKING:
+    from retrograde.reduction.reducer import Reducer
+
 Offers = dict[Part, Offer]
 URGENCY = tuple(Kind)
 
 
-class Member(Protocol):
-    """What a rank can do for others at a meeting."""
-
-    def offers(self) -> Offers: ...
-
-    def join(self, offers: dict[int, Offers]) -> None: ...
-
-    def flush(self, offers: dict[int, Offers]) -> None: ...
-
-    def advance(self, kind: Kind) -> None: ...
-
-
 class Council:
-    def __init__(self, station: Station, member: Member, ledger: Ledger) -> None:
+    def __init__(self, station: Station, member: "Reducer", ledger: Ledger) -> None:
         self._station, self._member, self._ledger = station, member, ledger
 
     def end_backward(self, label: str, offers: Offers) -> dict[int, Offers]:
@@ -46,24 +37,12 @@ class Council:
         positions = self._meet(Position(Kind.BACKWARD, label, offers))
         return {rank: p.offers for rank, p in enumerate(positions) if p.kind is Kind.BACKWARD}
 
-    def fence(self, label: str) -> None:
-        self._attend(Kind.FENCE, label)
+    def values(self, label: str, value: Callable[[], Any]) -> list[Any]:
+        """Everybody's value, by rank. Asked for anew if a flush changed gradients while this rank waited."""
+        return [p.offers[1] for p in self.attend(Kind.TOTAL, label, value)]
 
-    def flush(self, label: str) -> None:
-        self._attend(Kind.FLUSH, label)
-
-    def step(self, label: str) -> None:
-        self._attend(Kind.STEP, label)
-
-    def values(self, label: str, value: Any) -> list[Any]:
-        """Everybody's value, by rank."""
-        return self.fresh_values(label, lambda: value)
-
-    def fresh_values(self, label: str, value: Callable[[], Any]) -> list[Any]:
-        """The same for a value that a flush may change while this rank waits for the others."""
-        return [p.offers[1] for p in self._attend(Kind.TOTAL, label, value)]
-
-    def _attend(self, kind: Kind, label: str, value: Callable[[], Any] = lambda: None) -> list[Position]:
+    def attend(self, kind: Kind, label: str, value: Callable[[], Any] = lambda: None) -> list[Position]:
+        """Meet for `kind`, and for what others came for before it; returns the positions of the last meeting."""
         actions: dict[Kind, Callable[[dict[int, Offers]], None]] = {
             Kind.BACKWARD: self._member.join,
             Kind.FENCE: lambda _: self._member.advance(Kind.FENCE if kind is Kind.FENCE else Kind.TOTAL),

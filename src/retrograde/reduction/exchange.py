@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from retrograde.comm import Event, Key, Station, Streams, Turn
+from retrograde.comm import Event, Key, Sending, Station
 from retrograde.layout import Policy
 from retrograde.ledger import Kind, Ledger
 from retrograde.reduction.bucket import Bucket, Grads, huge
@@ -37,11 +37,10 @@ class Part(NamedTuple):
     early: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(NamedTuple):
     """What a rank says at a meeting about a gradient it has put, or will put."""
 
-    launch: int
+    key: Key
     uses: tuple[Use, ...]
 
 
@@ -49,16 +48,15 @@ class Offer:
 class Launch:
     """A gradient this rank contributes. `own` becomes the reduced gradient of its shard.
 
-    `sum` is what has been added up so far, over the ranks in `added` (rank -> launch number), always a prefix of
-    all ranks: parts are folded in as they come, in rank order, so that they need not be kept.
+    `sum` is what has been added up so far, over the ranks in `added` (with the keys of their parts), always a
+    prefix of all ranks: parts are folded in as they come, in rank order, so that they need not be kept.
     """
 
     unit: Unit
     offer: Offer
     own: torch.Tensor
-    turn: Turn
     sum: torch.Tensor | None = None
-    added: dict[int, int] = field(default_factory=dict)
+    added: dict[int, Key] = field(default_factory=dict)
     present: tuple[bool, ...] | None = None
 
 
@@ -66,58 +64,59 @@ class Exchange:
     """Puts, takes and sums. Holds at most one bucket whose sending is not done."""
 
     def __init__(self, station: Station, policy: Policy, pool: BufferPool, ledger: Ledger) -> None:
-        self._station, self._policy, self._pool, self._ledger = station, policy, pool, ledger
-        self._streams: Streams = pool.streams
-        self._launched = 0
-        self._sending: list[Any] = []
+        self._station, self.policy, self.pool, self._ledger = station, policy, pool, ledger
+        self._streams = pool.streams
+        self._sending: list[Sending] = []
         self._sent: tuple[Bucket, Event] | None = None
         self._since = -1
         self._turns: Counter[Part] = Counter()
 
-    def number(self) -> int:
-        self._launched += 1
-        return self._launched
+    def key(self, part: Part) -> Key:
+        """For a gradient that is launched now: ranks that do the same thing since their last meeting come to the same
+        key. Turn 0 is what a meeting that flushes asks for, an odd turn what had to make room."""
+        if self._since != self._station.meetings:
+            self._since, self._turns = self._station.meetings, Counter()
+        self._turns[part] += 1
+        return Key(part.unit, self._since, 2 * self._turns[part] + part.early)
+
+    def key_after_meeting(self, unit: int) -> Key:
+        return Key(unit, self._station.meetings + 1, 0)
 
     def bucket(self, unit: Unit) -> Bucket:
         """For gradients that wait."""
         self.settle_sending()  # its memory is free before more is taken
-        return Bucket(unit, self._pool, {})
+        return Bucket(unit, self.pool, {})
 
-    def fill(self, unit: Unit, grads: Grads) -> Bucket:
-        """For gradients that are launched now."""
+    def send(self, unit: Unit, grads: Grads, uses: tuple[Use, ...]) -> Launch:
+        """Launch gradients as they are."""
         self.settle_sending()
-        bucket = Bucket(unit, self._pool, huge(grads))
-        bucket.add(grads)
-        return bucket
+        used = [grad if use else None for grad, use in zip(grads, uses, strict=True)]
+        bucket = Bucket(unit, self.pool, huge(used))
+        bucket.add(used)
+        return self.launch(bucket, Offer(self.key(Part(unit.index)), uses))
 
-    def launch(self, bucket: Bucket, offer: Offer, early: bool = False) -> Launch:
+    def launch(self, bucket: Bucket, offer: Offer) -> Launch:
         """Put every owner's part there; the bucket is given back when it has been sent."""
         self.settle_sending()
         unit, mesh, stream = bucket.unit, self._station.mesh, self._streams.reducing
-        layout, key, turn = unit.layout, Key(unit.index, offer.launch), self._turn(Part(unit.index, early))
+        layout = unit.layout
         own = stream.empty(layout.shard_numel, layout.dtype)
 
         def send() -> None:
             for dst in mesh.peers:
-                self._sending += self._station.put(key, turn, dst, bucket.parts(dst))
+                self._sending.append(self._station.put(offer.key, dst, bucket.parts(dst)))
             torch.cat(bucket.parts(mesh.rank), out=own)
 
         bucket.close(stream)
         stream.run(send)
         self._sent = (bucket, stream.record())
         self._ledger.record(Kind.REDUCE, unit.name, layout.page_bytes - layout.shard_bytes)
-        return Launch(unit, offer, own, turn)
-
-    def _turn(self, part: Part) -> Turn:
-        if self._since != self._station.meetings:
-            self._since, self._turns = self._station.meetings, Counter()
-        self._turns[part] += 1
-        return self._since, 2 * self._turns[part] + part.early
+        return Launch(unit, offer, own)
 
     def settle_sending(self) -> None:
         sending, self._sending = self._sending, []
-        for work in sending:
-            self._station.finish(work, "for a rank to take its part of a gradient")
+        if sending:
+            self._station.finish(sending)
         if self._sent is not None:
             bucket, read = self._sent
             self._sent = None
@@ -127,19 +126,15 @@ class Exchange:
         """Add the parts that have come, as far as no rank before them is missing."""
         mesh = self._station.mesh
         for rank in range(len(launch.added), mesh.world):
-            if rank == mesh.rank:
-                self._add(launch, rank, launch.offer.launch)
-            elif key := self._station.arrived(launch.unit.index, rank, launch.turn):
-                self._add(launch, rank, key.launch)
-            else:
+            if rank != mesh.rank and not self._station.arrived(launch.offer.key, rank):
                 return
+            self._add(launch, rank, launch.offer.key)
 
-    def _add(self, launch: Launch, rank: int, number: int) -> None:
+    def _add(self, launch: Launch, rank: int, key: Key) -> None:
         unit = launch.unit
-        mine = rank == self._station.mesh.rank
-        part = launch.own if mine else self._station.take(Key(unit.index, number), rank)
+        part = launch.own if rank == unit.rank else self._station.take(key, rank, unit.name)
         wide, stream = torch.promote_types(unit.layout.dtype, torch.float32), self._streams.reducing
-        launch.added[rank] = number
+        launch.added[rank] = key
         if launch.sum is None and part.dtype == wide:
             launch.sum = part
         elif launch.sum is None:
@@ -148,39 +143,36 @@ class Exchange:
         else:
             stream.run(partial(launch.sum.add_, part))
 
-    def total(self, launch: Launch, offers: Mapping[int, Offer]) -> torch.Tensor:
-        """The sum over the ranks that offer, in rank order, in `launch.own`."""
+    def total(self, unit: Unit, offers: Mapping[int, Offer], launch: Launch | None = None) -> torch.Tensor:
+        """The sum over the ranks that offer, in rank order, in `launch.own`; without one this rank only joins."""
+        if launch is None:
+            self._ledger.record(Kind.JOIN, unit.name)
+            own = self._streams.reducing.empty(unit.layout.shard_numel, unit.layout.dtype)
+            launch = Launch(unit, next(iter(offers.values())), own)
         for rank in sorted(offers):
             if rank not in launch.added:
-                self._add(launch, rank, offers[rank].launch)
-        wrong = [r for r, number in launch.added.items() if r not in offers or offers[r].launch != number]
+                self._add(launch, rank, offers[rank].key)
+        wrong = [r for r, key in launch.added.items() if r not in offers or offers[r].key != key]
         if wrong:
             self._station.fail(
                 f"rank {self._station.mesh.rank}: rank {wrong[0]} gave up a backward in which it had already sent its "
-                f"gradient of unit {launch.unit.name}, and this rank did not; let all ranks give up a backward, or none"
+                f"gradient of unit {unit.name}, and this rank did not; let all ranks give up a backward, or none"
             )
         assert launch.sum is not None
         stream, own, total = self._streams.reducing, launch.own, launch.sum
         launch.sum = None
-        if self._policy.mean:
+        if self.policy.mean:
             stream.run(lambda: total.div_(self._station.mesh.world))
         if total is not own:
             stream.run(lambda: own.copy_(total))
         self._streams.current().wait(stream.record())
         return own
 
-    def join(self, unit: Unit, offers: Mapping[int, Offer]) -> torch.Tensor:
-        """The same sum on a rank that has nothing to add."""
-        self._ledger.record(Kind.JOIN, unit.name)
-        layout = unit.layout
-        launch = Launch(unit, Offer(0, ()), self._streams.reducing.empty(layout.shard_numel, layout.dtype), (0, 0))
-        return self.total(launch, offers)
-
     @property
     def scale(self) -> float:
-        return 1.0 / self._station.mesh.world if self._policy.mean else 1.0
+        return 1.0 / self._station.mesh.world if self.policy.mean else 1.0
 
 
-def union(offers: Mapping[int, Offer]) -> tuple[Use, ...]:
-    """For each parameter, the most that any rank does with its gradient."""
-    return tuple(max(uses) for uses in zip(*(offer.uses for offer in offers.values()), strict=True))
+def accumulated(offers: Mapping[int, Offer]) -> tuple[bool, ...]:
+    """For each parameter, whether its gradient goes to `.grad` on any rank."""
+    return tuple(Use.ACCUMULATED in uses for uses in zip(*(offer.uses for offer in offers.values()), strict=True))

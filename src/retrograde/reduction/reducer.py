@@ -19,11 +19,12 @@ from dataclasses import dataclass, field
 import torch
 
 from retrograde.comm import Kind, Station
+from retrograde.ledger import Ledger
 from retrograde.reduction.bucket import Bucket, Grads
 from retrograde.reduction.council import Council, Offers
-from retrograde.reduction.exchange import Exchange, Launch, Offer, Part, Use, union
+from retrograde.reduction.exchange import Exchange, Launch, Offer, Part, Use, accumulated
 from retrograde.reduction.window import Windows
-from retrograde.residency import Pager, Unit
+from retrograde.residency import Gate, Pager, Phase, Unit
 
 _graph_task = torch._C._current_graph_task_id
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
@@ -39,26 +40,26 @@ class Task:
 
 
 class Reducer:
-    def __init__(self, units: list[Unit], exchange: Exchange, council: Council, station: Station, pager: Pager) -> None:
-        self._units, self._exchange, self._council = units, exchange, council
-        self._station, self._pager = station, pager
+    def __init__(self, units: list[Unit], exchange: Exchange, station: Station, pager: Pager, ledger: Ledger) -> None:
+        self._units, self._exchange, self._station, self.pager = units, exchange, station, pager
+        self.gate = Gate(station, units, self.fence)
+        self.council = Council(station, self, ledger)
         self._tasks: dict[int, Task] = {}
         self._pending: dict[int, Bucket] = {}  # gradients added up locally, by unit
         self._offered: Offers = {}
         self._delivering: dict[int, tuple[bool, ...]] = {}
-        self.until_step = False  # the policy keeps gradients pending
-        self.windows = Windows()  # so does a window
-        self.backwards = 0
+        self.windows = Windows()
+        self._steps = self._backwards = 0
 
     # ---- autograd calls these (Sink)
     def gathered(self, unit: Unit, grads: Grads) -> torch.Tensor | None:
         """All gradients of `unit` in this backward have arrived."""
-        self._pager.retire(unit)
+        self.pager.retire(unit)
         uses = self._uses(unit, grads)
         if torch.is_grad_enabled():
             return _Reduce.apply(self, unit, uses, self._task(), *grads)  # type: ignore[no-any-return, no-untyped-call]
         if Use.CAPTURED not in uses:
-            if (self.windows.open or (self.until_step and not unit.hooked)) and self._make_room(unit):
+            if (self.windows.open or (self._exchange.policy.until_step and not unit.hooked)) and self._make_room(unit):
                 self._keep(unit, grads, uses)
                 return None
             if unit.index in self._pending:
@@ -84,7 +85,7 @@ class Reducer:
         task = self._tasks.get(number)
         if task is None:
             task = self._tasks[number] = Task()
-            _queue_callback(lambda: self._finish(number))
+            _queue_callback(lambda: self._close(number))
         return task
 
     def _uses(self, unit: Unit, grads: Grads) -> tuple[Use, ...]:
@@ -102,8 +103,7 @@ class Reducer:
         return tuple(uses)
 
     def _launch(self, unit: Unit, grads: Grads, uses: tuple[Use, ...]) -> Launch:
-        bucket = self._exchange.fill(unit, _used(grads, uses))
-        launch = self._exchange.launch(bucket, Offer(self._exchange.number(), uses))
+        launch = self._exchange.send(unit, grads, uses)
         for earlier in self._task().launches.values():
             self._exchange.fold(earlier)
         self._task().launches[Part(unit.index)] = launch
@@ -112,34 +112,31 @@ class Reducer:
     def _launch_pending(self, part: Part) -> torch.Tensor:
         """What was kept goes with this backward."""
         bucket = self._pending.pop(part.unit)
-        launch = self._exchange.launch(bucket, Offer(self._exchange.number(), _uses_of(bucket)), part.early)
+        launch = self._exchange.launch(bucket, Offer(self._exchange.key(part), _uses_of(bucket)))
         self._task().launches[part] = launch
         return launch.own
 
     def _end_backward(self, task: Task) -> dict[int, Offers]:
         task.met = True
         self._exchange.settle_sending()
-        self.backwards += 1
-        offers = self._council.end_backward(
-            f"backward {self.backwards} since the last step", {i: launch.offer for i, launch in task.launches.items()}
+        self._backwards += 1
+        offers = self.council.end_backward(
+            f"backward {self._backwards} since the last step", {i: launch.offer for i, launch in task.launches.items()}
         )
         for part, by_rank in _by_part(offers).items():
             launch, unit = task.launches.get(part), self._units[part.unit]
-            uses = union(by_rank)
-            total = self._exchange.total(launch, by_rank) if launch else self._exchange.join(unit, by_rank)
+            total = self._exchange.total(unit, by_rank, launch)
             if launch is not None and not part.early:
                 # What another rank captures is its own affair; what it accumulates belongs in `.grad` here too.
-                mine = launch.offer.uses
-                launch.present = tuple(bool(m) or u is Use.ACCUMULATED for m, u in zip(mine, uses, strict=True))
+                both = zip(launch.offer.uses, accumulated(by_rank), strict=True)
+                launch.present = tuple(bool(mine) or theirs for mine, theirs in both)
             else:
-                task.joined.append((unit, total, tuple(use is Use.ACCUMULATED for use in uses)))
+                task.joined.append((unit, total, accumulated(by_rank)))
         return offers
 
-    def _finish(self, number: int) -> None:
-        if (task := self._tasks.pop(number, None)) is not None:
-            self._close(task)
-
-    def _close(self, task: Task) -> None:
+    def _close(self, number: int) -> None:
+        if (task := self._tasks.pop(number, None)) is None:
+            return  # it raised, and the next entry has cleaned up
         if not task.met and task.launches:  # no Pack ran: all that was launched had only to make room
             self._end_backward(task)
         for unit, total, present in task.joined:
@@ -158,11 +155,39 @@ class Reducer:
     def recover(self) -> None:
         """Outside any backward: tasks still here belong to backwards that raised."""
         if self._tasks and _graph_task() == -1:
-            tasks, self._tasks = self._tasks, {}
             self._exchange.settle_sending()
-            for task in tasks.values():  # what had to make room came from backwards that did not raise
+            for number, task in list(self._tasks.items()):
+                # What had to make room came from backwards that did not raise.
                 task.launches = {part: launch for part, launch in task.launches.items() if part.early}
-                self._close(task)
+                self._close(number)
+
+    # ---- leaves and optimizers
+    def full(self, unit: Unit, slot: int) -> torch.Tensor:
+        self.recover()
+        return self.pager.access(unit, slot)
+
+    def settle(self, why: str) -> None:
+        """`.grad` shows what torch would: gradients still pending are reduced first."""
+        self.recover()
+        if self._pending and _graph_task() == -1:
+            self.council.attend(Kind.FLUSH, why)
+
+    def fence(self, what: str) -> None:
+        """Before an edit of the weights in place."""
+        self.pager.quiesce()
+        self.council.attend(Kind.FENCE, what)
+
+    def begin_step(self) -> None:
+        self.recover()
+        self.pager.quiesce()
+        self._steps += 1
+        self.council.attend(Kind.STEP, f"step {self._steps}")
+        self.pager.release()
+        self._exchange.pool.trim()  # the optimizer may have temporaries of its own
+
+    def end_step(self) -> None:
+        self.gate.end_step()
+        self.pager.release()
 
     # ---- pending gradients
     def _make_room(self, unit: Unit) -> bool:
@@ -181,10 +206,6 @@ class Reducer:
         """Bytes of unreduced gradients that wait, by unit."""
         return {index: self._units[index].layout.page_bytes for index in self._pending}
 
-    @property
-    def pending(self) -> bool:
-        return bool(self._pending)
-
     def forget(self, unit: Unit, slot: int) -> None:
         """`.grad` was set: what is pending for this parameter has no place to go."""
         pending = self._pending.get(unit.index)
@@ -201,7 +222,7 @@ class Reducer:
     # ---- meetings (Member)
     def offers(self) -> Offers:
         self._offered = {
-            Part(index): Offer(self._exchange.number(), _uses_of(bucket))
+            Part(index): Offer(self._exchange.key_after_meeting(index), _uses_of(bucket))
             for index, bucket in sorted(self._pending.items())
         }
         return self._offered
@@ -210,37 +231,29 @@ class Reducer:
         """Another rank ended a backward that this one did not do."""
         for part, by_rank in _by_part(offers).items():
             unit = self._units[part.unit]
-            total = self._exchange.join(unit, by_rank)
-            self._deliver(unit, total, tuple(use is Use.ACCUMULATED for use in union(by_rank)))
+            self._deliver(unit, self._exchange.total(unit, by_rank), accumulated(by_rank))
 
     def flush(self, offers: dict[int, Offers]) -> None:
         """Reduce what is pending on any rank."""
         for part, by_rank in _by_part(offers).items():
             unit, bucket = self._units[part.unit], self._pending.pop(part.unit, None)
-            if bucket is not None:
-                launch = self._exchange.launch(bucket, self._offered[part])
-                total = self._exchange.total(launch, by_rank)
-            else:
-                total = self._exchange.join(unit, by_rank)
+            launch = None if bucket is None else self._exchange.launch(bucket, self._offered[part])
             with unit.accepting():
-                self._deliver(unit, total, tuple(bool(use) for use in union(by_rank)))
+                self._deliver(unit, self._exchange.total(unit, by_rank, launch), accumulated(by_rank))
         self._exchange.settle_sending()
 
     def advance(self, kind: Kind) -> None:
-        """A fence was passed (the engine moves its clock)."""
+        """A fence was passed."""
         if kind is Kind.STEP:
-            self.backwards = 0
+            self._backwards = 0
             self._station.discard_arrivals()
+        self.gate.advance({Kind.STEP: Phase.STEP, Kind.FENCE: Phase.EDIT}.get(kind, Phase.READ))
 
     # ---- create_graph
-    def reduce_now(
-        self, unit: Unit, grads: Grads, uses: tuple[Use, ...], task: Task | None
-    ) -> torch.Tensor:
+    def reduce_now(self, unit: Unit, grads: Grads, uses: tuple[Use, ...], task: Task | None) -> torch.Tensor:
         """Launch and collect at once, for a reduction that is itself part of a graph."""
         alone = Task()
-        bucket = self._exchange.fill(unit, grads)
-        launch = self._exchange.launch(bucket, Offer(self._exchange.number(), uses))
-        alone.launches[Part(unit.index)] = launch
+        launch = alone.launches[Part(unit.index)] = self._exchange.send(unit, grads, uses)
         offered = self._end_backward(alone)
         only = {Part(unit.index)}
         if any(set(parts) != only for parts in offered.values()) or len(offered) < self._station.mesh.world:
@@ -255,13 +268,9 @@ class Reducer:
         return launch.own
 
     def gather_now(self, unit: Unit, shard: torch.Tensor) -> torch.Tensor:
-        """All ranks' `shard`s end to end (the transpose of a reduction)."""
-        parts = self._council.values(f"second derivative of unit {unit.name}", shard.detach().clone())
-        return torch.cat(parts)
-
-    @property
-    def scale(self) -> float:
-        return self._exchange.scale
+        """All ranks' `shard`s end to end, scaled: the transpose of a reduction."""
+        parts = self.council.values(f"second derivative of unit {unit.name}", shard.detach().clone)
+        return torch.cat(parts) * self._exchange.scale
 
 
 def _used(grads: Grads, uses: tuple[Use, ...]) -> list[torch.Tensor | None]:
@@ -298,7 +307,7 @@ class _Regather(torch.autograd.Function):
     def forward(ctx, reducer, unit, present, shard):  # type: ignore[no-untyped-def]
         ctx.set_materialize_grads(False)
         ctx.reducer, ctx.unit = reducer, unit
-        flat = reducer.gather_now(unit, shard) * reducer.scale
+        flat = reducer.gather_now(unit, shard)
         return tuple(view if p else None for view, p in zip(unit.layout.views(flat), present, strict=True))
 
     @staticmethod

@@ -18,7 +18,7 @@ class BufferPool:
 
     def __init__(self, ledger: Ledger, streams: Streams) -> None:
         self.limit = 0.0
-        self._ledger, self.streams = ledger, streams
+        self.ledger, self.streams = ledger, streams
         self._free: list[Loan] = []
         self._used = 0
 
@@ -29,8 +29,8 @@ class BufferPool:
             if buffer.numel() == numel and buffer.dtype == dtype and buffer.device == device:
                 return self._free.pop(index)
         while self._free and self._held > self.limit:
-            self._ledger.hold(-self._free.pop(0).data.nbytes)
-        self._ledger.hold(need)
+            self.ledger.hold(-self._free.pop(0).data.nbytes)
+        self.ledger.hold(need)
         current = self.streams.current()
         return Loan(current.empty(numel, dtype), current.record())
 
@@ -39,11 +39,11 @@ class BufferPool:
         if self._held + buffer.nbytes <= self.limit:
             self._free.append(Loan(buffer, free))
         else:
-            self._ledger.hold(-buffer.nbytes)
+            self.ledger.hold(-buffer.nbytes)
 
     def trim(self) -> None:
         while self._free:
-            self._ledger.hold(-self._free.pop().data.nbytes)
+            self.ledger.hold(-self._free.pop().data.nbytes)
 
     @property
     def _held(self) -> int:

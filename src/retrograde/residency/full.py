@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from retrograde.errors import UnsupportedError
+
 if TYPE_CHECKING:
     from retrograde.residency.unit import Unit
 
@@ -21,6 +23,14 @@ _OPERATORS = {
 _NOT_EDITS = {"requires_grad_", "detach_", "share_memory_", "rename_"}
 
 
+def overloads(name: str) -> list[Any]:
+    """What torch knows of its function of this name: none if it is written in Python."""
+    packet = getattr(torch.ops.aten, name, None)
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return []
+    return [getattr(packet, overload) for overload in packet.overloads()]  # type: ignore[no-untyped-call]
+
+
 def edits(name: str) -> bool:
     """Does a method or function of this name change its first argument in place?"""
     if name.endswith("__"):
@@ -28,16 +38,57 @@ def edits(name: str) -> bool:
     return name.endswith("_") and name not in _NOT_EDITS
 
 
-class FullTensor(torch.Tensor):
-    """A view of a page. Operations on it give plain tensors; only in-place edits are different.
+def alive(unit: "weakref.ref[Unit]") -> "Unit":
+    if (found := unit()) is None:
+        raise UnsupportedError("the sharded model of this tensor or graph is gone; keep it until its last backward")
+    return found
 
-    An edit (`w.clamp_()`, `w.data.fill_()`) is written back to the shard, where torch's own parameter would
-    have it. `data` shares the version counter, unlike torch's, so that no edit goes unseen.
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+
+
+class Aliased(torch.Tensor):
+    """Memory of a page. Operations on it give plain tensors, but for two kinds:
+
+    An edit (`w.clamp_()`, `w.data.fill_()`) is written back to the shard, where torch's own parameter would have it.
+    A view that takes no part in a graph (`w.data`, `w.T` under no_grad) may be edited as well, so it is `Aliased` too.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _unit: "weakref.ref[Unit]"
     _slot: int
+
+    def _alias(self, view: Any) -> Any:
+        if isinstance(view, list | tuple):
+            return type(view)(self._alias(each) for each in view)
+        if type(view) is not torch.Tensor or not _same_memory(view, self):
+            return view
+        if torch.is_grad_enabled() and view.requires_grad:
+            return view
+        alias = view.as_subclass(Aliased)
+        alias._unit, alias._slot = self._unit, self._slot
+        return alias
+
+    @property
+    def data(self) -> torch.Tensor:
+        """Shares the version counter, unlike torch's, so that no edit goes unseen."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        with torch.no_grad():
+            self.copy_(value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.detach().clone().requires_grad_(self.requires_grad)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+class FullTensor(Aliased):
+    """What `module.weight` returns: a full-shaped view of a page, in the graph of its parameter."""
 
     @staticmethod
     def of(data: torch.Tensor, unit: "Unit", slot: int) -> "FullTensor":
@@ -49,60 +100,30 @@ class FullTensor(torch.Tensor):
         """Swap the memory behind this tensor; its place in the autograd graph stays."""
         _set_data(self, data)
 
-    @property
-    def data(self) -> torch.Tensor:
-        return self.detach()
+    def _leaf(self) -> torch.Tensor:
+        return alive(self._unit).leaves[self._slot]
 
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        with torch.no_grad():
-            self.copy_(value)
-
-    @property
-    def grad(self) -> torch.Tensor | None:
-        """The parameter's, which is this rank's piece: the object that `p.grad` is."""
-        leaf = self._leaf()
-        return None if leaf is None else leaf.grad
-
-    @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
-        if (leaf := self._leaf()) is not None:
-            leaf.grad = value
-
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None
-
-    @property
-    def requires_grad(self) -> bool:
-        return bool(_get_requires_grad(self))
-
-    @requires_grad.setter
-    def requires_grad(self, value: bool) -> None:
-        """`module.weight.requires_grad = False` is how most people freeze: it is said of the parameter."""
-        if (leaf := self._leaf()) is not None:
-            leaf.requires_grad = value
+    # The parameter's, whose gradient is this rank's piece: the object that `p.grad` is.
+    grad = property(
+        lambda self: self._leaf().grad,
+        lambda self, value: setattr(self._leaf(), "grad", value),
+        lambda self: setattr(self._leaf(), "grad", None),
+    )
+    # `module.weight.requires_grad = False` is how most people freeze: it is said of the parameter.
+    requires_grad = property(
+        lambda self: bool(_get_requires_grad(self)), lambda self, value: self.requires_grad_(value)
+    )
 
     def requires_grad_(self, requires_grad: bool = True) -> "FullTensor":
-        self.requires_grad = requires_grad
+        self._leaf().requires_grad_(requires_grad)
         return self
-
-    def _leaf(self) -> torch.Tensor | None:
-        unit = self._unit()
-        return None if unit is None else unit.leaves[self._slot]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return self.detach().clone().requires_grad_(self.requires_grad)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.detach().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 def _reporting(name: str) -> Callable[..., Any]:
     method = getattr(torch.Tensor, name)
 
     @functools.wraps(method)
-    def edit(self: FullTensor, *args: Any, **kwargs: Any) -> Any:
+    def edit(self: Aliased, *args: Any, **kwargs: Any) -> Any:
         unit = self._unit()
         if unit is None:
             return method(self, *args, **kwargs)
@@ -111,14 +132,32 @@ def _reporting(name: str) -> Callable[..., Any]:
                 f"parameter {unit.layout.slots[self._slot].name} requires grad and is used in an in-place "
                 f"operation ({name}); edit weights under torch.no_grad()"
             )
-        unit.gate.before_write(f"{name} on {unit.layout.slots[self._slot].name}")
-        result = method(self, *args, **kwargs)
-        unit.write_back(self._slot)
+        with unit.gate.writing(f"{name} on {unit.layout.slots[self._slot].name}", [(unit, self._slot)]):
+            result = method(self, *args, **kwargs)
+            unit.write_back(self._slot)
         return result
 
     return edit
 
 
+def _aliasing(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def view(self: Aliased, *args: Any, **kwargs: Any) -> Any:
+        return self._alias(method(self, *args, **kwargs))
+
+    return view
+
+
+def _views(name: str) -> bool:
+    """Does torch's method of this name return a view of its tensor? Its schema says so."""
+    returned = [overload._schema.returns for overload in overloads(name)]
+    return name == "__getitem__" or any(r and r[0].alias_info and not r[0].alias_info.is_write for r in returned)
+
+
 for _name in dir(torch.Tensor):
     if edits(_name) and callable(getattr(torch.Tensor, _name)):
-        setattr(FullTensor, _name, _reporting(_name))
+        setattr(Aliased, _name, _reporting(_name))
+    elif _name in ("T", "mT", "H", "mH"):
+        setattr(Aliased, _name, property(_aliasing(getattr(torch.Tensor, _name).__get__)))
+    elif _views(_name) and callable(getattr(torch.Tensor, _name)):
+        setattr(Aliased, _name, _aliasing(getattr(torch.Tensor, _name)))

@@ -10,18 +10,23 @@ residency/full.py). The clock counts fences and is the same on all ranks.
 
 Rule 1: a request names the clock. An owner that is behind answers when it has caught up; one that is ahead
         refuses: the reader missed a fence.
-Rule 2: during a step nothing is served. During edits, a unit is served once it has had as many edits as
-        the reader's, or when the owner is seen reading again (its edits are over).
-Rule 3: having served or read a page, the next write needs a new fence.
+Rule 2: during a step nothing is served. Edits are counted, unit by unit, and a reader names how many it has made:
+        an owner that has made fewer answers when it has caught up, one that has made more undoes them in a copy.
+        So ranks may edit at their own pace, and read in between or not.
+Rule 3: having read a page, the next write needs a new fence; so does editing a parameter a second time, which
+        bounds what is kept for undoing by one shard.
 Rule 4: an edit nobody reported (through an alias of a leaf) still moves the leaf's version counter: readers
         and owners compare how many such stray edits they saw.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from retrograde.comm import Stamp, Station
+import torch
+
+from retrograde.comm import Reading, Stamp, Station
 
 if TYPE_CHECKING:
     from retrograde.residency.unit import Unit
@@ -36,31 +41,39 @@ class Phase(Enum):
 class Gate:
     def __init__(self, station: Station, units: list["Unit"], fence: Callable[[str], None]) -> None:
         self.clock = 0
-        self._units = units
-        self._station = station
-        self._fence = fence
+        self._station, self._units, self._fence = station, units, fence
+        station.serve = self.shard_for
         self._phase = Phase.READ
-        self._read_since = True
 
     # ---- the main thread
-    def stamp(self, unit: "Unit") -> Stamp:
-        """What a page read now must contain. Reading ends the edits before it."""
+    def read(self, unit: "Unit", into: Callable[[int], torch.Tensor]) -> Reading:
+        """Start reading the page as this rank sees it now. Reading ends the edits before it."""
         with self._station.mesh.changed:
             if self._phase is not Phase.READ:
                 self._settle()
-            self._read_since = True
-        return Stamp(self.clock, unit.edits, unit.version - unit.settled)
+        stamp = Stamp(self.clock, unit.edits, unit.version - unit.settled)
+        return self._station.read(unit.index, unit.name, stamp, into)
 
-    def before_write(self, what: str) -> None:
-        with self._station.mesh.changed:
-            free = self._phase is not Phase.READ and not self._read_since
-        if not free:
+    @contextlib.contextmanager
+    def writing(self, what: str, targets: Sequence[tuple["Unit", int]]) -> Iterator[None]:
+        """Around an edit of parameters in place, given as unit and slot."""
+        if self._phase is Phase.READ or any(unit.edited(slot) for unit, slot in targets):
             self._fence(what)
-
-    def after_write(self, unit: "Unit") -> None:
+        edit = self._phase is Phase.EDIT
+        marks = {unit: len(unit.undo) for unit, _ in targets}
         with self._station.mesh.changed:
-            if self._phase is Phase.EDIT:
-                unit.edits += 1
+            for unit, slot in targets if edit else ():
+                unit.undo.append((slot, unit.pieces[slot].clone()))
+        try:
+            yield
+        except BaseException:
+            with self._station.mesh.changed:
+                for unit, mark in marks.items():
+                    del unit.undo[mark:]
+            raise
+        with self._station.mesh.changed:
+            for unit in marks:
+                unit.edits = unit.fenced + len(unit.undo)
         self._station.answer_waiting()
 
     def advance(self, phase: Phase) -> None:
@@ -68,11 +81,9 @@ class Gate:
         with self._station.mesh.changed:
             self.clock += 1
             self._phase = phase
-            self._read_since = False
             for unit in self._units:
-                unit.edits = 0
+                unit.undo, unit.fenced = [], unit.edits
                 unit.settled = unit.version
-        self._station.finish_serving()
         self._station.answer_waiting()
 
     def end_step(self) -> None:
@@ -87,15 +98,17 @@ class Gate:
             unit.settled = unit.version
 
     # ---- the service thread
-    def admit(self, unit: "Unit", stamp: Stamp) -> str | None:
-        """None if `unit`'s shard is what the reader needs, else why not."""
+    def shard_for(self, index: int, stamp: Stamp) -> torch.Tensor | str:
+        """The unit's shard as the reader needs it, else why it is not to be had (yet)."""
+        unit = self._units[index]
         if stamp.clock < self.clock:
             return f"it has moved on to fence {self.clock} while the reader is still at fence {stamp.clock}"
         if stamp.clock > self.clock or self._phase is Phase.STEP:
             return f"it has not finished the step or edit that the reader has finished (fence {self.clock})"
-        if self._phase is Phase.EDIT and unit.edits != stamp.edits:
+        if unit.edits < stamp.edits:
             return f"it has made {unit.edits} edits of this unit where the reader has made {stamp.edits}"
-        if self._phase is Phase.READ and unit.version - unit.settled != stamp.stray:
+        if self._phase is Phase.EDIT or unit.edits > stamp.edits:
+            return unit.shard_after(stamp.edits)
+        if unit.version - unit.settled != stamp.stray:
             return "its weights were not edited in the same way as the reader's"
-        self._read_since = True
-        return None
+        return unit.shard

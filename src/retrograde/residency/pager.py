@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import torch
 
 from retrograde.layout import Policy
-from retrograde.residency.unit import State, Unit
+from retrograde.residency.buffers import BufferPool
+from retrograde.residency.unit import Unit
 
 _graph_task = torch._C._current_graph_task_id
 HORIZON = 256  # how far ahead of now the forecast is followed when choosing what to evict
@@ -48,13 +49,12 @@ class Forecast:
 
 
 class Pager:
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
+    def __init__(self, policy: Policy, pool: BufferPool) -> None:
+        self._policy, self._pool = policy, pool
         self._forecast = Forecast()
         self._current: Unit | None = None
-        self._previous: Unit | None = None
-        self._resident: list[Unit] = []
-        self.live: dict[int, Unit] = {}  # storage of a READY page -> its unit (saved.py looks here)
+        self._resident: dict[Unit, None] = {}  # in the order of their coming
+        self.live: dict[int, Unit] = {}  # storage of a page that is ready -> its unit (saved.py looks here)
 
     def access(self, unit: Unit, slot: int) -> torch.Tensor:
         """The full tensor of a parameter, paged in if need be: the hot path."""
@@ -69,69 +69,70 @@ class Pager:
 
     def open(self, unit: Unit) -> None:
         """Make `unit` READY and valid, and start what is expected next."""
-        if unit is self._current and unit.state is State.READY and unit.valid:
+        if unit is self._current and unit.ready and unit.valid:
             return
         if not unit.valid:
             unit.write_back_if_edited()
             self._make_room(unit)
             unit.start()
-        if unit not in self._resident:
-            self._resident.append(unit)
-        if unit.state is State.LOADING:
-            unit.finish()
-            assert unit.buffer is not None
-            self.live[unit.buffer.untyped_storage()._cdata] = unit
+        self._resident.setdefault(unit)
+        self._finish(unit)
         if unit is not self._current:
             self._use(unit)
 
+    def _finish(self, unit: Unit) -> None:
+        if unit.loading:
+            unit.finish()
+            self.live[unit.page.untyped_storage()._cdata] = unit
+
     def retire(self, unit: Unit) -> None:
         """A backward has made its last use of this page."""
-        if not self._policy.keeps_pages and (self._policy.resident == 0 or not self._fits()):
+        budget = self._policy.resident
+        if budget == 0 or self._idle_bytes(set()) > budget:
             self._drop(unit)
 
     def quiesce(self) -> None:
         """Before the weights change: no read may be under way."""
         for unit in self._resident:
-            if unit.state is State.LOADING:
-                unit.finish()
-                assert unit.buffer is not None
-                self.live[unit.buffer.untyped_storage()._cdata] = unit
+            self._finish(unit)
             unit.write_back_if_edited()
         self._forecast.forget_position()
 
     def release(self) -> None:
         """Let go of every page that is not kept: after a step they are stale, after a failure they are leftovers."""
-        self._current = self._previous = None
+        self._current = None
         if not self._policy.keeps_pages:
             for unit in list(self._resident):
                 if not unit.valid or self._policy.resident == 0:
                     self._drop(unit)
+        self._pool.trim()
 
     def _use(self, unit: Unit) -> None:
         self._forecast.use(unit, _graph_task() != -1)
-        self._previous, self._current = self._current, unit
-        if self._policy.keeps_pages and not self._policy.prefetch:
-            return
-        following = next(self._forecast.ahead(1), None) if self._policy.prefetch else None
+        self._current = unit
+        following = self._expected()
         if following is not None and following is not unit and not following.valid:
             self._make_room(following)
             following.start()
-            self._resident.append(following) if following not in self._resident else None
+            self._resident.setdefault(following)
+
+    def _expected(self) -> Unit | None:
+        """The unit to prefetch."""
+        return next(self._forecast.ahead(1), None) if self._policy.prefetch else None
 
     def _make_room(self, coming: Unit) -> None:
         """Evict until what is idle fits the budget. In use: the page coming, the current one, one expected."""
         if self._policy.keeps_pages:
             return
-        expected = next(self._forecast.ahead(1), None) if self._policy.prefetch else None
+        expected = self._expected()
         spared = {coming}
         if self._policy.prefetch and self._current is not None:
             # Two pages: the one coming and either the one in use or, when that is being left, the next.
             spared.add(self._current if coming is expected or expected is None else expected)
-        for unit in self._by_next_use():
-            if self._idle_bytes(spared) <= self._policy.resident:
-                return
-            if unit not in spared:
-                self._drop(unit)
+        if self._idle_bytes(spared) > self._policy.resident:
+            for unit in self._by_next_use():
+                if unit not in spared and self._idle_bytes(spared) > self._policy.resident:
+                    self._drop(unit)
 
     def _by_next_use(self) -> list[Unit]:
         """Resident units, the one needed last first; never needed again counts as last."""
@@ -141,14 +142,10 @@ class Pager:
     def _idle_bytes(self, spared: set[Unit]) -> int:
         return sum(unit.layout.page_bytes for unit in self._resident if unit not in spared and not unit.at_home)
 
-    def _fits(self) -> bool:
-        return self._idle_bytes(set()) <= self._policy.resident
-
     def _drop(self, unit: Unit) -> None:
         storage = None if unit.buffer is None else unit.buffer.untyped_storage()._cdata
         if unit.drop() and unit.buffer is None:
-            if unit in self._resident:
-                self._resident.remove(unit)
+            self._resident.pop(unit, None)
             if storage is not None:
                 self.live.pop(storage, None)
             if self._current is unit:

@@ -43,18 +43,11 @@ class Handle(NamedTuple):
     offset: int
 
 
-class Kept(NamedTuple):
-    """A saved tensor that is not of a page: an alias (the tensor itself could close a cycle with its own node)."""
-
-    tensor: torch.Tensor
-    version: int
-
-
-class Chained(NamedTuple):
-    """Something the hooks outside ours packed."""
+class Packed(NamedTuple):
+    """What the hooks leave in a graph: something, and who makes a tensor of it again."""
 
     unpack: Hook
-    packed: Any
+    what: Any
 
 
 class SavedTensors:
@@ -63,56 +56,35 @@ class SavedTensors:
     def __init__(self, pager: Pager) -> None:
         self._pager = pager
         self._live = pager.live
-        self._offsets: dict[Unit, list[int]] = {}
-        self._ours = (self._pack, self._unpack)
-
-    def add(self, unit: Unit) -> None:
-        self._offsets[unit] = [slot.offset for slot in unit.layout.slots]
 
     def enter(self) -> bool:
         """Activate the hooks; False (and nothing to leave) where they are active, useless or forbidden."""
         if not torch.is_grad_enabled() or _forbidden() is not None:
             return False
         outer: tuple[Hook, Hook] | None = _top(True)
-        if outer is None:
-            _push(*self._ours)
-            return True
-        # A bound method is a new object each time it is read: compare what it is bound to.
-        if getattr(outer[0], "__self__", None) is self:
+        pack, unpack = outer or (_keep, _kept)
+        if getattr(pack, "of", None) is self:
             return False
-        chain = _Chain(self, outer[0], outer[1])
-        _push(chain.pack, self._unpack)
+
+        def packed(tensor: torch.Tensor) -> Packed:
+            handle = self._handle(tensor)
+            return Packed(unpack, pack(tensor)) if handle is None else Packed(self._page_in, handle)
+
+        packed.of = self  # type: ignore[attr-defined]
+        _push(packed, _unpack)
         return True
 
-    @staticmethod
-    def leave() -> None:
-        _pop()
+    leave = staticmethod(_pop)
 
-    def _pack(self, tensor: torch.Tensor) -> Any:
-        handle = self.handle(tensor)
-        return Kept(tensor.detach(), tensor._version) if handle is None else handle
-
-    def handle(self, tensor: torch.Tensor) -> Handle | None:
+    def _handle(self, tensor: torch.Tensor) -> Handle | None:
         if not self._live or tensor.layout is not torch.strided:
             return None
         unit = self._live.get(tensor.untyped_storage()._cdata)
         if unit is None or tensor.dtype is not unit.layout.dtype:
             return None
         offset = int(tensor.storage_offset())
-        slot = bisect.bisect_right(self._offsets[unit], offset) - 1
+        slot = bisect.bisect_right(unit.layout.offsets, offset) - 1
         return Handle(unit, slot, unit.pieces[slot]._version, tensor.size(), tensor.stride(), offset)
-
-    def _unpack(self, packed: Any) -> Any:
-        if type(packed) is Kept:
-            tensor, version = packed
-            if tensor._version != version:
-                raise RuntimeError(_MODIFIED.format(f"{tensor.type()} {list(tensor.size())}", tensor._version, version))
-            return tensor
-        if type(packed) is Handle:
-            return self._page_in(packed)
-        if type(packed) is Chained:
-            return packed.unpack(packed.packed)
-        return packed
 
     def _page_in(self, handle: Handle) -> torch.Tensor:
         unit, piece = handle.unit, handle.unit.pieces[handle.slot]
@@ -123,16 +95,21 @@ class SavedTensors:
                 + " Hint: an optimizer step or an edit of the weights came between forward and backward of this graph"
             )
         self._pager.open(unit)
-        assert unit.buffer is not None
         with torch.no_grad():
-            return unit.buffer.as_strided(handle.size, handle.stride, handle.offset)
+            return unit.page.as_strided(handle.size, handle.stride, handle.offset)
 
 
-class _Chain:
-    def __init__(self, saved: SavedTensors, pack: Hook, unpack: Hook) -> None:
-        self.__self__ = saved
-        self._handle, self._pack, self._unpack = saved.handle, pack, unpack
+def _unpack(packed: Packed) -> Any:
+    return packed.unpack(packed.what)
 
-    def pack(self, tensor: torch.Tensor) -> Any:
-        handle = self._handle(tensor)
-        return Chained(self._unpack, self._pack(tensor)) if handle is None else handle
+
+def _keep(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Not of a page: an alias is kept (the tensor itself could close a cycle with its own node)."""
+    return tensor.detach(), tensor._version
+
+
+def _kept(kept: tuple[torch.Tensor, int]) -> torch.Tensor:
+    tensor, version = kept
+    if tensor._version != version:
+        raise RuntimeError(_MODIFIED.format(f"{tensor.type()} {list(tensor.size())}", tensor._version, version))
+    return tensor

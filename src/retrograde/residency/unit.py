@@ -23,18 +23,16 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
-from enum import Enum, auto
 from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
 
-from retrograde.comm import Event, Reading, Station, Streams
-from retrograde.errors import RetrogradeError
+from retrograde.comm import Event, Reading
 from retrograde.layout import Layout
-from retrograde.ledger import Kind, Ledger
+from retrograde.ledger import Kind
 from retrograde.residency.buffers import BufferPool
-from retrograde.residency.full import FullTensor
+from retrograde.residency.full import FullTensor, alive
 from retrograde.residency.gate import Gate
 
 AS_SOON_AS_READY = 2**64 - 2
@@ -58,7 +56,7 @@ class Pack(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        unit = _alive(ctx.unit)
+        unit = alive(ctx.unit)
         pieces = unit.sink.packed(unit, grad) if grad is not None else [None] * len(unit.leaves)
         unit.arrived = [piece is not None for piece in pieces]
         return (None, *pieces)
@@ -73,7 +71,7 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, torch.Tensor | None]:
-        unit = _alive(ctx.unit)
+        unit = alive(ctx.unit)
         return None, unit.sink.gathered(unit, grads)
 
 
@@ -81,29 +79,11 @@ class Gather(torch.autograd.Function):
 _for_all_modes = torch.inference_mode(mode=False)
 
 
-def _alive(reference: "weakref.ref[Unit]") -> "Unit":
-    if (unit := reference()) is None:
-        raise RetrogradeError("backward through a sharded model that is gone; keep the model until its last backward")
-    return unit
-
-
-class State(Enum):
-    ABSENT = auto()
-    LOADING = auto()
-    READY = auto()
-
-
 class Unit:
     """One unit on one rank."""
 
     def __init__(
-        self,
-        index: int,
-        name: str,
-        layout: Layout,
-        leaves: Sequence[nn.Parameter],
-        home: torch.Tensor,
-        rank: int,
+        self, index: int, name: str, layout: Layout, leaves: Sequence[nn.Parameter], home: torch.Tensor, rank: int
     ) -> None:
         """`home` is the shard, or the whole page with the shard inside it when pages stay (or world is 1)."""
         self.index, self.name, self.layout, self.rank = index, name, layout, rank
@@ -111,18 +91,12 @@ class Unit:
         self.trained = [leaf.requires_grad for leaf in leaves]  # kept by the leaves (optim/pieces.py)
         self.at_home = home.numel() == layout.padded_numel
         self.shard = home[layout.span(rank)] if self.at_home else home
-        self.state = State.ABSENT
+        self.ready = False  # do the full tensors show the page?
         self.buffer: torch.Tensor | None = home if self.at_home else None
         self.arrived = [False] * len(leaves)  # which leaves the last run of Pack had a gradient for
-        self._hooks: list[dict[int, Any]] = []  # the leaves' post-accumulate hooks
-        self.edits = 0
+        self.edits = self.fenced = 0  # made so far, and at the last fence (gate.py)
+        self.undo: list[tuple[int, torch.Tensor]] = []  # slots edited since, with their pieces before
         self.settled = 0
-        self.gate: Gate
-        self.station: Station
-        self.sink: Sink
-        self._ledger: Ledger
-        self._pool: BufferPool
-        self._streams: Streams
         self._reading: Reading | None = None
         self._loaded: Event = None
         self._read_at = -1
@@ -130,21 +104,16 @@ class Unit:
         self._stubs = [torch.empty((), dtype=layout.dtype, device=home.device).expand(s.shape) for s in layout.slots]
         self.outs: tuple[FullTensor, ...] = ()
 
-    def connect(self, gate: Gate, station: Station, sink: Sink, pool: BufferPool, ledger: Ledger) -> None:
-        self.gate, self.station, self.sink, self._pool, self._ledger = gate, station, sink, pool, ledger
-        self._streams = pool.streams
+    def connect(self, gate: Gate, sink: Sink, pool: BufferPool) -> None:
+        self.gate, self.sink, self._pool, self._streams = gate, sink, pool, pool.streams
         # Plain tensors that share the leaves' memory and version counters: reading a leaf itself is slower.
         self.pieces = tuple(leaf.detach() for leaf in self.leaves)
         self.settled = self.version
         self.outs = tuple(FullTensor.of(stub.clone(), self, i) for i, stub in enumerate(self._stubs))
         self._edits_seen = 0
-        if self.differentiable:
+        if self.layout.dtype.is_floating_point or self.layout.dtype.is_complex:
             self._build_graph()
         self._point(self._stubs)
-
-    @property
-    def differentiable(self) -> bool:
-        return self.layout.dtype.is_floating_point or self.layout.dtype.is_complex
 
     def _build_graph(self) -> None:
         for leaf in self.leaves:
@@ -168,14 +137,11 @@ class Unit:
     def trainable(self) -> bool:
         return any(self.trained)
 
-    def watch_hooks(self, table: Any) -> None:
-        if not any(known is table for known in self._hooks):
-            self._hooks.append(table)
-
     @property
     def hooked(self) -> bool:
         """Does somebody wait for the gradients of this unit in the backward that brings them?"""
-        return any(self._hooks)
+        with torch._C.DisableTorchFunctionSubclass():
+            return any(leaf._post_accumulate_grad_hooks for leaf in self.leaves)
 
     @contextlib.contextmanager
     def accepting(self) -> Iterator[None]:
@@ -191,67 +157,70 @@ class Unit:
 
     @property
     def valid(self) -> bool:
-        return self.state is not State.ABSENT and self._read_at == self.version
+        return (self.ready or self.loading) and self._read_at == self.version
+
+    @property
+    def loading(self) -> bool:
+        return self._reading is not None
+
+    @property
+    def page(self) -> torch.Tensor:
+        assert self.buffer is not None, self.name
+        return self.buffer
 
     # ---- the page's life
     @_for_all_modes
     def start(self) -> None:
-        """Begin paging in (ABSENT or stale -> LOADING)."""
-        if self.state is State.LOADING:
+        """Begin paging in what is absent or stale."""
+        if self.loading:
             self.finish()
         fetching = self._streams.fetching
         if self.buffer is None:
             self.buffer, free = self._pool.take(self.layout.padded_numel, self.layout.dtype, self.shard.device)
             fetching.wait(free)
         fetching.wait(self._streams.current().record())  # a step may have written the shard there
-        stamp = self.gate.stamp(self)
         buffer, span = self.buffer, self.layout.span(self.rank)
         if not self.at_home:
             fetching.run(lambda: buffer[span].copy_(self.shard))
         self._read_at = self.version
-        self._reading = self.station.read(self.index, stamp, lambda rank: buffer[self.layout.span(rank)])
+        self._reading = self.gate.read(self, lambda rank: buffer[self.layout.span(rank)])
         self._loaded = fetching.record()
-        self.state = State.LOADING
-        self._ledger.record(Kind.GATHER, self.name, self.layout.page_bytes - self.layout.shard_bytes)
+        self.ready = False
+        self._pool.ledger.record(Kind.GATHER, self.name, self.layout.page_bytes - self.layout.shard_bytes)
 
     @_for_all_modes
     def finish(self) -> None:
-        """LOADING -> READY: the full tensors show the page."""
-        if self.state is not State.LOADING or self._reading is None or self.buffer is None:
-            raise RetrogradeError(f"unit {self.name}: finish() in state {self.state.name}")
-        self._reading.wait()
+        """The page is here: the full tensors show it."""
+        assert self._reading is not None, self.name
+        self._reading()
         self._streams.current().wait(self._loaded)
-        self._reading = None
-        self.state = State.READY
-        self._point(list(self.layout.views(self.buffer)))
+        self._reading, self.ready = None, True
+        self._point(list(self.layout.views(self.page)))
         for out in self.outs:
             torch.autograd.graph.increment_version(out)  # what was saved from the memory before is stale
         self._edits_seen = self._edit_counter()
-        self._own_references = torch._C._storage_Use_Count(self.buffer.untyped_storage()._cdata)
+        self._own_references = torch._C._storage_Use_Count(self.page.untyped_storage()._cdata)
 
     def drop(self) -> bool:
-        """READY -> ABSENT if nobody else refers to the page; says whether it did."""
-        if self.state is State.LOADING:
+        """Let go of the page if nobody else refers to it; says whether it did."""
+        if self.loading:
             self.finish()
-        if self.state is State.READY and not self.at_home:
+        if self.ready and not self.at_home:
             self.write_back_if_edited()
             if not self._alone():
                 return False
-            assert self.buffer is not None
             self._point(self._stubs)
-            self._pool.give(self.buffer, self._streams.current().record())
-            self.buffer = None
-            self.state = State.ABSENT
-            self._ledger.record(Kind.DROP, self.name)
+            self._pool.give(self.page, self._streams.current().record())
+            self.buffer, self.ready = None, False
+            self._pool.ledger.record(Kind.DROP, self.name)
         return True
 
     def full(self, slot: int) -> torch.Tensor:
-        """The full tensor of a parameter; the page is READY."""
+        """The full tensor of a parameter; the page is ready."""
         if self.trained[slot]:
             return self.outs[slot]
-        assert self.buffer is not None
         place = self.layout.slots[slot]
-        return FullTensor.of(self.buffer[place.offset : place.end].view(place.shape), self, slot)
+        return FullTensor.of(self.page[place.offset : place.end].view(place.shape), self, slot)
 
     def _point(self, memory: Sequence[torch.Tensor]) -> None:
         for out, data in zip(self.outs, memory, strict=True):
@@ -259,37 +228,44 @@ class Unit:
 
     def _alone(self) -> bool:
         """Does nothing but this unit refer to the page? Counts references in Python, autograd and views."""
-        assert self.buffer is not None
-        storage = self.buffer.untyped_storage()
-        if torch._C._storage_Use_Count(storage._cdata) > self._own_references:
+        if torch._C._storage_Use_Count(self.page.untyped_storage()._cdata) > self._own_references:
             return False
         return all(sys.getrefcount(out) <= _OUT_REFERENCES and _owners(out) == 1 for out in self.outs)
 
     # ---- edits through full tensors
     def _edit_counter(self) -> int:
-        assert self.buffer is not None
-        return self.buffer._version + sum(out._version for out in self.outs)
+        return self.page._version + sum(out._version for out in self.outs)
 
     def write_back_if_edited(self) -> None:
         """An edit that was not reported (through an alias of a full tensor) reaches the shard here."""
-        if self.state is State.READY and (now := self._edit_counter()) != self._edits_seen:
+        if self.ready and (now := self._edit_counter()) != self._edits_seen:
             self._edits_seen = now  # a fence looks for edits too
-            self.gate.before_write(f"an edit of unit {self.name}")
-            for slot in range(len(self.leaves)):
-                self.write_back(slot)
+            every = range(len(self.leaves))
+            with self.gate.writing(f"an edit of unit {self.name}", [(self, slot) for slot in every]):
+                for slot in every:
+                    self.write_back(slot)
 
     def write_back(self, slot: int) -> None:
         """A full tensor was edited: its part on this rank goes into the shard. The page stays valid."""
-        assert self.buffer is not None
         place = self.layout.slots[slot]
-        mine = self.buffer[place.offset : place.end][self.layout.within(place, self.rank)]
+        mine = self.page[place.offset : place.end][self.layout.within(place, self.rank)]
         if self.at_home:
             torch.autograd.graph.increment_version(self.pieces[slot])
         else:
             self.pieces[slot].copy_(mine)
         self._read_at = self.version
         self._edits_seen = self._edit_counter()
-        self.gate.after_write(self)
+
+    def edited(self, slot: int) -> bool:
+        """Since the last fence."""
+        return any(slot == other for other, _ in self.undo)
+
+    def shard_after(self, edits: int) -> torch.Tensor:
+        """A copy of the shard as it was after so many edits. Also right while another is being made."""
+        old = self.shard.clone()
+        for slot, piece in reversed(self.undo[edits - self.fenced :]):
+            old[self.layout.piece(self.layout.slots[slot], self.rank)] = piece
+        return old
 
 
 _set_requires_grad = cast(Any, torch.Tensor.requires_grad).__set__

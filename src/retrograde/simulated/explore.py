@@ -130,19 +130,24 @@ def explore(program: Program, without: Site | None = None, most_states: int = 2_
         return Explored(orders(machine.save()), len(counts))
 
 
-def sample(program: Program, seeds: range, without: Site | None = None) -> None:
-    """One random order for each seed; raises `Corrupted`, whose first line names the seed to replay."""
+def sample(program: Program, seeds: range, without: Site | None = None) -> int:
+    """One random order for each seed, returns how many differed; raises `Corrupted`, which names the seed to replay."""
+    orders = set()
     for tried, seed in enumerate(seeds):
         draw = random.Random(seed)
         with torch.no_grad():
             machine = _Machine(program, without)
+            order = []
             while ready := machine.ready():
-                machine.run(draw.choice(ready))
+                order.append(draw.choice(ready))
+                machine.run(order[-1])
+            orders.add(tuple(order))
             try:
                 machine.verdict(tried + 1)
             except Corrupted as error:
                 error.args = (f"seed {seed}: {error.args[0]}",)
                 raise
+    return len(orders)
 
 
 def replay(program: Program, schedule: Schedule, without: Site | None = None) -> list[str]:

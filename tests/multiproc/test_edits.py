@@ -16,7 +16,7 @@ from tests.multiproc.twin import RATE, Twin
 from tests.small import batch, loss_of
 
 Ranks = Callable[[int], RankPool]
-STAGES = pytest.mark.parametrize("stage", (1, 2, 3))
+STAGES = pytest.mark.parametrize("stage", (2, 3))  # pages live at stage 1 as they do at stage 2
 Edit = Callable[[nn.Module], Any]
 
 

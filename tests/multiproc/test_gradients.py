@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -273,7 +274,7 @@ def test_penalties_through_the_leaves(ranks: Ranks, name: str) -> None:
 
 # ---- optimizers that look at more than elements
 class Lamb(torch.optim.Optimizer):
-    """The part of LAMB that matters here: a step is scaled by norms of the whole parameter."""
+    """The part of LAMB that matters here: a step is scaled by norms of whole parameters and of state made of them."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
@@ -282,8 +283,13 @@ class Lamb(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for p in group["params"]:
-                ratio = p.norm() / p.grad.norm().clamp_min(2**-20)
-                p.add_(p.grad * ratio, alpha=-(2**-5))
+                state = self.state[p]
+                if not state:
+                    state["average"] = torch.zeros_like(p)
+                state["average"].mul_(0.5).add_(p.grad, alpha=0.5)
+                update = state["average"] * 2
+                ratio = p.norm() / update.norm().clamp_min(2**-20)
+                p.add_(update * ratio, alpha=-(2**-5))
 
 
 def _lbfgs(params: Any) -> torch.optim.Optimizer:
@@ -305,6 +311,8 @@ def _whole_optimizer(rank: int, world: int, name: str) -> None:
         twin.optimize(WHOLE[name])
         for step in range(3):
             _closures(twin, step)
+            for optimizer in twin.optimizers:  # as after a restart
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     except rg.UnsupportedError as error:
         assert name != "lamb" and name in str(error).lower()
         twin.close()

@@ -135,8 +135,7 @@ def _slow_step(rank: int, world: int) -> tuple[str, float]:
 
 def test_a_page_that_does_not_come(ranks: Ranks) -> None:
     first, second = ranks(2).run(_slow_step)
-    ranks(2).close()  # a read that timed out took the connection along
-    _assert_divergence([first], r"rank 0 waited 2 s to page in unit \S+ from rank 1", r"has not finished the step")
+    _assert_divergence([first], r"rank 0 waited 2 s for rank\(s\) 1 at reading unit \S+,", r"has not finished the step")
     _assert_divergence([second], within=3 * TIMEOUT + 6)
 
 
@@ -145,6 +144,7 @@ def _dies(rank: int, world: int, when: float) -> None:
     rg.shard(model, 3, timeout=TIMEOUT)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     loss_of(model, batch(rank)).backward()
+    dist.barrier()  # rank 0 has all of rank 1's messages
     if rank == 1:
         os._exit(7)
     time.sleep(when)
@@ -251,9 +251,9 @@ def test_random_units_orders_and_counts_per_rank(ranks: Ranks, stage: int, varia
     if stage != 3 and variant == "budget":
         variant = "default"  # budgets are stage 3's; other seeds then
     seed = 10 * stage + len(variant)
-    ranks(2).run(_fuzz, stage, seed, 50, VARIANTS[variant], timeout=90)
+    ranks(2).run(_fuzz, stage, seed, 15, VARIANTS[variant], timeout=90)
 
 
 @STAGES
 def test_random_units_at_world_4(ranks: Ranks, stage: int) -> None:
-    ranks(4).run(_fuzz, stage, stage, 25, {}, timeout=90)
+    ranks(4).run(_fuzz, stage, stage, 8, {}, timeout=90)

@@ -1,0 +1,181 @@
+"""The bubble of real pipelines whose actions take a known time: ours, and torch.distributed.pipelining.
+
+Four ranks, eight microbatches; F, I and W of a rank's share of the model each sleep for the same time, so that the
+cores of the machine do not matter. Run with `python -m benchmarks.bubble`; figures are the best of several steps,
+because anything else on the machine can only add to them.
+"""
+
+import datetime
+import os
+import tempfile
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
+
+import retrograde as rg
+from retrograde.pipeline import generate, simulate
+from retrograde.pipeline.stage import Stage
+
+RANKS, MICROBATCHES, STEPS = 4, 8, 3
+PAUSE = 0.15  # seconds for F, I and W each, over a rank's whole share
+WIDTH = 8
+
+
+class Clock:
+    """When this rank's first action of a step began and its last ended."""
+
+    def __init__(self) -> None:
+        self.first = self.last = 0.0
+
+    def pause(self, seconds: float) -> None:
+        self.first = self.first or time.monotonic()
+        time.sleep(seconds)
+        self.last = time.monotonic()
+
+
+class PauseBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, clock: Clock, seconds: float) -> Tensor:
+        ctx.clock, ctx.seconds = clock, seconds
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.clock.pause(ctx.seconds)
+        return grad, None, None
+
+
+class Sleeper(nn.Module):
+    """A linear layer whose forward, input gradient and weight gradient take `seconds` each.
+
+    Where W sleeps depends on whose W it is: torch's walks the graph to the weight; ours is a call of the stage.
+    """
+
+    def __init__(self, clock: Clock, seconds: float, ours: bool) -> None:
+        super().__init__()
+        self.clock, self.seconds, self.ours = clock, seconds, ours
+        self.shift = nn.Parameter(torch.zeros(WIDTH))  # so that the first stage has an input gradient too
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.clock.pause(self.seconds)
+        x = PauseBackward.apply(x + self.shift, self.clock, self.seconds)
+        weight = self.weight if self.ours else PauseBackward.apply(self.weight, self.clock, self.seconds)
+        return torch.tanh(F.linear(x, weight))
+
+
+@dataclass(frozen=True)
+class Contender:
+    name: str
+    chunks: int
+    torchs: Any = None  # its schedule class; ours are known by name
+
+
+CONTENDERS = (
+    Contender("1f1b", 1),
+    Contender("zb-h1", 1),
+    Contender("torch InterleavedZeroBubble, one stage per rank", 1, ScheduleInterleavedZeroBubble),
+    Contender("zb-v", 2),
+    Contender("torch InterleavedZeroBubble, two", 2, ScheduleInterleavedZeroBubble),
+    Contender("torch ZBVZeroBubble", 2, ScheduleZBVZeroBubble),
+)
+
+
+def pause_weights(stage: Stage, clock: Clock, seconds: float) -> None:
+    """W, and the W in B, take their time."""
+
+    def slow(work: Any) -> Any:
+        def run(*args: Any) -> Any:
+            result = work(*args)
+            clock.pause(seconds)
+            return result
+
+        return run
+
+    stage.backward_weights, stage.backward = slow(stage.backward_weights), slow(stage.backward)
+
+
+def stepper(contender: Contender, clock: Clock, rank: int) -> Any:
+    seconds = PAUSE / contender.chunks
+    x = torch.randn(MICROBATCHES * 2, WIDTH)
+    if contender.torchs is None:
+        blocks = [Sleeper(clock, seconds, True) for _ in range(RANKS * contender.chunks)]
+        pipe = rg.Pipeline(blocks, schedule=contender.name, microbatches=MICROBATCHES, loss=F.mse_loss)
+        for stage in pipe.stages.values():
+            pause_weights(stage, clock, seconds)
+        return lambda: pipe.step(x, target=x)
+    last = RANKS * contender.chunks - 1
+    v_shape = contender.torchs is ScheduleZBVZeroBubble
+    numbers = [rank, last - rank] if v_shape else list(range(rank, last + 1, RANKS))
+    stages = [
+        PipelineStage(Sleeper(clock, seconds, False), n, last + 1, torch.device("cpu"), input_args=(x[:2],))
+        for n in numbers
+    ]
+    schedule = contender.torchs(stages, MICROBATCHES, loss_fn=F.mse_loss)
+    args, target = ((x,) if 0 in numbers else ()), ({"target": x} if last in numbers else {})
+    return lambda: schedule.step(*args, **target)
+
+
+def measure(rank: int, folder: str, results: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=RANKS,
+        timeout=datetime.timedelta(seconds=120),
+    )
+    for contender in CONTENDERS:
+        torch.manual_seed(0)
+        clock = Clock()
+        step = stepper(contender, clock, rank)
+        for number in range(STEPS):
+            dist.barrier()
+            clock.first = 0.0
+            step()
+            results.put((contender.name, number, rank, clock.first, clock.last))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def table(found: dict[tuple[str, int], list[tuple[float, float]]]) -> str:
+    work = 3 * PAUSE * MICROBATCHES
+    lines = ["| schedule | bubble | in theory | a single step | in theory |", "|---|---|---|---|---|"]
+    for contender in CONTENDERS:
+        spans = [found[contender.name, number] for number in range(1, STEPS)]  # the first step learns layouts
+        bubble = min(max(end - start for start, end in ranks) / work - 1 for ranks in spans)
+        step = min((max(end for _, end in ranks) - min(start for start, _ in ranks)) / work - 1 for ranks in spans)
+        theory = ("", "")
+        if contender.torchs is None:
+            timeline = simulate(generate(contender.name, RANKS, MICROBATCHES))
+            theory = (f"{timeline.bubble:.1%}", f"{timeline.step_bubble:.1%}")
+        lines.append(f"| {contender.name} | {bubble:.1%} | {theory[0]} | {step:.1%} | {theory[1]} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    context = mp.get_context("spawn")
+    results = context.Queue()
+    found: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = mp.spawn(measure, args=(folder, results), nprocs=RANKS, join=False)
+        for _ in range(len(CONTENDERS) * STEPS * RANKS):
+            name, number, _, first, last = results.get(timeout=180)
+            found.setdefault((name, number), []).append((first, last))
+        while not ranks.join(timeout=60):
+            pass
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""From a model to stages: which blocks go together, and making real only what this rank keeps.
+
+A model is a chain of blocks: an `nn.Sequential` (nested ones are opened), an `nn.ModuleList` or a list of modules.
+Each block is called with what the one before returned (a tuple is several arguments) and with those keyword
+arguments of the step that its forward accepts.
+"""
+
+import inspect
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from retrograde.engine.materialize import check_resettable, materialize
+from retrograde.errors import PipelineError
+from retrograde.pipeline.partition import balance, cut_before
+
+Model = nn.Module | Sequence[nn.Module]
+
+
+class Chain(nn.Module):
+    """The blocks of one stage."""
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self._accepted = [_accepted(block) for block in blocks]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        result: Any = args
+        for block, names in zip(self.blocks, self._accepted, strict=True):
+            inputs = result if isinstance(result, tuple) else (result,)
+            result = block(*inputs, **{k: v for k, v in kwargs.items() if names is None or k in names})
+        return result
+
+
+def _accepted(block: nn.Module) -> frozenset[str] | None:
+    """The keyword arguments of a block; None is all."""
+    parameters = inspect.signature(block.forward).parameters.values()
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        return None
+    keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return frozenset(p.name for p in parameters if p.kind in keyword)
+
+
+@dataclass(frozen=True)
+class Block:
+    name: str
+    module: nn.Module
+
+
+def blocks_of(model: Model) -> list[Block]:
+    """The chain that `model` is, with the names its modules have in it."""
+    if isinstance(model, nn.Sequential):
+        return list(_open(model, ""))
+    if isinstance(model, nn.ModuleList):
+        return [Block(name, module) for name, module in model.named_children()]
+    if isinstance(model, Sequence):
+        return [Block(str(number), module) for number, module in enumerate(model)]
+    raise PipelineError(
+        f"a {type(model).__name__} is not a chain of blocks; give an nn.Sequential, an nn.ModuleList or a list of the "
+        f"modules in the order in which they are called"
+    )
+
+
+def _open(model: nn.Sequential, prefix: str) -> Iterator[Block]:
+    for name, child in model.named_children():
+        if isinstance(child, nn.Sequential):
+            yield from _open(child, f"{prefix}{name}.")
+        else:
+            yield Block(prefix + name, child)
+
+
+def divide(
+    blocks: Sequence[Block], stages: int, at: Sequence[str] | None = None, costs: Sequence[float] | None = None
+) -> list[list[Block]]:
+    """Contiguous groups: cut before the blocks named in `at`, or balanced by `costs` (by default, parameters)."""
+    if at is not None:
+        runs = cut_before([block.name for block in blocks], at)
+        if len(runs) != stages:
+            raise PipelineError(f"cut at {list(at)} makes {len(runs)} stages, the schedule has {stages}")
+        return [[blocks[number] for number in run] for run in runs]
+    if costs is None:
+        costs = [float(sum(p.numel() for p in block.module.parameters())) for block in blocks]
+    if len(costs) != len(blocks):
+        raise PipelineError(f"costs has {len(costs)} entries for {len(blocks)} blocks: {[b.name for b in blocks]}")
+    return [[blocks[number] for number in run] for run in balance(costs, stages)]
+
+
+def keep(blocks: Sequence[Block], mine: Collection[nn.Module], device: torch.device) -> None:
+    """Make the modules in `mine` real if they are on the meta device.
+
+    All modules are drawn, one at a time, in the order of their construction: with the same seed a model has the same
+    values however it is divided. What is not kept here stays on the meta device.
+    """
+    whole = nn.ModuleList(block.module for block in blocks)
+    on_meta = {id(p) for p in whole.parameters() if p.device.type == "meta"}
+    if not on_meta:
+        return
+    check_resettable(whole)
+    kept = {id(p) for module in mine for p in module.parameters()}
+
+    def settle(parameter: nn.Parameter, value: torch.Tensor) -> None:
+        if id(parameter) in kept:
+            made = nn.Parameter(value.detach().to(device), parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, made)  # type: ignore[no-untyped-call]
+
+    materialize(whole, on_meta, settle)
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A parameter that stages of several ranks use. The first rank adds up the gradients."""
+
+    name: str
+    ranks: tuple[int, ...]
+    parameter: nn.Parameter
+
+
+def find_ties(groups: Sequence[Sequence[Block]], placement: Sequence[int]) -> list[Tie]:
+    homes: dict[int, list[int]] = {}
+    known: dict[int, tuple[str, nn.Parameter]] = {}
+    for stage, group in enumerate(groups):
+        for block in group:
+            for name, parameter in block.module.named_parameters():
+                known.setdefault(id(parameter), (f"{block.name}.{name}", parameter))
+                ranks = homes.setdefault(id(parameter), [])
+                if placement[stage] not in ranks:
+                    ranks.append(placement[stage])
+    return [Tie(known[key][0], tuple(ranks), known[key][1]) for key, ranks in homes.items() if len(ranks) > 1]

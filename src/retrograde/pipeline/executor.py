@@ -1,0 +1,237 @@
+"""Runs one rank's part of a schedule: a loop over its actions and one table from kind to what is done.
+
+[Note: a failure]
+When an action raises, the rank does not stop: it goes through the rest of its schedule without computing, sends
+void messages in place of results and takes in what it was to receive. A rank that needs a void message does the
+same. So every rank comes to the end of the step, where all of them agree (pipeline.py) and raise one error.
+"""
+
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from retrograde.errors import ScheduleError
+from retrograde.pipeline.parcel import Parcel
+from retrograde.pipeline.schedule import Action, Kind, Schedule
+from retrograde.pipeline.stage import Lesson, Stage
+from retrograde.pipeline.timeline import Timed
+from retrograde.pipeline.transport import Address, Incoming, Transport, Void
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's data on this rank, by microbatch. `inputs` is used by the first stage, `lessons` by the last."""
+
+    inputs: Sequence[Any]
+    options: Sequence[Mapping[str, Any]]
+    lessons: Sequence[Lesson | None]
+    keep_outputs: bool = False
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong first on this rank."""
+
+    rank: int
+    action: Action
+    text: str
+
+    def __str__(self) -> str:
+        place = f"rank {self.rank}, stage {self.action.stage}"
+        if self.action.microbatch is not None:
+            place += f", microbatch {self.action.microbatch}"
+        return f"{place}, action {self.action}: {self.text}"
+
+
+@dataclass
+class Outcome:
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[int, Any] = field(default_factory=dict)
+    failure: Failure | None = None
+    error: Exception | None = None  # on the rank that failed
+    void: bool = False  # this rank, or one it depends on, has failed
+    trace: list[Timed] = field(default_factory=list)
+
+
+class Executor:
+    """`schedule` is lowered: its transfers are actions. `watch` is told of each action that has run."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        stages: Mapping[int, Stage],
+        transport: Transport,
+        watch: Callable[[Action], None] | None = None,
+    ) -> None:
+        self.schedule, self.rank, self.stages = schedule, rank, stages
+        self._transport, self.watch = transport, watch
+        self._actions = schedule.ranks[rank]
+        self._split = {(a.stage, a.microbatch) for a in self._actions if a.kind is Kind.I}
+        self._arriving: dict[Address, Incoming] = {}
+        self._here: dict[Address, Any] = {}  # handed over by, or to be sent to, another stage
+        self._table: dict[Kind, Callable[[Action], None]] = {
+            Kind.F: self._forward,
+            Kind.I: self._backward_inputs,
+            Kind.W: self._backward_weights,
+            Kind.B: self._backward,
+            Kind.SEND_F: self._send,
+            Kind.RECV_F: self._receive,
+            Kind.SEND_B: self._send,
+            Kind.RECV_B: self._receive,
+            Kind.REDUCE: self._reduce,
+        }
+        self._void_table: dict[Kind, Callable[[Action], None]] = {
+            Kind.F: self._discard,
+            Kind.I: self._discard,
+            Kind.B: self._discard,
+            Kind.SEND_F: self._send_void,
+            Kind.SEND_B: self._send_void,
+            Kind.RECV_F: self._receive,
+            Kind.RECV_B: self._receive,
+        }
+        unknown = {action.kind for action in self._actions} - set(self._table)
+        if unknown:
+            names = ", ".join(sorted(kind.value for kind in unknown))
+            raise ScheduleError(
+                f"schedule '{schedule.name}', rank {rank}: {names} cannot be run; pages come and go with their use, "
+                f"so lower the schedule without pages"
+            )
+
+    def run(self, batch: Batch) -> Outcome:
+        """All actions of a step. Never raises for what an action does: the outcome tells."""
+        self._batch, self._outcome = batch, Outcome()
+        for action in self._actions:
+            self._started = time.perf_counter()
+            self._do(action)
+            self._outcome.trace.append(Timed(self.rank, action, self._started, time.perf_counter()))
+            if self.watch is not None:
+                self.watch(action)
+        outcome, self._outcome = self._outcome, Outcome()
+        del self._batch
+        self._arriving.clear()
+        self._here.clear()
+        if outcome.void:
+            for stage in self.stages.values():
+                stage.clear()
+        return outcome
+
+    def _do(self, action: Action) -> None:
+        outcome = self._outcome
+        if not outcome.void:
+            try:
+                self._table[action.kind](action)
+                return
+            except Void:
+                outcome.void = True
+            except Exception as error:
+                outcome.void, outcome.error = True, error
+                last = traceback.format_exception_only(error)[-1].strip()
+                outcome.failure = Failure(self.rank, action, last)
+            if not action.kind.is_transfer:
+                return  # it has taken in what was to arrive for it
+        if (instead := self._void_table.get(action.kind)) is not None:
+            instead(action)
+
+    # ---- compute
+    def _forward(self, action: Action) -> None:
+        number = _number(action)
+        stage, last = self.stages[action.stage], action.stage == self.schedule.last_stage
+        if action.stage == 0:
+            arrived = Parcel.of(self._batch.inputs[number]).apart()
+        else:
+            arrived = self._take(Address(True, action.stage - 1, number))
+        options, split = self._batch.options[number], (action.stage, number) in self._split
+        if not last:
+            self._hand_over(action, Address(True, action.stage, number), stage.run(number, arrived, options, split))
+            return
+        loss, output = stage.run_last(number, arrived, options, self._batch.lessons[number], split)
+        if self._batch.keep_outputs:
+            self._outcome.outputs[number] = output
+        if loss is not None:
+            self._outcome.losses[number] = loss
+
+    def _backward(self, action: Action) -> None:
+        grads = self._arrived_grads(action)
+        self._hand_back(action, self.stages[action.stage].backward(_number(action), grads))
+
+    def _backward_inputs(self, action: Action) -> None:
+        grads = self._arrived_grads(action)
+        self._hand_back(action, self.stages[action.stage].backward_inputs(_number(action), grads))
+
+    def _backward_weights(self, action: Action) -> None:
+        self.stages[action.stage].backward_weights(_number(action))
+
+    def _reduce(self, action: Action) -> None:
+        """Gradients of the stage are complete; they are reduced when all ranks know that the step has succeeded."""
+
+    # ---- what arrives and what leaves
+    def _arrived_grads(self, action: Action) -> Any:
+        if action.stage == self.schedule.last_stage:
+            return None
+        return self._take(Address(False, action.stage, _number(action)))
+
+    def _hand_over(self, action: Action, address: Address, parcel: Parcel) -> None:
+        here = self.schedule.placement[action.stage + 1] == self.rank
+        self._here[address] = parcel.copied() if here else parcel
+
+    def _hand_back(self, action: Action, grads: list[Tensor | None]) -> None:
+        if action.stage > 0:
+            self._here[Address(False, action.stage - 1, _number(action))] = grads
+
+    def _take(self, address: Address) -> Any:
+        incoming = self._arriving.pop(address, None)
+        if incoming is None:
+            return self._here.pop(address)
+        content = incoming.wait()
+        self._started = time.perf_counter()  # waiting for others is not this action's work
+        return content
+
+    def _send(self, action: Action) -> None:
+        address = _address(action)
+        self._transport.send(self.schedule.peer(action), address, self._here.pop(address))
+
+    def _receive(self, action: Action) -> None:
+        address = _address(action)
+        self._arriving[address] = self._transport.receive(self.schedule.peer(action), address)
+
+    # ---- after a failure
+    def _send_void(self, action: Action) -> None:
+        address = _address(action)
+        self._here.pop(address, None)
+        self._transport.send_void(self.schedule.peer(action), address)
+
+    def _discard(self, action: Action) -> None:
+        forward = action.kind is Kind.F
+        address = Address(forward, action.stage - 1 if forward else action.stage, _number(action))
+        self._here.pop(address, None)
+        incoming = self._arriving.pop(address, None)
+        if incoming is not None:
+            try:
+                incoming.wait()
+            except Void:
+                return
+
+
+def _number(action: Action) -> int:
+    assert action.microbatch is not None
+    return action.microbatch
+
+
+def _address(action: Action) -> Address:
+    """Both ends of a transfer name it by the stage on whose output side it is."""
+    before = action.kind in (Kind.RECV_F, Kind.SEND_B)
+    forward = action.kind in (Kind.SEND_F, Kind.RECV_F)
+    return Address(forward, action.stage - 1 if before else action.stage, _number(action))
+
+
+def total_loss(losses: Mapping[int, Tensor]) -> Tensor | None:
+    """The sum over microbatches, in their order."""
+    result: Tensor | None = None
+    for _, loss in sorted(losses.items()):
+        result = loss.clone() if result is None else result + loss
+    return result

@@ -1,0 +1,309 @@
+"""The split backward: input gradients now (I), weight gradients later (W), and nothing kept but what W reads.
+
+[Note: split backward]
+During the forward of a microbatch a torch-function mode looks at every operation. A product with a parameter
+(products.py) runs as `_Routed`, an autograd Function whose backward computes the gradient of its input and hands
+the pair (input, output gradient) to this microbatch's queue. I is an ordinary `backward()`: it runs each node
+once and frees the graph as it goes. W is another ordinary `backward()` over one small node per pair, so that
+sums over several uses, hooks of the leaf, the layout of `.grad` and accumulation are torch's own.
+
+Rule 1: a weight gradient waits only while I runs, and only if I would add it to the leaf's `.grad`. A gradient
+        that a nested `autograd.grad` asks for, or that a backward inside the forward makes, is computed at once.
+Rule 2: a parameter that is also used by something that is not a product does not wait: its gradient is one sum,
+        made once, in torch's order. Nor does one with a hook, of any kind: autograd would call it in I, with nothing.
+Rule 3: pairs refer to no graph. Inputs are kept detached, with their version, which W checks as autograd would.
+Rule 4: the mode is active in I as well: a recompute of checkpointed blocks must save what the forward saved.
+Rule 5: nodes of W are made in the opposite order of I, because autograd runs the youngest first: weights that are
+        used twice are summed in the order in which I met them, as in an unsplit backward.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from retrograde.errors import PipelineError
+from retrograde.pipeline.products import ParamGrads, Product, Rule, parameter_of, recognise
+from retrograde.residency.full import FullTensor
+
+_executes = torch._C._will_engine_execute_node
+
+
+class _Target:
+    """A parameter whose gradient waits. A full tensor is found again by its place: holding it would hold its page."""
+
+    __slots__ = ("_slot", "_tensor", "_unit")
+
+    def __init__(self, tensor: Tensor) -> None:
+        paged = isinstance(tensor, FullTensor)
+        self._tensor = None if paged else tensor
+        self._unit: weakref.ref[Any] | None = tensor._unit if isinstance(tensor, FullTensor) else None
+        self._slot = tensor._slot if isinstance(tensor, FullTensor) else 0
+
+    @property
+    def tensor(self) -> Tensor:
+        if self._tensor is not None:
+            return self._tensor
+        unit = self._unit() if self._unit is not None else None
+        if unit is None:
+            raise PipelineError("W of a stage whose sharded model is gone; keep the model until the step has ended")
+        found: Tensor = unit.outs[self._slot]
+        return found
+
+
+@dataclass(slots=True)
+class _Pair:
+    """What W reads of one product: its input and its output's gradient."""
+
+    rule: Rule
+    x: Tensor
+    version: int
+    grad: Tensor
+    targets: tuple[_Target, ...]
+
+    def compute(self) -> ParamGrads:
+        if self.x._version != self.version:
+            raise PipelineError(
+                f"the input of a {type(self.rule).__name__.lower()} ({list(self.x.shape)}) was changed in place "
+                f"between I and W: it is at version {self.x._version}, I saw version {self.version}; do not "
+                f"write to tensors that a stage computed before the step has ended"
+            )
+        return self.rule.param_grads(self.grad, self.x, len(self.targets) > 1)
+
+
+class SplitBackward:
+    """Forward, I and W of one microbatch of one stage."""
+
+    def __init__(self) -> None:
+        self._pairs: list[_Pair] = []
+        self._elsewhere: set[int] = set()  # parameters that something other than a product uses (Rule 2)
+        self._deferring = False
+
+    def recording(self) -> TorchFunctionMode:
+        """A context for the forward."""
+        return _Recorder(self)
+
+    def run_inputs(self, outputs: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor | None]) -> None:
+        """I: accumulates into the leaves of the graph, except for what waits for W."""
+        self._deferring = True
+        try:
+            with self.recording():
+                _run_engine(outputs, grads)
+        except BaseException:
+            self._pairs.clear()
+            raise
+        finally:
+            self._deferring = False
+        self._compact()
+
+    def run_weights(self) -> None:
+        """W: adds what was left to the parameters' `.grad`, and holds nothing afterwards."""
+        pairs, self._pairs = self._pairs, []
+        tokens = []
+        with torch.enable_grad():
+            while pairs:
+                pair = pairs.pop()  # Rule 5
+                targets = [target.tensor for target in pair.targets]
+                token = _Waiting.apply(pair, *targets)  # type: ignore[no-untyped-call]
+                if token.requires_grad:  # a parameter may have been frozen since
+                    tokens.append(token)
+                del pair
+        if tokens:
+            torch.autograd.backward(tokens, [token.detach() for token in tokens])
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes that W reads, each once."""
+        storages = {s._cdata: s.nbytes() for p in self._pairs for s in _storages(p)}
+        return sum(storages.values())
+
+    # ---- the mode and the nodes call these
+    def note_use(self, parameter: Tensor) -> None:
+        self._elsewhere.add(id(parameter))
+
+    def waits(self, target: Tensor) -> bool:
+        """Rules 1 and 2, asked in the backward of a product."""
+        parameter = parameter_of(target)
+        if parameter is None or not self._deferring or torch.is_grad_enabled():
+            return False
+        if id(parameter) in self._elsewhere or parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            return False
+        if isinstance(parameter, FullTensor):
+            return True  # its leaf is behind nodes that sum however often they run
+        try:
+            return _executes(get_gradient_edge(parameter).node)
+        except RuntimeError:  # torch says so when autograd.grad() wants this leaf
+            return False
+
+    def defer(self, rule: Rule, x: Tensor, grad: Tensor, targets: tuple[_Target, ...]) -> None:
+        self._pairs.append(_Pair(rule, x.detach(), x._version, grad.detach(), targets))
+
+    def _compact(self) -> None:
+        """A view that keeps a larger storage alive is copied out of it, unless somebody else keeps it anyway."""
+        views: dict[int, list[Tensor]] = {}
+        for pair in self._pairs:
+            for tensor in (pair.x, pair.grad):
+                views.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+        loose = set()
+        for storage, tensors in views.items():
+            distinct = {(t.storage_offset(), t.size(), t.stride()): t.nbytes for t in tensors}
+            total = tensors[0].untyped_storage().nbytes()
+            if sum(distinct.values()) < total and torch._C._storage_Use_Count(storage) <= len(tensors) + _PROBES:
+                loose.add(storage)
+        copies: dict[Any, Tensor] = {}
+        for pair in self._pairs if loose else ():
+            if pair.x.untyped_storage()._cdata in loose:
+                pair.x, pair.version = _copied(pair.x, copies), 0
+            if pair.grad.untyped_storage()._cdata in loose:
+                pair.grad = _copied(pair.grad, copies)
+
+
+# References to a storage beyond those of the tensors that are counted: the object that asks for its number.
+_PROBES = 1
+
+
+def _copied(view: Tensor, copies: dict[Any, Tensor]) -> Tensor:
+    """One copy for equal views; its version starts at 0."""
+    place = (view.untyped_storage()._cdata, view.storage_offset(), view.size(), view.stride())
+    if place not in copies:
+        copies[place] = view.clone()
+    return copies[place]
+
+
+def _storages(pair: _Pair) -> tuple[torch.UntypedStorage, torch.UntypedStorage]:
+    return pair.x.untyped_storage(), pair.grad.untyped_storage()
+
+
+class _Recorder(TorchFunctionMode):
+    """Routes products with a parameter; leaves everything else as it is."""
+
+    def __init__(self, split: SplitBackward) -> None:
+        super().__init__()
+        self._split = split
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling() or _transformed():
+            return func(*args, **kwargs)
+        if func is torch.autograd.backward or func is Tensor.backward:
+            with self:
+                return _NESTED[func](*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        product = recognise(func, args, kwargs)
+        if product is not None and not torch.is_autocast_enabled(product.weight.device.type):
+            return _Routed.apply(  # type: ignore[no-untyped-call]
+                self._split, product, lambda: func(*args, **kwargs), product.x, product.weight, product.bias
+            )
+        result = func(*args, **kwargs)
+        self._note(result, args, kwargs)
+        return result
+
+    def _note(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        outputs = result if isinstance(result, tuple | list) else (result,)
+        if not any(isinstance(output, Tensor) for output in outputs):
+            return  # a question about a parameter (its shape, its dtype)
+        for value in (*args, *kwargs.values()):
+            parameter = parameter_of(value)
+            # A view is not a use yet; what is done with the view will be.
+            if parameter is not None and not (isinstance(result, Tensor) and result._base is parameter):
+                self._split.note_use(parameter)
+
+
+def _run_engine(
+    tensors: Tensor | GradientEdge | Sequence[Tensor | GradientEdge],
+    grad_tensors: Tensor | Sequence[Tensor | None] | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """`torch.autograd.backward`, which as a torch function would switch the mode off while it runs (Rule 4)."""
+    roots = (tensors,) if isinstance(tensors, Tensor | GradientEdge) else tuple(tensors)
+    given = (grad_tensors,) if isinstance(grad_tensors, Tensor) else tuple(grad_tensors or [None] * len(roots))
+    leaves = (inputs,) if isinstance(inputs, Tensor | GradientEdge) else tuple(inputs or ())
+    grads = torch.autograd._make_grads(roots, given, is_grads_batched=False)  # type: ignore[arg-type]
+    torch.autograd.Variable._execution_engine.run_backward(
+        roots,
+        grads,
+        create_graph if retain_graph is None else retain_graph,
+        create_graph,
+        leaves,
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def _run_tensor(
+    tensor: Tensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    _run_engine((tensor,), (gradient,), retain_graph, create_graph, inputs)
+
+
+_NESTED: dict[Any, Callable[..., None]] = {torch.autograd.backward: _run_engine, Tensor.backward: _run_tensor}
+
+
+def _transformed() -> bool:
+    """Inside torch.func: autograd Functions need rules there that a routed product does not have."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+class _Routed(torch.autograd.Function):
+    """A product: the same forward, and a backward whose weight gradient may wait."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        split: SplitBackward,
+        product: Product,
+        run: Callable[[], Tensor],
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.split, ctx.rule = split, product.rule
+        ctx.targets = tuple(_Target(t) for t in (weight, bias) if t is not None and t.requires_grad)
+        ctx.save_for_backward(*((x, weight) if x.requires_grad else (x,)))
+        out = run()
+        # An output that is a view could not be changed in place after a custom Function; torch's own can be.
+        return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        if grad is None:
+            return (None,) * 6
+        x, *rest = ctx.saved_tensors
+        rule: Rule = ctx.rule
+        x_grad = rule.input_grad(grad, x, rest[0]) if ctx.needs_input_grad[3] else None
+        weight_grad = bias_grad = None
+        if all(ctx.split.waits(target.tensor) for target in ctx.targets):
+            ctx.split.defer(rule, x, grad, ctx.targets)
+        else:
+            weight_grad, bias_grad = rule.param_grads(grad, x, ctx.needs_input_grad[5])
+        return None, None, None, x_grad, weight_grad, bias_grad
+
+
+class _Waiting(torch.autograd.Function):
+    """The node of a pair in W. Its output carries no data; its backward makes the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, pair: _Pair, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        ctx.pair = pair
+        return pair.grad.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, nothing: Tensor) -> Any:
+        pair, ctx.pair = ctx.pair, None
+        weight, bias = pair.compute()
+        return (None, weight, bias) if len(pair.targets) > 1 else (None, weight)

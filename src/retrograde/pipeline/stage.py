@@ -1,0 +1,195 @@
+"""One stage on one rank: forward, I, W and B of its microbatches, with detached boundaries.
+
+[Note: what a stage holds]
+Of a microbatch in flight a stage holds its graph's ends and nothing else: the leaves that stand for its inputs, and
+the gradient edges of its outputs. Output values live while they are sent, or while the graph itself saved them.
+
+    F       makes a flight: leaves, edges, and (if I and W come later) the split backward
+    I or B  runs the graph, which frees it, and takes the leaves' gradients; a flight after I is its pairs alone
+    W       runs the pairs, and the flight is over
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from retrograde.errors import PipelineError
+from retrograde.pipeline.parcel import Parcel
+from retrograde.pipeline.split import SplitBackward
+
+Loss = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What the last stage needs for its loss: the target of a microbatch, and what share of the batch it is."""
+
+    target: Any
+    weight: float
+
+
+class Phase(Enum):
+    FORWARD = auto()  # F is done
+    INPUTS = auto()  # I is done
+
+
+@dataclass
+class Flight:
+    """One microbatch between its F and its W or B."""
+
+    leaves: list[Tensor | None]
+    edges: list[GradientEdge | None]
+    split: SplitBackward | None
+    seed: list[Tensor | None] | None = None  # on the last stage, the gradient of the loss: its weight
+    phase: Phase = Phase.FORWARD
+
+
+class _Enter(torch.autograd.Function):
+    """A leaf as the module may have it: not a leaf, so that it can be changed in place as in a whole model."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        entered: Tensor = torch.ops.aten._unsafe_view(leaf, leaf.shape)
+        return entered
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+@dataclass
+class Stage:
+    """`module` is called with what arrives (a tuple is several arguments) and the keyword arguments it accepts."""
+
+    index: int
+    module: nn.Module
+    loss: Loss | None = None  # on the last stage
+    flights: dict[int, Flight] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        parameters = inspect.signature(self.module.forward).parameters.values()
+        self._accepts = {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_POSITIONAL}
+        self._accepts_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+
+    def run(self, microbatch: int, arrived: Parcel, options: Mapping[str, Any], split: bool) -> Parcel:
+        """F of a stage that is not the last."""
+        flight, result = self._forward(arrived, options, split)
+        parcel = Parcel.of(result)
+        flight.edges = [_edge(tensor) for tensor in parcel.tensors]
+        self._keep(microbatch, flight)
+        return Parcel(parcel.layout, [None if t is None else t.detach() for t in parcel.tensors])
+
+    def run_last(
+        self, microbatch: int, arrived: Parcel, options: Mapping[str, Any], lesson: Lesson | None, split: bool
+    ) -> tuple[Tensor | None, Any]:
+        """F of the last stage: its weighted loss (None without a lesson) and its output, both detached."""
+        flight, (output, loss) = self._forward(arrived, options, split, lesson)
+        parcel = Parcel.of(output)
+        detached = parcel.tree([None if t is None else t.detach() for t in parcel.tensors])
+        if loss is None or lesson is None:
+            return None, detached
+        if loss.numel() != 1:
+            raise PipelineError(f"stage {self.index}: the loss must be one number, it has shape {list(loss.shape)}")
+        flight.edges, flight.seed = [_edge(loss)], [torch.full_like(loss, lesson.weight, requires_grad=False)]
+        self._keep(microbatch, flight)
+        return loss.detach() * lesson.weight, detached
+
+    def backward(self, microbatch: int, grads: Sequence[Tensor | None] | None) -> list[Tensor | None]:
+        """B: everything at once. Returns the gradients of what arrived."""
+        flight = self._take(microbatch, Phase.FORWARD, "B")
+        roots, given = self._roots(flight, grads)
+        if roots:
+            torch.autograd.backward(roots, given)
+        return _take_grads(flight)
+
+    def backward_inputs(self, microbatch: int, grads: Sequence[Tensor | None] | None) -> list[Tensor | None]:
+        """I. Returns the gradients of what arrived; weight gradients wait for W."""
+        flight = self._take(microbatch, Phase.FORWARD, "I")
+        if flight.split is None:
+            raise PipelineError(f"stage {self.index}, microbatch {microbatch}: I after a forward that was not split")
+        roots, given = self._roots(flight, grads)
+        if roots:
+            flight.split.run_inputs(roots, given)
+        found = _take_grads(flight)
+        flight.phase = Phase.INPUTS
+        self.flights[microbatch] = flight
+        return found
+
+    def backward_weights(self, microbatch: int) -> None:
+        """W."""
+        flight = self._take(microbatch, Phase.INPUTS, "W")
+        assert flight.split is not None
+        flight.split.run_weights()
+
+    def clear(self) -> None:
+        """Forget what a failed step left."""
+        self.flights.clear()
+
+    def _forward(
+        self, arrived: Parcel, options: Mapping[str, Any], split: bool, lesson: Lesson | None = None
+    ) -> tuple[Flight, Any]:
+        training = torch.is_grad_enabled()
+        leaves = [
+            t.requires_grad_() if t is not None and layout is not None and layout.requires_grad and training else None
+            for t, layout in zip(arrived.tensors, arrived.layout.tensors, strict=True)
+        ]
+        flight = Flight(leaves, [], SplitBackward() if split and training else None)
+        entered = [t if leaf is None else _enter(leaf) for t, leaf in zip(arrived.tensors, leaves, strict=True)]
+        args = arrived.tree(entered)
+        del entered, arrived  # the graph and the leaves hold what is needed
+        args = args if isinstance(args, tuple) else (args,)
+        kwargs = {k: v for k, v in options.items() if self._accepts_all or k in self._accepts}
+        with nullcontext() if flight.split is None else flight.split.recording():
+            output = self.module(*args, **kwargs)
+            if self.loss is None:
+                return flight, output
+            if lesson is None:
+                return flight, (output, None)
+            target = () if lesson.target is None else (lesson.target,)
+            return flight, (output, self.loss(output, *target))
+
+    def _keep(self, microbatch: int, flight: Flight) -> None:
+        if microbatch in self.flights:
+            raise PipelineError(f"stage {self.index}: F of microbatch {microbatch} twice in one step")
+        if torch.is_grad_enabled():
+            self.flights[microbatch] = flight
+
+    def _take(self, microbatch: int, phase: Phase, what: str) -> Flight:
+        flight = self.flights.get(microbatch)
+        if flight is None or flight.phase is not phase:
+            state = "has no forward" if flight is None else f"is after {flight.phase.name.lower()}"
+            raise PipelineError(f"stage {self.index}: {what} of microbatch {microbatch}, which {state}")
+        return self.flights.pop(microbatch)
+
+    def _roots(self, flight: Flight, grads: Sequence[Tensor | None] | None) -> tuple[list[GradientEdge], list[Tensor]]:
+        edges, flight.edges = flight.edges, []
+        given = flight.seed if flight.seed is not None else grads
+        flight.seed = None
+        assert given is not None
+        pairs = [(e, g) for e, g in zip(edges, given, strict=True) if e is not None and g is not None]
+        return [edge for edge, _ in pairs], [grad for _, grad in pairs]
+
+
+def _enter(leaf: Tensor) -> Tensor:
+    entered: Tensor = _Enter.apply(leaf)  # type: ignore[no-untyped-call]
+    return entered
+
+
+def _edge(tensor: Tensor | None) -> GradientEdge | None:
+    return get_gradient_edge(tensor) if tensor is not None and tensor.requires_grad else None
+
+
+def _take_grads(flight: Flight) -> list[Tensor | None]:
+    leaves, flight.leaves = flight.leaves, []
+    grads = [None if leaf is None else leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        if leaf is not None:
+            leaf.grad = None
+    return grads

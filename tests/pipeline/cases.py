@@ -1,0 +1,235 @@
+"""Models and batches for pipelines, and the plain torch run that each must equal."""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from retrograde.pipeline import Kind, Schedule
+from retrograde.pipeline.blocks import Chain
+
+WIDTH = 8
+
+
+def lin(i: int = WIDTH, o: int = WIDTH) -> nn.Linear:
+    return nn.Linear(i, o)
+
+
+class Fn(nn.Module):
+    """A block from a function of (module, *inputs) and named parts."""
+
+    def __init__(self, fn: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.fn = fn
+        for name, part in parts.items():
+            setattr(self, name, nn.Parameter(part) if isinstance(part, Tensor) else part)
+
+    def forward(self, *args: Any) -> Any:
+        return self.fn(self, *args)
+
+
+class Scaled(nn.Module):
+    """A block with keyword arguments of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = lin()
+
+    def forward(self, x: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor:
+        return torch.tanh(self.a(x)) * mask[:, None] * scale
+
+
+class Attentive(nn.Module):
+    def __init__(self, recompute: str | None = None) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), lin(WIDTH, 3 * WIDTH), lin()
+        self.recompute = recompute
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.recompute is None or not torch.is_grad_enabled():
+            return self.compute(x)
+        return checkpoint(self.compute, x, use_reentrant=self.recompute == "reentrant")
+
+    def compute(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return x + self.out(mixed)
+
+
+class Data(NamedTuple):
+    args: tuple[Any, ...]
+    target: Any
+    options: dict[str, Any] = {}  # noqa: RUF012  never changed
+
+
+def rows(batch: int = 8) -> Data:
+    return Data((torch.randn(batch, WIDTH),), torch.randn(batch, WIDTH))
+
+
+def sequences(batch: int = 8) -> Data:
+    return Data((torch.randn(batch, 3, WIDTH),), torch.randn(batch, 3, WIDTH))
+
+
+def words(batch: int = 8) -> Data:
+    return Data((torch.randint(0, 11, (batch, 3)),), torch.randint(0, 11, (batch, 3)))
+
+
+def labelled(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+@dataclass(frozen=True)
+class Case:
+    """Eight blocks, so that they can be cut into 2, 4 or 8 stages."""
+
+    blocks: Callable[[], list[nn.Module]]
+    data: Callable[[], Data] = rows
+    loss: Callable[..., Tensor] = F.mse_loss
+    exact: bool = True
+    skip: Sequence[str] = field(default_factory=tuple)
+
+
+def tanhs(count: int) -> list[nn.Module]:
+    return [Fn(lambda m, x: torch.tanh(m.a(x)), a=lin()) for _ in range(count)]
+
+
+def tree_blocks() -> list[nn.Module]:
+    """Dictionaries, tuples, integers, constants and a tensor that only passes through."""
+
+    def first(m: Any, x: Tensor) -> Any:
+        y = m.a(x)
+        return {"x": y, "skip": (y * 2, x), "ids": torch.arange(len(x)), "why": "because", "n": 3, "none": None}
+
+    def middle(m: Any, t: Any) -> Any:
+        assert t["why"] == "because" and t["n"] == 3 and t["none"] is None and t["ids"].dtype is torch.int64
+        return {**t, "x": torch.tanh(m.a(t["x"]))}
+
+    def last(m: Any, t: Any) -> Tensor:
+        return m.a(t["x"]) + t["skip"][0] + t["skip"][1] + t["ids"][:, None]
+
+    return [Fn(first, a=lin()), *(Fn(middle, a=lin()) for _ in range(6)), Fn(last, a=lin())]
+
+
+def unused_output() -> list[nn.Module]:
+    """The second output of each block is dropped by the next: it has no gradient."""
+
+    def block(m: Any, x: Tensor, y: Tensor | None = None) -> Any:
+        return torch.tanh(m.a(x)), m.b(x)
+
+    return [*(Fn(block, a=lin(), b=lin()) for _ in range(7)), Fn(lambda m, x, y: m.a(x), a=lin())]
+
+
+def in_place() -> list[nn.Module]:
+    def block(m: Any, x: Tensor) -> Tensor:
+        x += 1
+        y = m.a(x)
+        y *= 2
+        return y.t().t()
+
+    return [Fn(block, a=lin()) for _ in range(8)]
+
+
+def frozen(blocks: list[nn.Module], which: Callable[[int, str], bool]) -> list[nn.Module]:
+    for number, block in enumerate(blocks):
+        for name, parameter in block.named_parameters():
+            parameter.requires_grad_(not which(number, name))
+    return blocks
+
+
+def tied(first: int, last: int) -> list[nn.Module]:
+    blocks = tanhs(8)
+    blocks[last].a.weight = blocks[first].a.weight
+    return blocks
+
+
+def language() -> list[nn.Module]:
+    return [nn.Embedding(11, WIDTH), *(Attentive() for _ in range(6)), lin(WIDTH, 11)]
+
+
+def constants() -> list[nn.Module]:
+    """Every block also returns something that depends on a parameter alone."""
+
+    def block(m: Any, x: Tensor, c: Tensor | None = None) -> Any:
+        return torch.tanh(m.a(x)) + (0 if c is None else c), m.p.square()
+
+    return [*(Fn(block, a=lin(), p=torch.randn(WIDTH)) for _ in range(7)), Fn(lambda m, x, c: m.a(x) * c, a=lin())]
+
+
+CASES: dict[str, Case] = {
+    "plain": Case(lambda: tanhs(8)),
+    "uneven microbatches": Case(lambda: tanhs(8), lambda: rows(11)),
+    "transformer": Case(language, words, labelled),
+    "checkpoint": Case(lambda: [Attentive("other") for _ in range(8)], sequences),
+    "reentrant checkpoint": Case(lambda: [lin(), *(Attentive("reentrant") for _ in range(7))], sequences),
+    "trees": Case(tree_blocks),
+    "outputs without gradient": Case(unused_output),
+    "in place": Case(in_place),
+    "views": Case(
+        lambda: [Fn(lambda m, x: m.a(x.transpose(1, 2)).tanh().transpose(1, 2)[:, :], a=lin(3, 3)) for _ in range(8)],
+        sequences,
+    ),
+    "memory order": Case(lambda: [Fn(lambda m, x: m.a(x).t().contiguous().t(), a=lin()) for _ in range(8)]),
+    "first blocks frozen": Case(lambda: frozen(tanhs(8), lambda n, name: n < 4)),
+    "last blocks frozen": Case(lambda: frozen(tanhs(8), lambda n, name: n >= 4)),
+    "partly frozen": Case(lambda: frozen(tanhs(8), lambda n, name: n % 3 == 0 or "bias" in name)),
+    "parameter only": Case(constants),
+    "block called twice": Case(lambda: [Fn(lambda m, x: m.a(m.a(x).relu()), a=lin()) for _ in range(8)]),
+    "tied next to each other": Case(lambda: tied(0, 1)),
+    # Torch adds a tied weight's two gradients per microbatch; here each stage adds up its own over all microbatches
+    # first. The order of the same additions differs, so the last bit may.
+    "tied at both ends": Case(lambda: tied(0, 7), exact=False),
+    "keyword arguments": Case(
+        lambda: [Scaled() if n % 2 else tanhs(1)[0] for n in range(8)],
+        lambda: Data((torch.randn(8, WIDTH),), torch.randn(8, WIDTH), {"mask": torch.rand(8), "scale": 0.5}),
+    ),
+    "convolutions": Case(
+        lambda: [
+            Fn(lambda m, x: m.n(m.c(x)).relu(), c=nn.Conv2d(4, 4, 3, padding=1), n=nn.BatchNorm2d(4)) for _ in range(8)
+        ],
+        lambda: Data((torch.randn(8, 4, 5, 5),), torch.randn(8, 4, 5, 5)),
+    ),
+    "empty tensor": Case(
+        lambda: [Fn(lambda m, x, e=None: (torch.tanh(m.a(x)), x[:0]), a=lin()) for _ in range(7)]
+        + [Fn(lambda m, x, e: m.a(x) + e.sum(), a=lin())]
+    ),
+}  # fmt: skip
+
+
+def cut(value: Any, count: int) -> list[Any]:
+    if isinstance(value, Tensor):
+        return list(value.tensor_split(count))
+    return [value] * count
+
+
+def plain_step(blocks: Sequence[nn.Module], data: Data, loss: Callable[..., Tensor], order: Sequence[int]) -> Tensor:
+    """One step of plain torch: losses weighted by size, the backwards of the microbatches in the given order."""
+    chain, count = Chain(list(blocks)), len(order)
+    sizes = [len(part) for part in cut(data.target, count)]
+    args = list(zip(*(cut(arg, count) for arg in data.args), strict=True))
+    losses = []
+    for number, target in enumerate(cut(data.target, count)):
+        options = {name: cut(value, count)[number] for name, value in data.options.items()}
+        value = loss(chain(*copy.deepcopy(args[number]), **options), target)
+        losses.append(value * (sizes[number] / sum(sizes)))
+    for number in order:
+        losses[number].backward()
+    total = losses[0].detach()
+    for value in losses[1:]:
+        total = total + value.detach()
+    return total
+
+
+def backward_order(schedule: Schedule) -> list[int]:
+    """In which order the weight gradients of microbatches are added; it must be one order for all stages."""
+    orders = {
+        tuple(a.microbatch for a in actions if a.stage == stage and a.kind in (Kind.W, Kind.B))
+        for actions in schedule.ranks
+        for stage in {a.stage for a in actions}
+    }
+    (order,) = orders
+    return [number for number in order if number is not None]

@@ -1,0 +1,141 @@
+"""A failure on one rank is one error on all, soon, and the next step is clean."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import retrograde as rg
+from tests.harness import RankPool
+from tests.pipeline.cases import WIDTH, Fn, backward_order, lin, plain_step, rows
+
+Ranks = Callable[[int], RankPool]
+SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "v-half")
+
+
+class Trap(torch.autograd.Function):
+    """Raises in backward when it is set."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, trap: "Trapped") -> Tensor:
+        ctx.trap = trap
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.trap.count("backward")
+        return grad, None
+
+
+class Trapped(nn.Module):
+    """Raises at the second forward, backward or weight gradient of a step, as told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = lin()
+        self.where: str | None = None
+        self.seen = 0
+
+    def count(self, where: str) -> None:
+        if where == self.where:
+            self.seen += 1
+            if self.seen == 2:
+                raise ValueError(f"trap in {where}")
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count("forward")
+        return torch.tanh(self.a(Trap.apply(x, self)))
+
+
+def blocks() -> list[nn.Module]:
+    return [Trapped() if n == 5 else Fn(lambda m, x: torch.tanh(m.a(x)), a=lin()) for n in range(8)]
+
+
+def fail_then_recover(rank: int, world: int, schedule: str, where: str, zero: bool) -> tuple[str, bool]:
+    torch.manual_seed(0)
+    model = blocks()
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("pp", "dp")) if zero else None
+    pipe = rg.Pipeline(
+        copy.deepcopy(model),
+        schedule=schedule,
+        microbatches=4,
+        loss=F.mse_loss,
+        mesh=mesh["pp"] if mesh else None,
+        zero=rg.Zero(stage=2, mesh=mesh["dp"]) if mesh else None,
+    )
+    data = rows()
+    pipe.step(*data.args, target=data.target)
+    traps = [m for module in pipe.modules() for m in module.modules() if isinstance(m, Trapped)]
+    if mesh is None or mesh["dp"].get_local_rank() == 0:
+        for trap in traps:
+            trap.where = where
+    text = ""
+    try:
+        pipe.step(*data.args, target=data.target)
+    except rg.PipelineError as error:
+        text = str(error)
+    for trap in traps:
+        trap.where = None
+    for p in pipe.parameters():
+        p.grad = None
+    pipe.step(*data.args, target=data.target)
+    plain_step(model, data, F.mse_loss, backward_order(pipe.schedule))
+    whole = dict(nn.ModuleList(model).named_parameters())
+    grads = {n: pipe.engine.full_grad(p) if pipe.engine else p.grad for n, p in pipe.named_parameters()}
+    return text, all(torch.equal(grad, whole[name].grad) for name, grad in grads.items())
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_rank_raises_and_the_next_step_is_clean(ranks: Ranks, schedule: str, where: str) -> None:
+    found = ranks(4).run(fail_then_recover, schedule, where, False, timeout=60)
+    text = found[0][0]
+    assert all(answer == (text, True) for answer in found)
+    stage = {1: 2, 2: 5}[2 if "v" in schedule or "inter" in schedule else 1]
+    split = "I" if schedule.startswith(("zb", "v")) else "B"
+    kind = "F" if where == "forward" else split
+    assert f"stage {stage}, microbatch " in text
+    assert f", action {stage}{kind}" in text
+    assert f"ValueError: trap in {where}" in text
+    assert text.startswith("rank ")
+
+
+def test_data_parallel_ranks_learn_of_it_too(ranks: Ranks) -> None:
+    found = ranks(4).run(fail_then_recover, "zb-h1", "backward", True, timeout=60)
+    assert len({text for text, _ in found}) == 1
+    assert "ValueError: trap in backward" in found[0][0]
+    assert all(clean for _, clean in found)
+
+
+def wrong_arguments(rank: int, world: int) -> list[str]:
+    found = []
+    calls: list[Callable[[], Any]] = [
+        lambda: rg.Pipeline(lin(), schedule="1f1b", microbatches=4),
+        lambda: rg.Pipeline(blocks()[:1], schedule="1f1b", microbatches=4),
+        lambda: rg.Pipeline(blocks(), schedule="nope", microbatches=4),
+        lambda: rg.Pipeline(blocks(), schedule="1f1b", microbatches=4).step(torch.randn(3, WIDTH)),
+        lambda: rg.Pipeline(blocks(), schedule="1f1b", microbatches=4, cut=rg.Cut(at=["9"])),
+        lambda: rg.Pipeline(blocks(), schedule="1f1b", microbatches=4, cut=rg.Cut(costs=[1.0])),
+    ]
+    for call in calls:
+        try:
+            call()
+            found.append("nothing was raised")
+        except rg.RetrogradeError as error:
+            found.append(str(error))
+    return found
+
+
+def test_wrong_arguments_are_named(ranks: Ranks) -> None:
+    for found in ranks(2).run(wrong_arguments):
+        assert found[0].startswith("a Linear is not a chain of blocks")
+        assert found[1].startswith("1 blocks cannot be cut into 2 stages")
+        assert found[2].startswith("schedule='nope' is not known")
+        assert found[3] == "args: a tensor of shape [3, 8] cannot be cut into 4 microbatches"
+        assert found[4].startswith("split point '9' is not a block")
+        assert found[5].startswith("costs has 1 entries for 8 blocks")

@@ -1,0 +1,65 @@
+"""Pipelines on real ranks against plain torch: every schedule, every kind of model, exact gradients."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from retrograde.pipeline.pipeline import Pipeline
+from tests.harness import RankPool
+from tests.pipeline.cases import CASES, backward_order, plain_step
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
+Ranks = Callable[[int], RankPool]
+
+
+def compare(name: str, pipe: Pipeline, blocks: list[nn.Module], exact: bool) -> list[str]:
+    """Differences between the gradients on this rank and those of the whole plain model."""
+    whole = dict(nn.ModuleList(blocks).named_parameters(remove_duplicate=False))
+    wrong = []
+    for key, parameter in pipe.named_parameters():
+        wanted, found = whole[key].grad, parameter.grad
+        if (wanted is None) != (found is None):
+            wrong.append(f"{name}: {key} has gradient {found is not None}, torch {wanted is not None}")
+        elif wanted is not None and not (torch.equal(wanted, found) if exact else torch.allclose(wanted, found)):
+            wrong.append(f"{name}: {key} differs by {(wanted - found).abs().max()}")
+    return wrong
+
+
+def steps(rank: int, world: int, schedule: str, names: list[str], microbatches: int) -> list[str]:
+    """Three steps, the second without zero_grad before it, for each case."""
+    wrong = []
+    for name in names:
+        case = CASES[name]
+        torch.manual_seed(0)
+        blocks = case.blocks()
+        pipe = Pipeline(copy.deepcopy(blocks), schedule=schedule, microbatches=microbatches, loss=case.loss)
+        for number in range(3):
+            data = case.data()
+            if number == 2:
+                for p in [*nn.ModuleList(blocks).parameters(), *pipe.parameters()]:
+                    p.grad = None
+            wanted = plain_step(blocks, data, case.loss, backward_order(pipe.schedule))
+            args = copy.deepcopy(data.args) if 0 in pipe.stages else ()
+            loss = pipe.step(*args, target=data.target, **data.options)
+            if not torch.equal(loss, wanted) or loss.requires_grad:
+                wrong.append(f"{name}: step {number}: loss {loss}, torch {wanted}")
+            wrong += [f"step {number}: {text}" for text in compare(name, pipe, blocks, case.exact)]
+            if any(stage.flights for stage in pipe.stages.values()):
+                wrong.append(f"{name}: step {number} left something in flight")
+    return wrong
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_two_ranks(ranks: Ranks, schedule: str) -> None:
+    found = ranks(2).run(steps, schedule, list(CASES), 4, timeout=100)
+    assert [text for by_rank in found for text in by_rank] == []
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_four_ranks(ranks: Ranks, schedule: str) -> None:
+    names = ["transformer", "trees", "uneven microbatches", "first blocks frozen", "tied at both ends"]
+    found = ranks(4).run(steps, schedule, names, 4, timeout=100)
+    assert [text for by_rank in found for text in by_rank] == []

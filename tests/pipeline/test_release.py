@@ -1,0 +1,131 @@
+"""Live bytes after every action of a rank, as arithmetic over the shapes.
+
+One rank of a pipeline runs alone, with a transport that has every message ready and completes every send at once.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.live import Live
+from benchmarks.stage_blocks import BATCH, TOKENS, WIDTH, stage
+from retrograde.pipeline import Action, Kind, generate, lower
+from retrograde.pipeline.executor import Batch, Executor
+from retrograde.pipeline.parcel import Parcel
+from retrograde.pipeline.stage import Lesson, Stage
+from retrograde.pipeline.transport import Address
+from tests.pipeline.test_split_memory import BLOCKS, PAIRS, TOKEN_WISE, saved
+
+RANKS, MICROBATCHES = 3, 5
+PASSED = TOKEN_WISE  # what goes from stage to stage, forward or backward
+NUMBER = 4  # one float
+
+
+@dataclass
+class Ready:
+    """A message that is there when it is waited for; its buffer exists since it was posted."""
+
+    content: Any
+
+    def wait(self) -> Any:
+        content, self.content = self.content, None
+        return content
+
+
+class Alone:
+    """Both neighbours of a rank."""
+
+    def send(self, peer: int, address: Address, content: Any) -> None:
+        pass
+
+    def send_void(self, peer: int, address: Address) -> None:
+        raise AssertionError("the rank failed")
+
+    def receive(self, peer: int, address: Address) -> Ready:
+        tensor = torch.randn(BATCH, TOKENS, WIDTH)
+        if not address.forward:
+            return Ready([tensor])
+        layout = Parcel.of(tensor.detach().requires_grad_()).layout
+        return Ready(Parcel(layout, [tensor]))
+
+    def end_step(self) -> None:
+        pass
+
+
+class Book:
+    """What should be alive, from the actions so far."""
+
+    def __init__(self, rank: int, kind: str, recompute: str | None) -> None:
+        first, last = rank == 0, rank == RANKS - 1
+        # Between F and I: what the graph saved, and the input unless it is the user's. The last block's output is
+        # saved by the loss only; a recomputed block saves its input, which for the first one is counted as such.
+        self.flight = saved(kind, recompute) - TOKEN_WISE + (0 if first else PASSED) + (PASSED if last else 0)
+        self.pairs = BLOCKS * PAIRS
+        self.first, self.last = first, last
+        self.total = 0
+
+    def note(self, action: Action) -> int:
+        grows = {
+            Kind.RECV_F: PASSED,
+            Kind.F: self.flight - (0 if self.first else PASSED) + (2 * NUMBER if self.last else PASSED),
+            Kind.SEND_F: -PASSED,
+            Kind.RECV_B: PASSED,
+            # The gradient's buffer becomes part of the last pair; on the last stage the weight of the loss goes.
+            Kind.I: self.pairs - self.flight - (NUMBER if self.last else PASSED) + (0 if self.first else PASSED),
+            Kind.B: -self.flight - (NUMBER if self.last else PASSED) + (0 if self.first else PASSED),
+            Kind.SEND_B: -PASSED,
+            Kind.W: -self.pairs,
+            Kind.REDUCE: 0,
+        }
+        self.total += grows[action.kind]
+        return self.total
+
+
+def run(schedule: str, rank: int, kind: str, recompute: str | None) -> tuple[list[str], int]:
+    module = stage(kind, recompute)
+    plan = lower(generate(schedule, RANKS, MICROBATCHES))
+    one = Stage(rank, module, F.mse_loss if rank == RANKS - 1 else None)
+    batch = Batch(
+        [torch.randn(BATCH, TOKENS, WIDTH) for _ in range(MICROBATCHES)],
+        [{}] * MICROBATCHES,
+        [Lesson(torch.randn(BATCH, TOKENS, WIDTH), 1 / MICROBATCHES) for _ in range(MICROBATCHES)],
+    )
+    book, wrong = Book(rank, kind, recompute), []
+    with Live() as live:
+        live.ignore(*module.parameters(), *batch.inputs, *(lesson.target for lesson in batch.lessons))
+
+        def watch(action: Action) -> None:
+            live.ignore(*(p.grad for p in module.parameters()))
+            expected, found = book.note(action), live.bytes()
+            if found != expected:
+                wrong.append(f"{action}: {found} bytes alive, expected {expected} ({found - expected:+})")
+
+        outcome = Executor(plan, rank, {rank: one}, Alone(), watch).run(batch)
+        assert outcome.error is None, outcome.error
+        del outcome
+        return wrong, live.bytes()
+
+
+# torch's reentrant checkpoint computes no gradients if no input needs one, so not on the first rank
+PLACES = [(r, c) for r in range(RANKS) for c in (None, "other", "reentrant") if (r, c) != (0, "reentrant")]
+
+
+@pytest.mark.parametrize(("rank", "recompute"), PLACES)
+@pytest.mark.parametrize("kind", ["plain", "sdpa"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-h2"])
+def test_live_bytes_after_every_action(schedule: str, rank: int, kind: str, recompute: str | None) -> None:
+    wrong, left = run(schedule, rank, kind, recompute)
+    assert wrong == []
+    assert left == 0
+
+
+def test_outputs_and_losses_are_detached() -> None:
+    one = Stage(0, stage(), F.mse_loss)
+    x = torch.randn(BATCH, TOKENS, WIDTH)
+    loss, output = one.run_last(0, Parcel.of(x), {}, Lesson(torch.zeros_like(x), 1.0), True)
+    assert isinstance(loss, Tensor) and loss.grad_fn is None and not loss.requires_grad
+    assert output.grad_fn is None and not output.requires_grad

@@ -1,0 +1,215 @@
+"""What a pipeline does besides the plain step: other shapes, evaluation, meta models, compiled stages."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import retrograde as rg
+from retrograde.pipeline import Schedule
+from retrograde.pipeline.blocks import Chain
+from tests.harness import RankPool
+from tests.pipeline.cases import CASES, WIDTH, Data, Fn, backward_order, lin, plain_step, tanhs
+
+Ranks = Callable[[int], RankPool]
+
+
+def same(pipe: rg.Pipeline, blocks: list[nn.Module]) -> bool:
+    whole = dict(nn.ModuleList(blocks).named_parameters())
+    return all(torch.equal(p.grad, whole[name].grad) for name, p in pipe.named_parameters())
+
+
+def changing_shapes(rank: int, world: int, schedule: str) -> list[bool]:
+    """Steps with other batch sizes and other lengths, back and forth."""
+    torch.manual_seed(0)
+    case = CASES["transformer"]
+    blocks = case.blocks()
+    pipe = rg.Pipeline(copy.deepcopy(blocks), schedule=schedule, microbatches=4, loss=case.loss)
+    right = []
+    for batch, length in ((8, 3), (5, 7), (8, 3), (8, 3), (4, 1)):
+        data = Data((torch.randint(0, 11, (batch, length)),), torch.randint(0, 11, (batch, length)))
+        wanted = plain_step(blocks, data, case.loss, backward_order(pipe.schedule))
+        right.append(torch.equal(pipe.step(*data.args, target=data.target), wanted) and same(pipe, blocks))
+    return right
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_shapes_may_change_from_step_to_step(ranks: Ranks, schedule: str) -> None:
+    assert all(all(right) for right in ranks(2).run(changing_shapes, schedule))
+
+
+def microbatches_of_their_own(rank: int, world: int) -> bool:
+    """Different lengths in one step; weights are by number of samples."""
+    torch.manual_seed(0)
+    blocks = CASES["transformer"].blocks()
+    pipe = rg.Pipeline(copy.deepcopy(blocks), schedule="zb-h1", microbatches=3, loss=CASES["transformer"].loss)
+    words = [torch.randint(0, 11, (n, length)) for n, length in ((2, 3), (4, 5), (1, 2))]
+    loss = pipe.step(rg.Microbatches(words), target=rg.Microbatches(words))
+    total = torch.zeros(())
+    for part in words:
+        value = CASES["transformer"].loss(Chain(blocks)(part), part) * (len(part) / 7)
+        value.backward()
+        total = total + value.detach()
+    return torch.equal(loss, total) and same(pipe, blocks)
+
+
+def test_microbatches_may_differ(ranks: Ranks) -> None:
+    assert ranks(2).run(microbatches_of_their_own) == [True, True]
+
+
+def messages(rank: int, world: int) -> list[int]:
+    """Point-to-point operations of each of three steps."""
+    pipe = rg.Pipeline(tanhs(8), schedule="1f1b", microbatches=4, loss=F.mse_loss)
+    counts, original = [], dist.batch_isend_irecv
+    for batch in (8, 8, 12):
+        seen = 0
+
+        def counting(ops: list[Any]) -> Any:
+            nonlocal seen
+            seen += len(ops)
+            return original(ops)
+
+        dist.batch_isend_irecv = counting
+        try:
+            pipe.step(torch.randn(batch, WIDTH), target=torch.randn(batch, WIDTH))
+        finally:
+            dist.batch_isend_irecv = original
+        counts.append(seen)
+    return counts
+
+
+def test_stable_layouts_are_not_sent_again(ranks: Ranks) -> None:
+    """4 microbatches, a message in and one out: a head and a tensor. A changed layout adds itself and the tensor."""
+    for found in ranks(2).run(messages):
+        assert found == [8 * (1 + 2), 8 * 2, 8 * (2 + 2)]
+
+
+def evaluation(rank: int, world: int, schedule: str) -> tuple[bool, ...]:
+    torch.manual_seed(0)
+    blocks = [*tanhs(4), *(Fn(lambda m, x: m.d(m.a(x)), a=lin(), d=nn.Dropout()) for _ in range(4))]
+    pipe = rg.Pipeline(copy.deepcopy(blocks), schedule=schedule, microbatches=4, loss=F.mse_loss).eval()
+    x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    with torch.no_grad():
+        wanted = Chain(blocks).eval()(x)
+    result, alone = pipe.evaluate(x, target=y), pipe.evaluate(x)
+    outputs = torch.cat(result.outputs) if result.outputs else wanted
+    return (
+        torch.equal(outputs, wanted),
+        bool(result.outputs) == (pipe.schedule.last_stage in pipe.stages),
+        torch.allclose(result.loss, F.mse_loss(wanted, y)),  # a mean of four means
+        alone.loss is None,
+        all(p.grad is None for p in pipe.parameters()),
+        not any(stage.flights for stage in pipe.stages.values()),
+    )
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-v"])
+def test_evaluation_is_forward_only(ranks: Ranks, schedule: str) -> None:
+    assert all(all(right) for right in ranks(2).run(evaluation, schedule))
+
+
+def outputs_of_a_step(rank: int, world: int) -> bool:
+    blocks = tanhs(4)
+    pipe = rg.Pipeline(blocks, schedule="zb-h1", microbatches=2, loss=F.mse_loss)
+    result = pipe.run(torch.randn(4, WIDTH), target=torch.randn(4, WIDTH))
+    return all(not out.requires_grad and out.grad_fn is None for out in result.outputs) and len(result.outputs) == (
+        2 if rank == 1 else 0
+    )
+
+
+def test_a_step_may_return_outputs_detached(ranks: Ranks) -> None:
+    assert ranks(2).run(outputs_of_a_step) == [True, True]
+
+
+def output_is_the_loss(rank: int, world: int) -> bool:
+    torch.manual_seed(0)
+    blocks = [*tanhs(3), Fn(lambda m, x: m.a(x).square().mean(), a=lin())]
+    pipe = rg.Pipeline(copy.deepcopy(blocks), schedule="1f1b", microbatches=2)
+    x = torch.randn(4, WIDTH)
+    loss = pipe.step(x)
+    parts = [Chain(blocks)(part) * 0.5 for part in x.chunk(2)]
+    for part in parts:
+        part.backward()
+    return torch.equal(loss, (parts[0] + parts[1]).detach()) and same(pipe, blocks)
+
+
+def test_without_a_loss_function_the_output_is_the_loss(ranks: Ranks) -> None:
+    assert ranks(2).run(output_is_the_loss) == [True, True]
+
+
+def on_meta(rank: int, world: int) -> tuple[bool, bool]:
+    """Each rank makes only its own stages, with the values of a model built whole with the same seed."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Sequential(nn.Embedding(11, 8), lin()), nn.LayerNorm(8), lin(), lin(8, 11))
+    torch.manual_seed(3)
+    pipe = rg.Pipeline(model, schedule="zb-h1", microbatches=2, loss=CASES["transformer"].loss)
+    torch.manual_seed(3)
+    whole = nn.Sequential(nn.Sequential(nn.Embedding(11, 8), lin()), nn.LayerNorm(8), lin(), lin(8, 11))
+    mine = dict(pipe.named_parameters())
+    values = dict(whole.named_parameters())
+    others = [p for name, p in model.named_parameters() if name not in mine]
+    words = torch.randint(0, 11, (4, 3))
+    pipe.step(words, target=words)
+    return all(torch.equal(p, values[n]) for n, p in mine.items()), all(p.device.type == "meta" for p in others)
+
+
+def test_meta_models(ranks: Ranks) -> None:
+    assert ranks(2).run(on_meta) == [(True, True), (True, True)]
+
+
+def cut_by(rank: int, world: int) -> tuple[list[str], list[str]]:
+    model = nn.Sequential(nn.Sequential(lin(), lin()), lin(), lin())
+    named = rg.Pipeline(model, schedule="1f1b", microbatches=2, cut=rg.Cut(at=["0.1"]))
+    timed = rg.Pipeline(model, schedule="1f1b", microbatches=2, cut=rg.Cut(costs=[1.0, 1.0, 1.0, 3.0]))
+    return [n for n, _ in named.named_parameters()][::2], [n for n, _ in timed.named_parameters()][::2]
+
+
+def test_cuts_by_name_and_by_cost(ranks: Ranks) -> None:
+    first, second = ranks(2).run(cut_by)
+    assert first == (["0.0.weight"], ["0.0.weight", "0.1.weight", "1.weight"])
+    assert second == (["0.1.weight", "1.weight", "2.weight"], ["2.weight"])
+
+
+def compiled(rank: int, world: int, schedule: str) -> bool:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    case = CASES["transformer"]
+    blocks = case.blocks()
+    ours = [torch.compile(block, backend="aot_eager") for block in copy.deepcopy(blocks)]
+    pipe = rg.Pipeline(ours, schedule=schedule, microbatches=4, loss=case.loss)
+    right = True
+    for _ in range(2):
+        data = case.data()
+        wanted = plain_step(blocks, data, case.loss, backward_order(pipe.schedule))
+        right &= torch.equal(pipe.step(*data.args, target=data.target), wanted)
+        whole = dict(nn.ModuleList(blocks).named_parameters())
+        right &= all(torch.equal(p.grad, whole[n.replace("_orig_mod.", "")].grad) for n, p in pipe.named_parameters())
+    torch._dynamo.reset()
+    return right
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+def test_compiled_blocks(ranks: Ranks, schedule: str) -> None:
+    assert ranks(2).run(compiled, schedule, timeout=110) == [True, True]
+
+
+def own_schedule(rank: int, world: int) -> tuple[bool, list[str]]:
+    text = "schedule mine microbatches=2 placement=0,1\nrank 0: 0F0 0F1 0I0 0B1 0W0\nrank 1: 1F0 1I0 1F1 1B1 1W0\n"
+    torch.manual_seed(0)
+    blocks = tanhs(4)
+    pipe = rg.Pipeline(copy.deepcopy(blocks), schedule=Schedule.parse(text), microbatches=2, loss=F.mse_loss)
+    x = torch.randn(4, WIDTH)
+    plain_step(blocks, Data((x,), x), F.mse_loss, [1, 0])
+    pipe.step(x, target=x)
+    return same(pipe, blocks), [str(done.action) for done in pipe.trace if done.action.kind.is_compute]
+
+
+def test_a_schedule_of_ones_own(ranks: Ranks) -> None:
+    first, second = ranks(2).run(own_schedule)
+    assert first == (True, ["0F0", "0F1", "0I0", "0B1", "0W0"])
+    assert second == (True, ["1F0", "1I0", "1F1", "1B1", "1W0"])

@@ -1,0 +1,123 @@
+"""Pipelines with ZeRO under them: gradients of two replicas, one reduction per unit and step."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import retrograde as rg
+from retrograde.pipeline import Action
+from tests.harness import RankPool
+from tests.pipeline.cases import CASES, Case, backward_order, plain_step
+
+Ranks = Callable[[int], RankPool]
+Gradients = dict[str, torch.Tensor | None]
+MICROBATCHES = 4
+# A pipeline's stages are sharded apart, so weights that are tied over ranks cannot be.
+NAMES = [name for name in CASES if not name.startswith("tied")]
+
+
+def reference(case: Case, blocks: list[nn.Module], order: list[int], replicas: int, seed: int) -> Gradients:
+    """The mean of the replicas' gradients, summed in rank order."""
+    total: Gradients = {}
+    for replica in range(replicas):
+        twin = nn.ModuleList(copy.deepcopy(blocks))
+        torch.manual_seed(seed + replica)
+        plain_step(list(twin), case.data(), case.loss, order)
+        for name, p in twin.named_parameters():
+            if p.grad is not None:
+                before = total.get(name)
+                total[name] = p.grad if before is None else before + p.grad
+    return {name: None if g is None else g / replicas for name, g in total.items()}
+
+
+def steps(rank: int, world: int, schedule: str, stage: int, names: list[str]) -> list[str]:
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("pp", "dp"))
+    wrong = []
+    for name in names:
+        case = CASES[name]
+        torch.manual_seed(0)
+        blocks = case.blocks()
+        pipe = rg.Pipeline(
+            copy.deepcopy(blocks),
+            schedule=schedule,
+            microbatches=MICROBATCHES,
+            loss=case.loss,
+            mesh=mesh["pp"],
+            zero=rg.Zero(stage=stage, mesh=mesh["dp"]),
+        )
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        plain = torch.optim.SGD(nn.ModuleList(blocks).parameters(), lr=0.1)
+        for number in range(2):
+            wanted = reference(case, blocks, backward_order(pipe.schedule), 2, 10 * number)
+            torch.manual_seed(10 * number + mesh["dp"].get_local_rank())
+            data = case.data()
+            pipe.engine.ledger.clear()
+            pipe.step(*copy.deepcopy(data.args), target=data.target, **data.options)
+            wrong += [f"{name}, step {number}: {text}" for text in compare(pipe, wanted)]
+            wrong += [f"{name}, step {number}: {text}" for text in reductions(pipe)]
+            optimizer.step()
+            optimizer.zero_grad()
+            for key, p in nn.ModuleList(blocks).named_parameters():
+                p.grad = wanted.get(key)
+            plain.step()
+    return wrong
+
+
+def compare(pipe: rg.Pipeline, wanted: Gradients) -> list[str]:
+    wrong = []
+    for name, leaf in pipe.named_parameters():
+        whole, reference = pipe.engine.full_grad(leaf), wanted.get(name)
+        if (whole is None) != (reference is None):
+            wrong.append(f"{name} has gradient {whole is not None}, torch {reference is not None}")
+        elif whole is not None and not torch.equal(whole, reference):
+            wrong.append(f"{name} differs by {(whole - reference).abs().max()}")
+    return wrong
+
+
+def reductions(pipe: rg.Pipeline) -> list[str]:
+    wrong = []
+    for unit in pipe.engine.units:
+        expected = int(any(leaf.grad is not None for leaf in unit.leaves))
+        if (count := pipe.engine.ledger.count("reduce", unit.name)) != expected:
+            wrong.append(f"unit {unit.name} was reduced {count} times instead of {expected}")
+    return wrong
+
+
+def gathers_by_kind(rank: int, world: int, schedule: str) -> dict[str, int]:
+    """How many pages each kind of action brought into memory, at stage 3."""
+    torch.manual_seed(0)
+    case = CASES["transformer"]
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("pp", "dp"))
+    zero = rg.Zero(stage=3, mesh=mesh["dp"])
+    pipe = rg.Pipeline(case.blocks(), schedule=schedule, microbatches=4, loss=case.loss, mesh=mesh["pp"], zero=zero)
+    found: dict[str, int] = {}
+    seen = 0
+
+    def watch(action: Action) -> None:
+        nonlocal seen
+        count = pipe.engine.ledger.count("gather")
+        found[action.kind.value] = found.get(action.kind.value, 0) + count - seen
+        seen = count
+
+    pipe.watch(watch)
+    data = case.data()
+    pipe.step(*data.args, target=data.target)
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+def test_w_needs_no_weights(ranks: Ranks, schedule: str) -> None:
+    for found in ranks(4).run(gathers_by_kind, schedule):
+        assert found["F"] > 0 and found["I"] > 0
+        assert found["W"] == 0
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+def test_two_by_two(ranks: Ranks, schedule: str, stage: int) -> None:
+    found = ranks(4).run(steps, schedule, stage, NAMES if stage == 3 else NAMES[:4], timeout=110)
+    assert [text for by_rank in found for text in by_rank] == []
