@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch._dynamo.utils import counters
 
-from tests.patterns.context import Context
 from tests.live import settle
+from tests.patterns.context import Context
 from tests.patterns.driver import Player
 from tests.patterns.oracle import Oracle
 from tests.patterns.registry import Case
@@ -52,7 +52,7 @@ def equal_parts(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def fresh() -> None:
-    """Nothing compiled before counts, and a graph may be retained, as everywhere in the matrix."""
+    """Nothing compiled before counts. What plain torch compiled may be retained too, as everywhere in the matrix."""
     settle()
     torch._dynamo.reset()
     counters.clear()

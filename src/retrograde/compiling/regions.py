@@ -13,21 +13,26 @@ Rule 2: a weight that is read where it is not given ends the graph there, and is
 Rule 3: nothing of the engine is traced: Dynamo skips its files but for inlined.py, and starts no graph there.
         A skipped frame is eager code like any other.
 Rule 4: given tensors are plain: Dynamo never sees the classes of full tensors.
-Rule 5: without torch.compile a region costs one call.
+Rule 5: a graph may edit given tensors, which share memory and version counter with the page's: the edit is written
+        back before anything is saved, and when the region ends.
+Rule 6: without torch.compile a region costs one call.
 """
 
 import functools
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._dynamo.eval_frame import innermost_backend
 
 from retrograde.compiling import inlined
+from retrograde.compiling.backend import Keeping
 from retrograde.compiling.inlined import GIVEN, Forward
 from retrograde.layout import UnitSpec
-from retrograde.residency import MADE, Leaf, SavedTensors, specialize
+from retrograde.optim import ShardedParameter
+from retrograde.residency import MADE, SavedTensors, specialize
 
 _REASON = (
     "retrograde pages parameters in between compiled graphs, one unit at a time, so no graph spans units; with "
@@ -39,41 +44,73 @@ _compiling_frames = torch._C._dynamo.eval_frame.get_eval_frame_callback
 REGION = "_retrograde_region"
 
 
+class Member(NamedTuple):
+    """A module of a region that has parameters of its own."""
+
+    module: nn.Module
+    leaves: dict[str, ShardedParameter]
+
+
 class Region:
-    """One boundary. `compiled` is set by `retrograde.compile()`; else an outer torch.compile compiles `plain`."""
+    """One boundary. `compiled` is set by `retrograde.compile()`; inside an outer torch.compile its backend is used."""
 
     def __init__(self, saved: SavedTensors, plain: Forward) -> None:
         self._saved, self.plain = saved, plain
-        self.members: list[tuple[nn.Module, tuple[str, ...]]] = []
+        self.members: list[Member] = []
         self.compiled: Forward | None = None
+        self._outer: tuple[Any, Forward] = (None, plain)  # the last backend, and `plain` compiled with it
 
     @property
-    def active(self) -> bool:
-        """Is there something to compile for? Under torch.func a region is eager code."""
-        compiling = self.compiled is not None or _compiling_frames() is not None
-        return compiling and torch._C._functorch.peek_interpreter_stack() is None
+    def forward(self) -> Forward | None:
+        """What to run, if there is something to compile for. Under torch.func a region is eager code."""
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return None
+        if self.compiled is not None:
+            return self.compiled
+        if not callable(frames := _compiling_frames()):
+            return None
+        backend = innermost_backend(frames)
+        if self._outer[0] is not backend:
+            self._outer = backend, torch.compile(self.plain, backend=Keeping(backend))
+        return self._outer[1]
 
-    def run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        hooked = self._saved.enter()
-        before = [member.__dict__.get(GIVEN) for member, _ in self.members]
+    def run(self, forward: Forward, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        saved, hooked = self._saved, self._saved.enter()
+        before = saved.compiled, [member.module.__dict__.get(GIVEN) for member in self.members]
         try:
             self._give()
-            return (self.compiled or self.plain)(module, *args, **kwargs)
+            saved.compiled = True
+            result = forward(module, *args, **kwargs)
+            self._publish_edits()
+            return result
         finally:
-            for (member, _), given in zip(self.members, before, strict=True):
-                member.__dict__[GIVEN] = given
+            saved.compiled = before[0]
+            for member, given in zip(self.members, before[1], strict=True):
+                member.module.__dict__[GIVEN] = given
             if hooked:
-                self._saved.leave()
+                saved.leave()
 
     def _give(self) -> None:
-        fulls = {(member, name): getattr(member, name) for member, names in self.members for name in names}
+        fulls = {(m.module, name): getattr(m.module, name) for m in self.members for name in m.leaves}
         trained = [key for key, full in fulls.items() if full.requires_grad]
         aliases = dict(zip(trained, _Enter.apply(*[fulls[key] for key in trained]), strict=True))  # type: ignore[no-untyped-call]
-        for member, names in self.members:
-            given = {name: aliases.get((member, name), _plain(fulls[member, name])) for name in names}
+        for module, leaves in self.members:
+            given = {name: aliases.get((module, name), _plain(fulls[module, name])) for name in leaves}
             for alias in given.values():
                 torch._dynamo.mark_static(alias)  # parameters keep their sizes
-            member.__dict__[GIVEN] = given
+            module.__dict__[GIVEN] = given
+
+    def _publish_edits(self) -> None:
+        """Rule 5, for what nothing was saved of after the edit."""
+        for module, leaves in self.members:
+            for name, alias in module.__dict__[GIVEN].items():
+                if alias.grad_fn is not None and type(alias.grad_fn) is not _Enter._backward_cls:
+                    raise RuntimeError(
+                        f"parameter {leaves[name].slot.name} requires grad and is used in an in-place operation in a "
+                        f"compiled forward, or edited there through .data; edit weights under torch.no_grad()"
+                    )
+        for unit in {leaf.unit: None for member in self.members for leaf in member.leaves.values()}:
+            unit.write_back_if_edited()
 
 
 class _Enter(torch.autograd.Function):
@@ -120,7 +157,7 @@ def mark_regions(model: nn.Module, specs: Sequence[UnitSpec], saved: SavedTensor
             if module in regions and REGION not in module.__dict__:
                 module.__dict__[REGION] = Region(saved, _compilable(module))
             _layer(module, _boundary)
-        elif any(isinstance(leaf, Leaf) for leaf in module._parameters.values()):
+        elif _leaves(module):
             _layer(module, inlined.transparent)
     for module in regions:
         module.__dict__[REGION].members = list(_members(module, regions - {module}))
@@ -138,10 +175,13 @@ def _layer(module: nn.Module, forward: Any) -> None:
     """Put what Dynamo is to see on top of what `patch` made of the module, unless it is there."""
     cls = type(module)
     if _LAYER not in vars(cls):
-        names = [name for name, leaf in module._parameters.items() if isinstance(leaf, Leaf)]
-        body: dict[str, Any] = {name: inlined.given_or(name, getattr(cls, name)) for name in names}
+        body: dict[str, Any] = {name: inlined.given_or(name, getattr(cls, name)) for name in _leaves(module)}
         body |= {"forward": forward(cls.forward, _original(cls).forward), GIVEN: None, _LAYER: True}
         specialize(module, body, _LAYER, forward)
+
+
+def _leaves(module: nn.Module) -> dict[str, ShardedParameter]:
+    return {name: leaf for name, leaf in module._parameters.items() if isinstance(leaf, ShardedParameter)}
 
 
 def _original(cls: type[nn.Module]) -> type[nn.Module]:
@@ -149,9 +189,9 @@ def _original(cls: type[nn.Module]) -> type[nn.Module]:
     return next(each for each in cls.__mro__ if MADE not in vars(each))
 
 
-def _members(module: nn.Module, others: set[nn.Module]) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
-    if names := tuple(name for name, leaf in module._parameters.items() if isinstance(leaf, Leaf)):
-        yield module, names
+def _members(module: nn.Module, others: set[nn.Module]) -> Iterator[Member]:
+    if leaves := _leaves(module):
+        yield Member(module, leaves)
     for child in module.children():
         if child not in others:
             yield from _members(child, others)
@@ -160,23 +200,22 @@ def _members(module: nn.Module, others: set[nn.Module]) -> Iterator[tuple[nn.Mod
 def _compilable(module: nn.Module) -> Forward:
     cls = _original(type(module))
     if cls.forward.__module__.split(".")[0] == "torch":
-        return _own_frame(cls, tuple(leaf.slot.shape for leaf in module.parameters() if isinstance(leaf, Leaf)))
+        # One for modules of the same sizes: they share graphs, and others do not count as their recompilations.
+        shapes = [leaf.slot.shape for leaf in module.parameters() if isinstance(leaf, ShardedParameter)]
+        return _frames.setdefault((cls, *shapes), inlined.own_frame(cls))
     return cls.forward
 
 
-@functools.cache
-def _own_frame(cls: type[nn.Module], shapes: tuple[torch.Size, ...]) -> Forward:
-    """One for modules of the same sizes: they share graphs, and others do not count as their recompilations."""
-    return inlined.own_frame(cls)
+_frames: dict[Any, Forward] = {}
 
 
 def _boundary(base: Forward, plain: Forward) -> Forward:
     @functools.wraps(base)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         region: Region | None = self.__dict__.get(REGION)
-        if region is None or not region.active:
+        if region is None or (compiled := region.forward) is None:
             return base(self, *args, **kwargs)
-        return region.run(self, args, kwargs)
+        return region.run(compiled, self, args, kwargs)
 
     # Dynamo does not inline it, but may compile what it calls: `torch.compiler.disable` without a wrapper.
     marked: Any = forward

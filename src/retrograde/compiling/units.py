@@ -6,17 +6,14 @@ graph.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch._functorch.config
 from torch import nn
 
+from retrograde.compiling.backend import Graph, Keeping
 from retrograde.compiling.regions import regions_of
 from retrograde.errors import ShardingError
-
-Graph = Callable[..., Any]
 
 
 def compile(
@@ -38,7 +35,7 @@ def compile(
             f"compile({type(model).__name__}): the model is not sharded; call retrograde.shard() first, or "
             f"torch.compile() for a model that is to stay whole"
         )
-    keeping = _Keeping(_inner(backend, mode, options, dynamic))
+    keeping = Keeping(_inner(backend, mode, options, dynamic))
     compiled: dict[Graph, Graph] = {}  # one callable for all units of a class: they share their graphs
     for region in regions.values():
         if region.plain not in compiled:
@@ -57,14 +54,3 @@ def _inner(
     if backend == "inductor":
         return torch._TorchCompileInductorWrapper(mode, options, dynamic)  # type: ignore[no-untyped-call]
     return torch._TorchCompileWrapper(backend, mode, options, dynamic)  # type: ignore[no-untyped-call]
-
-
-@dataclass(frozen=True)
-class _Keeping:
-    """A backend whose graphs leave what was saved as it is, so that a second backward finds it."""
-
-    inner: Graph
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Graph:
-        with torch._functorch.config.patch(donated_buffer=False):
-            return self.inner(graph, inputs)  # type: ignore[no-any-return]

@@ -9,6 +9,6 @@ from retrograde.residency.saved import SavedTensors
 from retrograde.residency.unit import Sink, Unit
 
 __all__ = [
-    "MADE", "BufferPool", "Gate", "Leaf", "Pager", "Phase", "SavedTensors", "Sink", "Unit", "alive", "edits", "overloads",
-    "patch", "specialize",
+    "MADE", "BufferPool", "Gate", "Leaf", "Pager", "Phase", "SavedTensors", "Sink", "Unit", "alive", "edits",
+    "overloads", "patch", "specialize",
 ]  # fmt: skip

@@ -110,7 +110,7 @@ class Unit:
         self.pieces = tuple(leaf.detach() for leaf in self.leaves)
         self.settled = self.version
         self.outs = tuple(FullTensor.of(stub.clone(), self, i) for i, stub in enumerate(self._stubs))
-        self._edits_seen = 0
+        self._edits_seen: list[int] = []
         if self.layout.dtype.is_floating_point or self.layout.dtype.is_complex:
             self._build_graph()
         self._point(self._stubs)
@@ -198,7 +198,7 @@ class Unit:
         self._point(list(self.layout.views(self.page)))
         for out in self.outs:
             torch.autograd.graph.increment_version(out)  # what was saved from the memory before is stale
-        self._edits_seen = self._edit_counter()
+        self._edits_seen = self._edit_counters()
         self._own_references = torch._C._storage_Use_Count(self.page.untyped_storage()._cdata)
 
     def drop(self) -> bool:
@@ -233,16 +233,17 @@ class Unit:
         return all(sys.getrefcount(out) <= _OUT_REFERENCES and _owners(out) == 1 for out in self.outs)
 
     # ---- edits through full tensors
-    def _edit_counter(self) -> int:
-        return self.page._version + sum(out._version for out in self.outs)
+    def _edit_counters(self) -> list[int]:
+        return [*(out._version for out in self.outs), self.page._version]
 
     def write_back_if_edited(self) -> None:
         """An edit that was not reported (through an alias of a full tensor) reaches the shard here."""
-        if self.ready and (now := self._edit_counter()) != self._edits_seen:
+        if self.ready and (now := self._edit_counters()) != (seen := self._edits_seen):
             self._edits_seen = now  # a fence looks for edits too
-            every = range(len(self.leaves))
-            with self.gate.writing(f"an edit of unit {self.name}", [(self, slot) for slot in every]):
-                for slot in every:
+            somewhere = now[-1] != seen[-1]  # through the page
+            slots = [slot for slot in range(len(self.leaves)) if somewhere or now[slot] != seen[slot]]
+            with self.gate.writing(f"an edit of unit {self.name}", [(self, slot) for slot in slots]):
+                for slot in slots:
                     self.write_back(slot)
 
     def write_back(self, slot: int) -> None:
@@ -254,7 +255,7 @@ class Unit:
         else:
             self.pieces[slot].copy_(mine)
         self._read_at = self.version
-        self._edits_seen = self._edit_counter()
+        self._edits_seen = self._edit_counters()
 
     def edited(self, slot: int) -> bool:
         """Since the last fence."""
