@@ -30,17 +30,20 @@ class How(enum.Enum):
 class Compiled:
     how: How
     backend: str = "aot_eager"
+    mode: str | None = None
+    dynamic: bool | None = None
 
     def apply(self, model: nn.Module, sharded: bool) -> None:
         import retrograde as rg
 
+        given = {"backend": self.backend, "mode": self.mode, "dynamic": self.dynamic}
         if self.how is How.MODEL:
-            model.compile(backend=self.backend)
+            model.compile(**given)
         elif sharded:
-            rg.compile(model, backend=self.backend)
+            rg.compile(model, **given)
         else:
             for module in equal_parts(model):
-                module.compile(backend=self.backend)
+                module.compile(**given)
 
 
 def equal_parts(model: nn.Module) -> Iterator[nn.Module]:
@@ -78,6 +81,8 @@ def play_compiled(rank: int, world: int, case: Case | str, stage: int, compiled:
     fresh()
     chosen = compiled_case((COMPILE_CASES | CASES)[case] if isinstance(case, str) else case, compiled)
     got = Player(chosen, rank, world, stage).play()
+    if not counters["stats"]["unique_graphs"]:
+        return ["nothing was compiled"]
     dist.barrier()  # a rank that drops its model takes its shards along, and others may still be reading
     torch._dynamo.reset()
     want = Oracle(chosen, world, stage).play()[rank]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from retrograde.ledger import Kind
 from tests.compile.driver import Compiled, How, fresh, peak_bytes
 from tests.compile.models import LoopBlock, WhileBlock
 from tests.harness import RankPool
-from tests.patterns.models import Mlp
+from tests.patterns.models import Mlp, MlpBlock
 from tests.small import BLOCKS, batch, build, loss_of
 
 STEPS = 5
@@ -58,8 +59,7 @@ def _graphs(rank: int, world: int, stage: int, how: How) -> list[dict[str, int]]
     return seen
 
 
-@pytest.mark.parametrize("world", (1, 2))
-@pytest.mark.parametrize("stage", (1, 2, 3))
+@pytest.mark.parametrize(("stage", "world"), ((1, 2), (2, 2), (3, 2), (3, 1)))
 @pytest.mark.parametrize("how", How)
 def test_graphs_are_made_once(ranks: Callable[[int], RankPool], stage: int, world: int, how: How) -> None:
     for seen in ranks(world).run(_graphs, stage, how):
@@ -94,7 +94,7 @@ def test_pages_and_reductions_are_those_of_an_eager_step(ranks: Callable[[int], 
 
 
 class Broken(Mlp):
-    def __init__(self, block: type[nn.Module]) -> None:
+    def __init__(self, block: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(block() for _ in range(5))
 
@@ -135,6 +135,37 @@ def test_skipped_frames_release_unit_by_unit(
         assert skipped > 0 and graphs == 2  # the blocks are eager; what comes before and after them is not
         assert len(seen["held"]) == 3 * 7 and max(seen["held"]) <= seen["two"]
         assert seen["ledger"] <= seen["two"]
+
+
+class Edits(MlpBlock):
+    """Edits a weight in a way that only an error can be the answer to."""
+
+    def __init__(self, through_data: bool) -> None:
+        super().__init__()
+        self.through_data = through_data
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        (self.up.weight.data if self.through_data else self.up.weight).mul_(0.5)
+        return super().forward(h)
+
+
+def _edits(rank: int, world: int, how: How) -> list[str]:
+    said = []
+    for through_data in (True, False):
+        run = Run(rank, 3, how, Broken(partial(Edits, through_data)))
+        try:
+            run.model(torch.ones(2, 6))
+        except RuntimeError as error:
+            said.append(str(error))
+        dist.barrier()
+    return said
+
+
+@pytest.mark.parametrize("how", How)
+def test_edits_that_cannot_be_compiled_raise(ranks: Callable[[int], RankPool], how: How) -> None:
+    for said in ranks(2).run(_edits, how):
+        assert len(said) == 2
+        assert all("blocks.0.up.weight" in each and "under torch.no_grad()" in each for each in said)
 
 
 def _messages(rank: int, world: int) -> dict[str, Any]:
