@@ -45,7 +45,6 @@ def patch(
             "_apply": _apply,
             "_save_to_state_dict": _saving(cls),
             "_load_from_state_dict": _loading(cls),
-            "__reduce_ex__": _refuse_copy,
             "get_parameter": _get_parameter,
             "_retrograde_engine": engine,
         }
@@ -63,7 +62,8 @@ def specialize(module: nn.Module, body: dict[str, Any], *key: Hashable) -> None:
     compiled code is kept by class. A key names what the subclass itself keeps alive, so identities will do."""
     cls = type(module)
     if (made := _made.get((id(cls), *key))) is None:
-        body |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, MADE: True}
+        body |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+        body |= {"__reduce_ex__": _refuse_copy, MADE: True}
         made = _made[id(cls), *key] = type(cls.__name__, (cls,), body)
     module.__class__ = made
 
