@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -87,20 +87,3 @@ def play_compiled(rank: int, world: int, case: Case | str, stage: int, compiled:
     torch._dynamo.reset()
     want = Oracle(chosen, world, stage).play()[rank]
     return differences(got, want, chosen.rtol)
-
-
-def peak_bytes(work: Callable[[], object]) -> int:
-    """The most bytes this thread's allocations hold at once during `work`, beyond what was there before."""
-    torch.autograd._enable_profiler_legacy(
-        torch.autograd.ProfilerConfig(
-            torch.autograd.ProfilerState.CPU, False, True, False, False, False, torch._C._profiler._ExperimentalConfig()
-        )
-    )
-    work()
-    held = most = 0
-    for thread in torch.autograd._disable_profiler_legacy():
-        for event in thread:
-            if event.kind() == "memory_alloc":
-                held += event.cpu_memory_usage()
-                most = max(most, held)
-    return most

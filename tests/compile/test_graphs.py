@@ -13,8 +13,9 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import retrograde as rg
+from benchmarks.compiled_memory import peak_bytes
 from retrograde.ledger import Kind
-from tests.compile.driver import Compiled, How, fresh, peak_bytes
+from tests.compile.driver import Compiled, How, fresh
 from tests.compile.models import LoopBlock, WhileBlock
 from tests.harness import RankPool
 from tests.patterns.models import Mlp, MlpBlock
