@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ import retrograde as rg
 from benchmarks.compiled_memory import peak_bytes
 from retrograde.ledger import Kind
 from tests.compile.driver import Compiled, How, fresh
-from tests.compile.models import LoopBlock, WhileBlock
+from tests.compile.models import LoopBlock, OneUnit, WhileBlock
 from tests.harness import RankPool
 from tests.patterns.models import Mlp, MlpBlock
 from tests.small import BLOCKS, batch, build, loss_of
@@ -136,6 +136,34 @@ def test_skipped_frames_release_unit_by_unit(
         assert skipped > 0 and graphs == 2  # the blocks are eager; what comes before and after them is not
         assert len(seen["held"]) == 3 * 7 and max(seen["held"]) <= seen["two"]
         assert seen["ledger"] <= seen["two"]
+
+
+class Off(MlpBlock):
+    seen: ClassVar[list[bool]] = []
+
+    @torch.compiler.disable
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        self.seen.append(torch.compiler.is_compiling())
+        return super().forward(h)
+
+
+def _unusual(rank: int, world: int, how: How) -> dict[str, Any]:
+    Off.seen.clear()
+    off = Run(rank, 3, how, Broken(Off))
+    off.model(torch.ones(2, 6)).sum().backward()
+    one = Run(rank, 3, how, OneUnit())
+    one.model(torch.ones(2, 6)).sum().backward()
+    one.model.last.extra = nn.Parameter(torch.ones(3))
+    one.model(torch.ones(2, 6)).sum().backward()
+    dist.barrier()
+    return {"off": list(Off.seen), "graphs": counters["stats"]["unique_graphs"], "units": len(one.engine.units)}
+
+
+@pytest.mark.parametrize("how", How)
+def test_disabled_units_are_eager_and_new_parameters_are_found(ranks: Callable[[int], RankPool], how: How) -> None:
+    for seen in ranks(2).run(_unusual, how):
+        assert seen["off"] == [False] * 5
+        assert seen["graphs"] >= 1 and seen["units"] == 2
 
 
 class Edits(MlpBlock):

@@ -56,6 +56,7 @@ class Region:
 
     def __init__(self, saved: SavedTensors, plain: Forward) -> None:
         self._saved, self.plain = saved, plain
+        self._disabled = getattr(plain, "_torchdynamo_disable", False)  # by the user; torch.compile would overrule it
         self.members: list[Member] = []
         self.compiled: Forward | None = None
         self._outer: tuple[Any, Forward] = (None, plain)  # the last backend, and `plain` compiled with it
@@ -63,7 +64,7 @@ class Region:
     @property
     def forward(self) -> Forward | None:
         """What to run, if there is something to compile for. Under torch.func a region is eager code."""
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if self._disabled or torch._C._functorch.peek_interpreter_stack() is not None:
             return None
         if self.compiled is not None:
             return self.compiled
@@ -156,7 +157,8 @@ def mark_regions(model: nn.Module, specs: Sequence[UnitSpec], saved: SavedTensor
         if module in regions or module is model:
             if module in regions and REGION not in module.__dict__:
                 module.__dict__[REGION] = Region(saved, _compilable(module))
-            _layer(module, _boundary)
+            entered = any(vars(cls).get(_LAYER) is _boundary for cls in type(module).__mro__)
+            _layer(module, _closed if entered or module not in regions else _boundary)
         elif _leaves(module):
             _layer(module, inlined.transparent)
     for module in regions:
@@ -168,7 +170,7 @@ def regions_of(model: nn.Module) -> dict[str, Region]:
     return {name: module.__dict__[REGION] for name, module in model.named_modules() if REGION in module.__dict__}
 
 
-_LAYER = "_retrograde_layer"
+_LAYER = "_retrograde_layer"  # the forward of a class of ours
 
 
 def _layer(module: nn.Module, forward: Any) -> None:
@@ -176,7 +178,7 @@ def _layer(module: nn.Module, forward: Any) -> None:
     cls = type(module)
     if _LAYER not in vars(cls):
         body: dict[str, Any] = {name: inlined.given_or(name, getattr(cls, name)) for name in _leaves(module)}
-        body |= {"forward": forward(cls.forward, _original(cls).forward), GIVEN: None, _LAYER: True}
+        body |= {"forward": forward(cls.forward, _original(cls).forward), GIVEN: None, _LAYER: forward}
         specialize(module, body, _LAYER, forward)
 
 
@@ -212,12 +214,26 @@ _frames: dict[Any, Forward] = {}
 def _boundary(base: Forward, plain: Forward) -> Forward:
     @functools.wraps(base)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        region: Region | None = self.__dict__.get(REGION)
-        if region is None or (compiled := region.forward) is None:
+        region: Region = self.__dict__[REGION]
+        if (compiled := region.forward) is None:
             return base(self, *args, **kwargs)
         return region.run(compiled, self, args, kwargs)
 
-    # Dynamo does not inline it, but may compile what it calls: `torch.compiler.disable` without a wrapper.
+    return _not_inlined(forward)
+
+
+def _closed(base: Forward, plain: Forward) -> Forward:
+    """For what is around a boundary: the model's own forward looks for new parameters first."""
+
+    @functools.wraps(base)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return base(self, *args, **kwargs)
+
+    return _not_inlined(forward)
+
+
+def _not_inlined(forward: Forward) -> Forward:
+    """Dynamo may compile what `forward` calls: `torch.compiler.disable` without a wrapper."""
     marked: Any = forward
     marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, _REASON
     return forward
