@@ -95,8 +95,9 @@ class Region:
         fulls = {(m.module, name): getattr(m.module, name) for m in self.members for name in m.leaves}
         trained = [key for key, full in fulls.items() if full.requires_grad]
         aliases = dict(zip(trained, _Enter.apply(*[fulls[key] for key in trained]), strict=True))  # type: ignore[no-untyped-call]
+        aliases |= {key: _plain(full) for key, full in fulls.items() if key not in aliases}
         for module, leaves in self.members:
-            given = {name: aliases.get((module, name), _plain(fulls[module, name])) for name in leaves}
+            given = {name: aliases[module, name] for name in leaves}
             for alias in given.values():
                 torch._dynamo.mark_static(alias)  # parameters keep their sizes
             module.__dict__[GIVEN] = given
