@@ -6,6 +6,7 @@ All use fused AdamW and their documented way of wrapping a transformer; none is 
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -33,9 +34,12 @@ class Contender:
     setup: Setup
     package: str = "torch"  # imported before memory is first read, so that it counts as the base
     install: str = ""
+    compiled: bool = False
 
     def missing(self) -> str | None:
         """Why this contender cannot run here, or None."""
+        if self.compiled and not shutil.which("g++"):
+            return "inductor needs a C++ compiler, and there is no g++ here"
         if importlib.util.find_spec(self.package) is not None:
             return None
         return f"{self.package} is not installed" + (f" ({self.install})" if self.install else "")
@@ -67,6 +71,14 @@ def _ddp(model: GPT, work: Workload) -> Training:
     return Training(_torch_step(DistributedDataParallel(model), _adamw(model, work)))
 
 
+def _ddp_compiled(model: GPT, work: Workload) -> Training:
+    from torch.nn.parallel import DistributedDataParallel
+
+    wrapped = DistributedDataParallel(model)
+    wrapped.compile()
+    return Training(_torch_step(wrapped, _adamw(model, work)))
+
+
 def _ddp_zero(model: GPT, work: Workload) -> Training:
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
@@ -76,7 +88,7 @@ def _ddp_zero(model: GPT, work: Workload) -> Training:
     return Training(_torch_step(wrapped, optimizer))
 
 
-def _fsdp2(reshard: bool) -> Setup:
+def _fsdp2(reshard: bool, compiled: bool = False) -> Setup:
     def setup(model: GPT, work: Workload) -> Training:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
@@ -85,6 +97,8 @@ def _fsdp2(reshard: bool) -> Setup:
         # None is torch's default: every unit but the root, which backward needs at once, drops its weights.
         policy = None if reshard else False
         for block in model.blocks:
+            if compiled:
+                block.compile()  # block by block, as torchtitan does
             fully_shard(block, mesh=mesh, reshard_after_forward=policy)
         fully_shard(model, mesh=mesh, reshard_after_forward=policy)
         return Training(_torch_step(model, _adamw(model, work)))
@@ -119,11 +133,13 @@ def _deepspeed(stage: int) -> Setup:
     return setup
 
 
-def _retrograde(stage: int) -> Setup:
+def _retrograde(stage: int, compiled: bool = False) -> Setup:
     def setup(model: GPT, work: Workload) -> Training:
         import retrograde as rg
 
-        ledger = rg.shard(model, stage=stage).ledger
+        ledger = rg.shard(model, stage=stage, timeout=_PATIENCE if compiled else 60.0).ledger
+        if compiled:
+            rg.compile(model)
 
         def exchanges() -> dict[str, int]:
             return {kind: ledger.count(kind) for kind in ("gather", "reduce", "join", "agree")}
@@ -133,6 +149,7 @@ def _retrograde(stage: int) -> Setup:
     return setup
 
 
+_PATIENCE = 300.0  # seconds one rank may compile while the other waits
 _PIP_DEEPSPEED = "pip install --no-build-isolation deepspeed==0.19.8"
 
 CONTENDERS: dict[str, Contender] = {
@@ -145,5 +162,8 @@ CONTENDERS: dict[str, Contender] = {
         Contender("fsdp2", _fsdp2(reshard=False)),
         Contender("fsdp2-reshard", _fsdp2(reshard=True)),
         *(Contender(f"deepspeed-{n}", _deepspeed(n), "deepspeed", _PIP_DEEPSPEED) for n in (1, 2, 3)),
+        Contender("retrograde-3-compiled", _retrograde(3, compiled=True), "retrograde", compiled=True),
+        Contender("ddp-compiled", _ddp_compiled, compiled=True),
+        Contender("fsdp2-reshard-compiled", _fsdp2(reshard=True, compiled=True), compiled=True),
     )
 }

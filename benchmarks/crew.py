@@ -23,6 +23,7 @@ ENVIRONMENT = {
     "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",  # some CPUs advertise AMX that cannot be used, and die in bf16
     "PYTHONWARNINGS": "ignore",
     "TOKENIZERS_PARALLELISM": "false",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # in the rank's own process: no pool that outlives the compilation
 }
 _LOG_LINES_SHOWN = 15
 

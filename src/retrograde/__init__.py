@@ -1,5 +1,6 @@
 """retrograde: sharded training in which backward is free-form."""
 
+from retrograde.compiling import compile
 from retrograde.engine import Engine, shard
 from retrograde.errors import DivergenceError, PipelineError, RetrogradeError, ShardingError, UnsupportedError
 from retrograde.layout import Precision
@@ -8,5 +9,5 @@ from retrograde.pipeline.pipeline import Cut, Microbatches, Pipeline, Zero
 
 __all__ = [
     "Cut", "DivergenceError", "Engine", "Event", "Ledger", "Microbatches", "Pipeline", "PipelineError", "Precision",
-    "RetrogradeError", "ShardingError", "UnsupportedError", "Zero", "shard",
+    "RetrogradeError", "ShardingError", "UnsupportedError", "Zero", "compile", "shard",
 ]  # fmt: skip

@@ -6,7 +6,6 @@ beyond the shards.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -59,7 +58,4 @@ class Ledger:
         self._counts.clear()
         self._bytes.clear()
         self.peak = self.resident
-
-    def __iter__(self) -> Iterator[Event]:
-        return iter(self.events)
 

@@ -36,7 +36,7 @@ def _train(rank: int, world: int, stage: int, backwards: int, options: dict[str,
     ledger = engine.ledger
     names = [unit.name for unit in engine.units]
     counts = {kind: Counter({n: ledger.count(kind, n) for n in names}) for kind in ("gather", "reduce", "join")}
-    return counts | {"order": [(e.kind.value, e.unit) for e in ledger if e.kind in ("gather", "reduce")]}
+    return counts | {"order": [(e.kind.value, e.unit) for e in ledger.events if e.kind in ("gather", "reduce")]}
 
 
 @pytest.mark.parametrize("world", (1, 2))
@@ -149,7 +149,7 @@ def _wire(rank: int, world: int) -> list[tuple[int, int, int]]:
     engine = rg.shard(model, 3)
     loss_of(model, batch(rank)).backward()
     layouts = {unit.name: unit.layout for unit in engine.units}
-    return [(e.bytes, layouts[e.unit].page_bytes, world) for e in engine.ledger if e.kind == "reduce"]
+    return [(e.bytes, layouts[e.unit].page_bytes, world) for e in engine.ledger.events if e.kind == "reduce"]
 
 
 @pytest.mark.parametrize("world", (2, 4))

@@ -40,7 +40,6 @@ GONE = "so a process ended or gave up; its own output says why"
 _HEAD = struct.Struct("<QQ")  # bytes of the pickled part, bytes of the tensors
 _HELLO = struct.Struct("<16sQ")  # the secret of the rank that is called, the rank that calls
 _PARTS = 64  # pieces of memory for one system call
-_LEAVE = 5.0  # seconds for what is still to be sent when the process ends
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -209,7 +208,7 @@ class Mesh:
         """The group or the process ends: what others were promised is sent first."""
         marks = [(dst, line.queued) for dst, line in self._lines.items()]
         with self.changed:
-            self.changed.wait_for(lambda: all(self.sent(*mark) for mark in marks), _LEAVE)
+            self.changed.wait_for(lambda: all(self.sent(*mark) for mark in marks), 5.0)
         for line in self._lines.values():
             with contextlib.suppress(OSError):  # lost already
                 line.socket.shutdown(socket.SHUT_RDWR)  # both service threads find the end
@@ -221,8 +220,7 @@ def _connect(store: Store, rank: int, world: int) -> Iterator[tuple[int, socket.
     family, host = _own_address(store)
     with socket.create_server((host, 0), family=family, backlog=world) as server:
         server.settimeout(patience)
-        own = pickle.dumps((server.getsockname()[:2], secret))
-        store.set(f"retrograde/{rank}", own)  # type: ignore[arg-type]
+        store.set(f"retrograde/{rank}", pickle.dumps((server.getsockname()[:2], secret)))  # type: ignore[arg-type]
         for peer in range(rank):
             address, theirs = pickle.loads(store.get(f"retrograde/{peer}"))
             called = socket.create_connection(address, patience)

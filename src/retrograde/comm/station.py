@@ -50,10 +50,7 @@ class Key(NamedTuple):
     turn: int
 
 
-# Asked by the service thread: a unit's shard in the state that a reader needs, else why it is not to be had (yet).
-Serve = Callable[[int, Stamp], torch.Tensor | str]
 Reading = Callable[[], None]  # a page-in under way: returns when every part has arrived
-_Request = tuple[int, int, Stamp, int]  # who reads, which unit, in which state, under which tag
 Sending = tuple[int, int]  # to whom, and up to where (mesh.py)
 
 
@@ -61,14 +58,15 @@ Sending = tuple[int, int]  # to whom, and up to where (mesh.py)
 class Station:
     mesh: Mesh
     timeout: float
-    serve: Serve = field(init=False)
+    # Asked by the service thread: a unit's shard in the state that a reader needs, else why it is not to be had (yet).
+    serve: Callable[[int, Stamp], torch.Tensor | str] = field(init=False)
     number: int = -1
     failure: str | None = None
     _told: dict[int, str] = field(default_factory=dict)  # where others say they are, when something is amiss
     where: str = "not started"
     meetings: int = 0
     _met: dict[int, dict[int, Position]] = field(default_factory=dict)
-    _requests: list[_Request] = field(default_factory=list)
+    _requests: list[tuple[int, int, Stamp, int]] = field(default_factory=list)  # reader, unit, state, tag
     _reading: dict[int, torch.Tensor] = field(default_factory=dict)  # where the shard read under a tag belongs
     _tag: int = 0
     _lost: tuple[str, Exception] | None = None  # a connection

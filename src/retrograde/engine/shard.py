@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from retrograde.comm import Mesh, Station
+from retrograde.compiling import mark_regions
 from retrograde.engine.engine import Engine
 from retrograde.engine.growth import growth
 from retrograde.engine.materialize import check_resettable, materialize
@@ -63,6 +64,7 @@ def shard(
         engine = Engine(model, policy, station)
     _enlist(engine, specs)
     patch(model, engine.saved, (), engine, before=growth(lambda: _enlist(engine, _added(model, units, least))))
+    mark_regions(model, specs, engine.saved)
     return engine
 
 
@@ -85,6 +87,7 @@ def _enlist(engine: Engine, specs: list[UnitSpec]) -> None:
     engine.enlist(made)
     for module, names in owners:
         patch(module, engine.saved, names, engine)
+    mark_regions(engine.model, specs, engine.saved)
 
 
 def _added(model: nn.Module, units: Units, least: float) -> list[UnitSpec]:
@@ -130,8 +133,7 @@ def _check_same(engine: Engine, specs: list[UnitSpec]) -> None:
     everybody = engine.reducer.council.values("shard()", lambda: mine)
     for rank, theirs in enumerate(everybody):
         if theirs != everybody[0]:
-            ours = {item for _, params in everybody[0] for item in params}
-            others = {item for _, params in theirs for item in params}
+            ours, others = ({item for _, params in model for item in params} for model in (everybody[0], theirs))
             odd = sorted(ours ^ others) or [(name, (), "") for name, _ in theirs]
             listed = ", ".join(f"{name}{list(shape)} {dtype}".rstrip() for name, shape, dtype in odd[:6])
             raise ShardingError(

@@ -2,7 +2,7 @@
 
 import math
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -27,8 +27,7 @@ def parse_bytes(value: int | float | str, argument: str) -> float:
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@dataclass(frozen=True, slots=True)
-class Precision:
+class Precision(NamedTuple):
     """`reduce`: the dtype in which gradients travel (their own, if None); they are added up in fp32 whatever it is."""
 
     reduce: str | torch.dtype | None = None
@@ -41,8 +40,7 @@ class Precision:
         return wire
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
+class Policy(NamedTuple):
     """Stages 1, 2 and 3 differ in these two numbers and in nothing else.
 
     `resident`: bytes of pages that may stay beyond the page in use and the one being prefetched.

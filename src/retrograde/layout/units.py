@@ -23,6 +23,7 @@ ROOT = "(root)"
 
 class UnitSpec(NamedTuple):
     name: str
+    modules: tuple[nn.Module, ...]
     params: tuple[Named, ...]
 
 
@@ -31,7 +32,7 @@ def find_units(
 ) -> list[UnitSpec]:
     """Partition the model's parameters (those `wanted`), in module order; the root unit comes first."""
     chosen = _chosen(model, units)
-    members: dict[str, list[Named]] = {ROOT: []}
+    members: dict[str, tuple[nn.Module, list[Named]]] = {ROOT: (model, [])}
     seen: set[int] = set()
 
     def walk(module: nn.Module, prefix: str, home: list[Named]) -> None:
@@ -41,32 +42,32 @@ def find_units(
                 home.append((prefix + name, param))
         for name, child in module.named_children():
             path = prefix + name
-            walk(child, path + ".", members.setdefault(path, []) if child in chosen else home)
+            walk(child, path + ".", members.setdefault(path, (child, []))[1] if child in chosen else home)
 
-    walk(model, "", members[ROOT])
+    walk(model, "", members[ROOT][1])
     found: list[UnitSpec] = []
-    for spec in (part for name, params in members.items() for part in _by_dtype(name, params)):
+    for spec in (part for name, (module, params) in members.items() for part in _by_dtype(name, module, params)):
         if found and _joins(found[-1], spec, join):
-            spec = UnitSpec(f"{found[-1].name}+{spec.name}", found.pop().params + spec.params)
+            last = found.pop()
+            spec = UnitSpec(f"{last.name}+{spec.name}", last.modules + spec.modules, last.params + spec.params)
         found.append(spec)
     return found
 
 
 def _joins(one: UnitSpec, other: UnitSpec, least: float) -> bool:
     """Is `one` too small to stand alone? The root unit does: it is in use from one end of a step to the other."""
-    first, second = one.params[0][1], other.params[0][1]
-    fit = (first.dtype, first.device) == (second.dtype, second.device) and not one.name.startswith(ROOT)
-    return fit and sum(param.nbytes for _, param in one.params) < least
+    kinds = {(param.dtype, param.device) for _, param in one.params + other.params}
+    return len(kinds) == 1 and not one.name.startswith(ROOT) and sum(param.nbytes for _, param in one.params) < least
 
 
-def _by_dtype(name: str, params: list[Named]) -> Iterator[UnitSpec]:
+def _by_dtype(name: str, module: nn.Module, params: list[Named]) -> Iterator[UnitSpec]:
     """A flat buffer has one dtype and device, so a mixed unit becomes one unit for each."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Named]] = {}
     for item in params:
         kinds.setdefault((item[1].dtype, item[1].device), []).append(item)
     for (dtype, device), part in kinds.items():
         label = name if len(kinds) == 1 else f"{name}[{str(dtype).removeprefix('torch.')}@{device}]"
-        yield UnitSpec(label, tuple(part))
+        yield UnitSpec(label, (module,), tuple(part))
 
 
 def _chosen(model: nn.Module, units: Units) -> set[nn.Module]:

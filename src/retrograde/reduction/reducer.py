@@ -209,9 +209,9 @@ class Reducer:
 
     # ---- meetings (Member)
     def offers(self) -> Offers:
-        after = self._station.meetings + 1  # turn 0 is what that meeting asks for
+        """For the meeting to come, after which they may be launched in turn 0."""
         self._offered = {
-            Part(index): Offer(Key(index, after, 0), _uses_of(bucket))
+            Part(index): Offer(Key(index, self._station.meetings + 1, 0), _uses_of(bucket))
             for index, bucket in sorted(self.pending.items())
         }
         return self._offered

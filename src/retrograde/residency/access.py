@@ -5,7 +5,8 @@ pages the unit in; `forward` runs with the saved-tensor hooks active; what a sha
 """
 
 import functools
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from retrograde.errors import UnsupportedError
 from retrograde.residency.saved import SavedTensors
 
-Before = Callable[[], None]  # runs ahead of a forward
+MADE = "_retrograde_made"  # marks a generated class
 
 
 class Leaf:
@@ -100,7 +101,7 @@ class ShardedRNN:
 
 
 def patch(
-    module: nn.Module, saved: SavedTensors, names: Sequence[str], engine: object, before: Before | None = None
+    module: nn.Module, saved: SavedTensors, names: Sequence[str], engine: object, before: Any = None
 ) -> None:
     """Give `module` the generated class: properties for its own parameters `names`, hooks around `forward`.
 
@@ -109,11 +110,23 @@ def patch(
     """
     cls = type(module)
     body: dict[str, Any] = {name: _property(name) for name in names}
-    body["forward"] = _forward(cls, saved if names else None, before)
-    body |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    body["_retrograde_engine"] = engine
-    ahead = (ShardedRNN, Sharded) if isinstance(module, nn.RNNBase) else (Sharded,)
-    module.__class__ = type(cls.__name__, (cls,) if isinstance(module, Sharded) else (*ahead, cls), body)
+    body |= {"forward": _forward(cls, saved if names else None, before), "_retrograde_engine": engine}
+    specialize(module, body, id(engine), id(before), *names)
+
+
+_made: "weakref.WeakValueDictionary[Hashable, type[nn.Module]]" = weakref.WeakValueDictionary()
+
+
+def specialize(module: nn.Module, body: dict[str, Any], *key: Hashable) -> None:
+    """Put a subclass with `body` on top of the module's class. Modules that were alike stay alike and share it:
+    compiled code is kept by class. A key names what the subclass itself keeps alive, so identities will do."""
+    cls = type(module)
+    if (made := _made.get((id(cls), *key))) is None:
+        body |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, MADE: True}
+        ahead = (ShardedRNN, Sharded) if isinstance(module, nn.RNNBase) else (Sharded,)
+        bases = (cls,) if isinstance(module, Sharded) else (*ahead, cls)
+        made = _made[id(cls), *key] = type(cls.__name__, bases, body)
+    module.__class__ = made
 
 
 def _property(name: str) -> property:
@@ -129,7 +142,7 @@ def _property(name: str) -> property:
     )
 
 
-def _forward(cls: type[nn.Module], saved: SavedTensors | None, before: Before | None) -> Callable[..., Any]:
+def _forward(cls: type[nn.Module], saved: SavedTensors | None, before: Any) -> Callable[..., Any]:
     base = cls.forward
 
     @functools.wraps(base)

@@ -104,9 +104,7 @@ class FullTensor(Aliased):
         lambda self: setattr(self._leaf(), "grad", None),
     )
     # `module.weight.requires_grad = False` is how most people freeze: it is said of the parameter.
-    requires_grad = property(
-        lambda self: bool(get_requires_grad(self)), lambda self, value: self.requires_grad_(value)
-    )
+    requires_grad = property(lambda self: bool(get_requires_grad(self)), lambda self, on: self.requires_grad_(on))
 
     def requires_grad_(self, requires_grad: bool = True) -> "FullTensor":
         self._leaf().requires_grad_(requires_grad)

@@ -56,6 +56,7 @@ class SavedTensors:
     def __init__(self, pager: Pager) -> None:
         self._pager = pager
         self._live = pager.live
+        self.compiled = False  # compiled code is running: it edits full tensors without telling their unit
 
     def enter(self) -> bool:
         """Activate the hooks; False (and nothing to leave) where they are active, useless or forbidden."""
@@ -82,6 +83,8 @@ class SavedTensors:
         unit = self._live.get(tensor.untyped_storage()._cdata)
         if unit is None or tensor.dtype is not unit.layout.dtype:
             return None
+        if self.compiled:
+            unit.write_back_if_edited()
         offset = int(tensor.storage_offset())
         slot = bisect.bisect_right(unit.layout.offsets, offset) - 1
         return Handle(unit, slot, unit.pieces[slot]._version, tensor.size(), tensor.stride(), offset)

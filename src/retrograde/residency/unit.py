@@ -23,7 +23,7 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,14 +37,6 @@ from retrograde.residency.gate import Gate
 
 AS_SOON_AS_READY = 2**64 - 2
 AFTER_ALL_ELSE = 0
-
-
-class Sink(Protocol):
-    """Where a unit's gradients go (reduction)."""
-
-    def gathered(self, unit: "Unit", grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None: ...
-
-    def packed(self, unit: "Unit", grad: torch.Tensor) -> Sequence[torch.Tensor | None]: ...
 
 
 class Pack(torch.autograd.Function):
@@ -96,18 +88,20 @@ class Unit:
         self.arrived = [False] * len(leaves)  # which leaves the last run of Pack had a gradient for
         self.edits = self.fenced = 0  # made so far, and at the last fence (gate.py)
         self.undo: list[tuple[int, torch.Tensor]] = []  # slots edited since, with their pieces before
-        self.settled = self._own_references = self._edits_seen = 0
+        self.settled = self._own_references = 0
         self.reading: Reading | None = None
         self._loaded: Event = None
         self._read_at = -1
         self._stubs = [torch.empty((), dtype=layout.dtype, device=home.device).expand(s.shape) for s in layout.slots]
 
-    def connect(self, gate: Gate, sink: Sink, pool: BufferPool) -> None:
+    def connect(self, gate: Gate, sink: Any, pool: BufferPool) -> None:
+        """`sink` is where gradients go (reduction/reducer.py): `gathered` and `packed`."""
         self.gate, self.sink, self._pool, self._streams = gate, sink, pool, pool.streams
         # Plain tensors that share the leaves' memory and version counters: reading a leaf itself is slower.
         self.pieces = tuple(leaf.detach() for leaf in self.leaves)
         self.settled = self.version
         self.outs = tuple(FullTensor.of(stub.clone(), self, i) for i, stub in enumerate(self._stubs))
+        self._edits_seen: list[int] = []
         if self.layout.dtype.is_floating_point or self.layout.dtype.is_complex:
             self._build_graph()
         self._point(self._stubs)
@@ -187,7 +181,7 @@ class Unit:
         self._point(list(self.layout.views(self.page)))
         for out in self.outs:
             torch.autograd.graph.increment_version(out)  # what was saved from the memory before is stale
-        self._edits_seen = self._edit_counter()
+        self._edits_seen = self._edit_counters()
         self._own_references = torch._C._storage_Use_Count(self.page.untyped_storage()._cdata)
 
     def drop(self) -> bool:
@@ -222,16 +216,16 @@ class Unit:
         return all(sys.getrefcount(out) <= _OUT_REFERENCES and _owners(out) == 1 for out in self.outs)
 
     # ---- edits through full tensors
-    def _edit_counter(self) -> int:
-        return self.page._version + sum(out._version for out in self.outs)
+    def _edit_counters(self) -> list[int]:
+        return [*(out._version for out in self.outs), self.page._version]
 
     def write_back_if_edited(self) -> None:
         """An edit that was not reported (through an alias of a full tensor) reaches the shard here."""
-        if self.ready and (now := self._edit_counter()) != self._edits_seen:
+        if self.ready and (now := self._edit_counters()) != (seen := self._edits_seen):
             self._edits_seen = now  # a fence looks for edits too
-            every = range(len(self.leaves))
-            with self.gate.writing(f"an edit of unit {self.name}", [(self, slot) for slot in every]):
-                for slot in every:
+            slots = [slot for slot in range(len(self.leaves)) if now[slot] != seen[slot] or now[-1] != seen[-1]]
+            with self.gate.writing(f"an edit of unit {self.name}", [(self, slot) for slot in slots]):
+                for slot in slots:
                     self.write_back(slot)
 
     def write_back(self, slot: int) -> None:
@@ -243,7 +237,7 @@ class Unit:
         else:
             self.pieces[slot].copy_(mine)
         self._read_at = self.version
-        self._edits_seen = self._edit_counter()
+        self._edits_seen = self._edit_counters()
 
     def shard_after(self, edits: int) -> torch.Tensor:
         """A copy of the shard as it was after so many edits. Also right while another is being made."""

@@ -1,0 +1,253 @@
+"""Regions: the parts of a model that torch.compile turns into graphs, and how parameters enter them.
+
+[Note: regions]
+Paging is not something Dynamo can trace, and a graph over several units would hold all their pages. So a compiled
+graph never spans units. A *region* is a unit's module, or a largest module outside any unit that contains none.
+Its forward is a boundary: it runs eagerly, pages in, makes the full tensors available to its modules as *given*
+tensors, and calls what may be compiled. Under Dynamo, `module.weight` is the given tensor, which makes it an input
+of the graph.
+
+Rule 1: what a graph saves of its inputs passes the saved-tensor hooks that are active around the region, so it
+        becomes handles (residency/saved.py): the page may go after forward, and the graph's backward pages it in again.
+Rule 2: a weight that is read where it is not given ends the graph there, and is read eagerly.
+Rule 3: nothing of the engine is traced: Dynamo skips its files but for inlined.py, and starts no graph there.
+        A skipped frame is eager code like any other.
+Rule 4: given tensors are plain: Dynamo never sees the classes of full tensors.
+Rule 5: a graph may edit given tensors, which share memory and version counter with the page's: the edit is written
+        back before anything is saved, and when the region ends.
+Rule 6: without torch.compile a region costs one call.
+"""
+
+import functools
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._dynamo.eval_frame import innermost_backend
+
+from retrograde.compiling import inlined
+from retrograde.compiling.backend import Keeping
+from retrograde.compiling.inlined import GIVEN, Forward
+from retrograde.layout import UnitSpec
+from retrograde.optim import ShardedParameter
+from retrograde.residency import MADE, SavedTensors, specialize
+
+_REASON = (
+    "retrograde pages parameters in between compiled graphs, one unit at a time, so no graph spans units; with "
+    "fullgraph=True use retrograde.compile(model, fullgraph=True), which compiles each unit as one graph"
+)
+
+_compiling_frames = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+REGION = "_retrograde_region"
+
+
+class Member(NamedTuple):
+    """A module of a region that has parameters of its own."""
+
+    module: nn.Module
+    leaves: dict[str, ShardedParameter]
+
+
+class Region:
+    """One boundary. `compiled` is set by `retrograde.compile()`; inside an outer torch.compile its backend is used."""
+
+    def __init__(self, saved: SavedTensors, plain: Forward) -> None:
+        self._saved, self.plain = saved, plain
+        self._disabled = getattr(plain, "_torchdynamo_disable", False)  # by the user; torch.compile would overrule it
+        self.members: list[Member] = []
+        self.compiled: Forward | None = None
+        self._outer: tuple[Any, Forward] = (None, plain)  # the last backend, and `plain` compiled with it
+
+    @property
+    def forward(self) -> Forward | None:
+        """What to run, if there is something to compile for. Under torch.func a region is eager code."""
+        if self._disabled or torch._C._functorch.peek_interpreter_stack() is not None:
+            return None
+        if self.compiled is not None:
+            return self.compiled
+        if not callable(frames := _compiling_frames()):
+            return None
+        backend = innermost_backend(frames)
+        if self._outer[0] is not backend:
+            self._outer = backend, torch.compile(self.plain, backend=Keeping(backend))
+        return self._outer[1]
+
+    def run(self, forward: Forward, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        saved, hooked = self._saved, self._saved.enter()
+        before = saved.compiled, [member.module.__dict__.get(GIVEN) for member in self.members]
+        try:
+            self._give()
+            saved.compiled = True
+            result = forward(module, *args, **kwargs)
+            self._publish_edits()
+            return result
+        finally:
+            saved.compiled = before[0]
+            for member, given in zip(self.members, before[1], strict=True):
+                member.module.__dict__[GIVEN] = given
+            if hooked:
+                saved.leave()
+
+    def _give(self) -> None:
+        fulls = {(m.module, name): getattr(m.module, name) for m in self.members for name in m.leaves}
+        trained = [key for key, full in fulls.items() if full.requires_grad]
+        aliases = dict(zip(trained, _Enter.apply(*[fulls[key] for key in trained]), strict=True))  # type: ignore[no-untyped-call]
+        aliases |= {key: _plain(full) for key, full in fulls.items() if key not in aliases}
+        for module, leaves in self.members:
+            given = {name: aliases[module, name] for name in leaves}
+            for alias in given.values():
+                torch._dynamo.mark_static(alias)  # parameters keep their sizes
+            module.__dict__[GIVEN] = given
+
+    def _publish_edits(self) -> None:
+        """Rule 5, for what nothing was saved of after the edit."""
+        for module, leaves in self.members:
+            for name, alias in module.__dict__[GIVEN].items():
+                if alias.grad_fn is not None and type(alias.grad_fn) is not _Enter._backward_cls:
+                    raise RuntimeError(
+                        f"parameter {leaves[name].slot.name} requires grad and is used in an in-place operation in a "
+                        f"compiled forward, or edited there through .data; edit weights under torch.no_grad()"
+                    )
+        for unit in {leaf.unit: None for member in self.members for leaf in member.leaves.values()}:
+            unit.write_back_if_edited()
+
+
+class _Enter(torch.autograd.Function):
+    """Full tensors as AOTAutograd takes them: plain, and no views of anything."""
+
+    @staticmethod
+    def forward(ctx: Any, *fulls: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple([_plain(full) for full in fulls])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return grads
+
+
+def _plain(full: torch.Tensor) -> torch.Tensor:
+    """The same memory and version counter, no graph, no class of ours."""
+    return torch.Tensor._make_subclass(torch.Tensor, full)
+
+
+def find(model: nn.Module, units: Sequence[nn.Module]) -> Iterator[nn.Module]:
+    """The modules that are regions."""
+    chosen = set(units) - {model}
+
+    def walk(module: nn.Module) -> Iterator[nn.Module]:
+        if module in chosen or not any(inner in chosen for inner in module.modules()):
+            if any(True for _ in module.parameters()):
+                yield module
+            inside = [inner for inner in module.modules() if inner in chosen and inner is not module]
+            yield from (found for inner in inside for found in walk(inner))
+        else:
+            yield from (found for child in module.children() for found in walk(child))
+
+    yield from dict.fromkeys(walk(model))
+
+
+def mark_regions(model: nn.Module, specs: Sequence[UnitSpec], saved: SavedTensors) -> None:
+    """Make regions of `model`'s modules; again after parameters were added."""
+    _hide_from_dynamo()
+    before = [module for module in model.modules() if REGION in module.__dict__]
+    regions = set(find(model, [*(module for spec in specs for module in spec.modules), *before]))
+    for module in model.modules():
+        if module in regions or module is model:
+            if module in regions and REGION not in module.__dict__:
+                module.__dict__[REGION] = Region(saved, _compilable(module))
+            entered = any(vars(cls).get(_LAYER) is _boundary for cls in type(module).__mro__)
+            _layer(module, _closed if entered or module not in regions else _boundary)
+        elif _leaves(module):
+            _layer(module, inlined.transparent)
+    for module in regions:
+        module.__dict__[REGION].members = list(_members(module, regions - {module}))
+
+
+def regions_of(model: nn.Module) -> dict[str, Region]:
+    """By module name."""
+    return {name: module.__dict__[REGION] for name, module in model.named_modules() if REGION in module.__dict__}
+
+
+_LAYER = "_retrograde_layer"  # the forward of a class of ours
+
+
+def _layer(module: nn.Module, forward: Any) -> None:
+    """Put what Dynamo is to see on top of what `patch` made of the module, unless it is there."""
+    cls = type(module)
+    if _LAYER not in vars(cls):
+        body: dict[str, Any] = {name: inlined.given_or(name, getattr(cls, name)) for name in _leaves(module)}
+        body |= {"forward": forward(cls.forward, _original(cls).forward), GIVEN: None, _LAYER: forward}
+        specialize(module, body, _LAYER, forward)
+
+
+def _leaves(module: nn.Module) -> dict[str, ShardedParameter]:
+    return {name: leaf for name, leaf in module._parameters.items() if isinstance(leaf, ShardedParameter)}
+
+
+def _original(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class the user gave the module."""
+    return next(each for each in cls.__mro__ if MADE not in vars(each))
+
+
+def _members(module: nn.Module, others: set[nn.Module]) -> Iterator[Member]:
+    if leaves := _leaves(module):
+        yield Member(module, leaves)
+    for child in module.children():
+        if child not in others:
+            yield from _members(child, others)
+
+
+def _compilable(module: nn.Module) -> Forward:
+    cls = _original(type(module))
+    if cls.forward.__module__.split(".")[0] == "torch":
+        # One for modules of the same sizes: they share graphs, and others do not count as their recompilations.
+        shapes = [leaf.slot.shape for leaf in module.parameters() if isinstance(leaf, ShardedParameter)]
+        return _frames.setdefault((cls, *shapes), inlined.own_frame(cls))
+    return cls.forward
+
+
+_frames: dict[Any, Forward] = {}
+
+
+def _boundary(base: Forward, plain: Forward) -> Forward:
+    @functools.wraps(base)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        region: Region = self.__dict__[REGION]
+        if (compiled := region.forward) is None:
+            return base(self, *args, **kwargs)
+        return region.run(compiled, self, args, kwargs)
+
+    return _not_inlined(forward)
+
+
+def _closed(base: Forward, plain: Forward) -> Forward:
+    """For what is around a boundary: the model's own forward looks for new parameters first."""
+
+    @functools.wraps(base)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return base(self, *args, **kwargs)
+
+    return _not_inlined(forward)
+
+
+def _not_inlined(forward: Forward) -> Forward:
+    """Dynamo may compile what `forward` calls: `torch.compiler.disable` without a wrapper."""
+    marked: Any = forward
+    marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, _REASON
+    return forward
+
+
+@functools.cache
+def _hide_from_dynamo() -> None:
+    """Rule 3."""
+    from torch._dynamo import trace_rules
+    from torch._dynamo.eval_frame import skip_code
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("retrograde.") and module is not inlined and "__path__" not in vars(module):
+            trace_rules.add(name)
+    for code in inlined.all_code():
+        skip_code(code)

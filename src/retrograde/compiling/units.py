@@ -1,0 +1,56 @@
+"""`compile()`: each unit of a sharded model as a graph of its own.
+
+`torch.compile(model)` finds the same boundaries by itself (regions.py). Compiling per unit leaves the code
+between units alone, so nothing depends on what Dynamo makes of it, and `fullgraph=True` means that each unit is one
+graph.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from retrograde.compiling.backend import Graph, Keeping
+from retrograde.compiling.regions import regions_of
+from retrograde.errors import ShardingError
+
+
+def compile(
+    model: nn.Module,
+    *,
+    backend: str | Callable[..., Any] = "inductor",
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+) -> nn.Module:
+    """Compile the units of a sharded `model`, in place, and return it. The arguments are torch.compile's.
+
+    Graphs may be retained (`retain_graph=True`), which torch.compile refuses unless it is told before.
+    """
+    regions = regions_of(model)
+    if not regions:
+        raise ShardingError(
+            f"compile({type(model).__name__}): the model is not sharded; call retrograde.shard() first, or "
+            f"torch.compile() for a model that is to stay whole"
+        )
+    keeping = Keeping(_inner(backend, mode, options, dynamic))
+    compiled: dict[Graph, Graph] = {}  # one callable for all units of a class: they share their graphs
+    for region in regions.values():
+        if region.plain not in compiled:
+            compiled[region.plain] = torch.compile(
+                region.plain, backend=keeping, dynamic=dynamic, fullgraph=fullgraph
+            )
+        region.compiled = compiled[region.plain]
+    return model
+
+
+def _inner(
+    backend: str | Callable[..., Any], mode: str | None, options: dict[str, Any] | None, dynamic: bool | None
+) -> Graph:
+    if mode is not None and options is not None:
+        raise ShardingError("compile(): give mode or options, not both, as with torch.compile()")
+    if backend == "inductor":
+        return torch._TorchCompileInductorWrapper(mode, options, dynamic)  # type: ignore[no-untyped-call]
+    return torch._TorchCompileWrapper(backend, mode, options, dynamic)  # type: ignore[no-untyped-call]

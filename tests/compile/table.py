@@ -1,0 +1,44 @@
+"""Plays the matrix with compiled models: `python -m tests.compile.table [stage [world [filter]]]`.
+
+Both sides are compiled, the whole model and unit by unit, with aot_eager. Not part of the test suite: a few hundred
+compilations take a while."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+
+from tests.compile.driver import Compiled, How, play_compiled
+from tests.compile.models import COMPILE_CASES
+from tests.harness import RankError, RankPool, RankTimeout
+from tests.patterns.rows import CASES
+
+LIMIT = 100.0
+
+
+def verdict(pool: RankPool, case: str, stage: int, how: How) -> str:
+    try:
+        found = [line for lines in pool.run(play_compiled, case, stage, Compiled(how), timeout=LIMIT) for line in lines]
+    except RankError as error:
+        return "R " + str(error).strip().splitlines()[-1]
+    except RankTimeout:
+        return "H"
+    return "SW " + found[0] if found else "="
+
+
+def main(stage: int = 3, world: int = 2, wanted: str = "") -> None:
+    pool, counts = RankPool(world), Counter[str]()
+    for case in COMPILE_CASES | CASES:
+        if re.search(wanted, case):
+            for how in How:
+                result = verdict(pool, case, stage, how)
+                counts[result.split(" ")[0]] += 1
+                print(f"{case:45} {how.value:6} {result}", flush=True)
+    pool.close()
+    print(f"stage {stage}, world {world}: " + ", ".join(f"{count} {kind}" for kind, count in counts.items()))
+
+
+if __name__ == "__main__":
+    given = sys.argv[1:]
+    main(*(int(number) for number in given[:2]), *given[2:3])
