@@ -33,6 +33,7 @@ from retrograde.compiling.inlined import GIVEN, Forward
 from retrograde.layout import UnitSpec
 from retrograde.optim import ShardedParameter
 from retrograde.residency import MADE, SavedTensors, specialize
+from retrograde.residency.access import Sharded, ShardedRNN
 
 _REASON = (
     "retrograde pages parameters in between compiled graphs, one unit at a time, so no graph spans units; with "
@@ -189,7 +190,7 @@ def _leaves(module: nn.Module) -> dict[str, ShardedParameter]:
 
 def _original(cls: type[nn.Module]) -> type[nn.Module]:
     """The class the user gave the module."""
-    return next(each for each in cls.__mro__ if MADE not in vars(each))
+    return next(each for each in cls.__mro__ if MADE not in vars(each) and each not in (Sharded, ShardedRNN))
 
 
 def _members(module: nn.Module, others: set[nn.Module]) -> Iterator[Member]:
