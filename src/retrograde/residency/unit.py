@@ -178,6 +178,8 @@ class Unit:
         if self.buffer is None:
             self.buffer, free = self._pool.take(self.layout.padded_numel, self.layout.dtype, self.shard.device)
             fetching.wait(free)
+            # Now and not when the page is ready: a thread that received it may hold views a little longer.
+            self._own_references = _references(self.buffer) + len(self.outs)
         fetching.wait(self._streams.current().record())  # a step may have written the shard there
         buffer, span = self.buffer, self.layout.span(self.rank)
         if not self.at_home:
@@ -199,7 +201,6 @@ class Unit:
         for out in self.outs:
             torch.autograd.graph.increment_version(out)  # what was saved from the memory before is stale
         self._edits_seen = self._edit_counters()
-        self._own_references = torch._C._storage_Use_Count(self.page.untyped_storage()._cdata)
 
     def drop(self) -> bool:
         """Let go of the page if nobody else refers to it; says whether it did."""
@@ -228,7 +229,7 @@ class Unit:
 
     def _alone(self) -> bool:
         """Does nothing but this unit refer to the page? Counts references in Python, autograd and views."""
-        if torch._C._storage_Use_Count(self.page.untyped_storage()._cdata) > self._own_references:
+        if _references(self.page) > self._own_references:
             return False
         return all(sys.getrefcount(out) <= _OUT_REFERENCES and _owners(out) == 1 for out in self.outs)
 
@@ -267,6 +268,10 @@ class Unit:
         for slot, piece in reversed(self.undo[edits - self.fenced :]):
             old[self.layout.piece(self.layout.slots[slot], self.rank)] = piece
         return old
+
+
+def _references(tensor: torch.Tensor) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 _set_requires_grad = cast(Any, torch.Tensor.requires_grad).__set__
