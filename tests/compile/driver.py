@@ -51,7 +51,7 @@ def equal_parts(model: nn.Module) -> Iterator[nn.Module]:
     from retrograde.compiling.regions import find
     from retrograde.layout import find_units
 
-    return find(model, [spec.module for spec in find_units(model, "auto")])
+    return find(model, [module for spec in find_units(model, "auto") for module in spec.modules])
 
 
 def fresh() -> None:

@@ -42,8 +42,7 @@ class Peer:
         return self.device.memory(self.shard_numel).fill_(PEER)
 
     def read(self, unit: Unit, into: Callable[[int], Tensor]) -> Callable[[], None]:
-        place = into(1)
-        self.device.fetching.run(lambda: place.copy_(self.shard))
+        self.device.fetching.run(lambda: into(1).copy_(self.shard))
         return lambda: None
 
 

@@ -161,6 +161,8 @@ class Unit:
         if self.buffer is None:
             self.buffer, free = self._pool.take(self.layout.padded_numel, self.layout.dtype, self.shard.device)
             fetching.wait(free)
+            # Now and not when the page is ready: a thread that received it may hold views a little longer.
+            self._own_references = torch._C._storage_Use_Count(self.buffer.untyped_storage()._cdata) + len(self.outs)
         fetching.wait(self._streams.current().record())  # a step may have written the shard there
         buffer, span = self.buffer, self.layout.span(self.rank)
         if not self.at_home:
@@ -182,7 +184,6 @@ class Unit:
         for out in self.outs:
             torch.autograd.graph.increment_version(out)  # what was saved from the memory before is stale
         self._edits_seen = self._edit_counters()
-        self._own_references = torch._C._storage_Use_Count(self.page.untyped_storage()._cdata)
 
     def drop(self) -> bool:
         """Let go of the page if nobody else refers to it; says whether it did."""

@@ -1,0 +1,31 @@
+"""When a page may go: whoever holds a view of it keeps it, whatever else held one while it came."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from retrograde.residency import Unit
+from retrograde.simulated import SimulatedDevice
+from tests.streams.programs import Rank
+
+
+def test_views_of_a_receiving_thread_are_not_the_units_own() -> None:
+    rank = Rank(SimulatedDevice(), 1, 1)
+    unit, received = rank.units[0], []
+
+    def read(_: Unit, into: Callable[[int], Tensor]) -> Callable[[], None]:
+        received.append(into(1))  # the thread that receives has not let go of it when the page is ready
+        return lambda: None
+
+    peer: Any = rank.peer
+    peer.read = read
+    unit.start()
+    unit.finish()
+    received.clear()
+    view = unit.page[:2]
+    assert not unit.drop()
+    del view
+    assert unit.drop()
