@@ -90,7 +90,8 @@ class _Line:
                 got = self.socket.recv_into(self._into)
                 if not got:
                     raise ConnectionResetError("the other side has closed the connection")
-                self._into = self._into[got:] if got < len(self._into) else next(self._messages)
+                self._into = self._into[got:] if got < len(self._into) else memoryview(b"")
+                self._into = self._into or next(self._messages)  # delivers what is complete: its memory is let go of
 
     def close(self) -> None:
         with self._lock:
@@ -187,7 +188,7 @@ class Mesh:
             yield from [_bytes_of(tensor) for tensor in data if tensor.numel()]
             with self.changed:
                 self._deliver(number, src, op, (*args, *data))
-            del body, args, data  # nothing of a message is kept while waiting for the next
+                del body, args, data  # nothing is kept: who waits for it may count references to a page
 
     def _deliver(self, number: int, src: int, op: str, args: tuple[Any, ...]) -> None:
         if number >= len(self._receivers):

@@ -9,8 +9,6 @@ from retrograde.layout import Policy
 from retrograde.ledger import Kind, Ledger
 from retrograde.residency import Unit
 
-_COUNTED = (Kind.GATHER, Kind.DROP, Kind.REDUCE, Kind.JOIN)
-
 
 def human(nbytes: float) -> str:
     power = min(max(int(nbytes).bit_length() - 1, 0) // 10, 4)
@@ -44,7 +42,7 @@ def report(units: Sequence[Unit], ledger: Ledger, rank: int, world: int) -> str:
     """What the ledger has seen so far on this rank."""
     rows = []
     for name in [unit.name for unit in units]:
-        gathers, drops, reductions, joined = (str(ledger.count(kind, name)) for kind in _COUNTED)
+        gathers, drops, reductions, joined = (str(ledger.count(kind, name)) for kind in tuple(Kind)[:4])
         read, put = human(ledger.bytes(Kind.GATHER, name)), human(ledger.bytes(Kind.REDUCE, name))
         rows.append((name, gathers, read, drops, reductions, put, joined))
     return _table(f"ledger of rank {rank} of {world}", "unit gathers read drops reductions put joined", rows) + (
