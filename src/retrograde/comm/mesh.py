@@ -50,6 +50,9 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
+_NOTHING = memoryview(b"")
+
+
 class _Line:
     """The connection to one rank: what has been received of a message, and what is still to be sent."""
 
@@ -94,7 +97,9 @@ class _Line:
                 got = self._socket.recv_into(self._into)
                 if not got:
                     raise ConnectionResetError("the other side has closed the connection")
-                self._into = self._into[got:] if got < len(self._into) else next(self._messages)
+                self._into = self._into[got:] if got < len(self._into) else _NOTHING
+                if self._into is _NOTHING:  # the memory is let go of before the message is delivered
+                    self._into = next(self._messages)
 
     def hang_up(self) -> None:
         """Both service threads find the end of the connection."""
@@ -193,7 +198,8 @@ class Mesh:
                 yield _bytes_of(data[0])
             with self.changed:
                 self._deliver(number, src, op, (*args, *data))
-            del body, args, data  # nothing of a message is kept while waiting for the next
+                # Nothing of a message is kept: who waits for it, and for the lock, may count references to a page.
+                del body, args, data
 
     def _room(self, number: int, src: int, op: str, args: list[Any], nbytes: int) -> torch.Tensor:
         receiver = self._receivers[number]() if number < len(self._receivers) else None
