@@ -133,7 +133,7 @@ def _setting(results: Results) -> str:
     cpu = f"{machine['cores']} cores ({machine['cpu']})"
     return (
         f"GPT of {parameters / 1e6:.1f}M parameters, fp32, batch {work.batch}×{work.context} per rank, "
-        f"fused AdamW, {results.world} ranks over gloo, {cpu}, {versions}; "
+        f"fused AdamW, {results.world} ranks (peers over gloo), {cpu}, {versions}; "
         f"{repeats} interleaved repeats of {results.steps} steps."
     )
 
