@@ -17,11 +17,10 @@ LIMIT = 100.0  # seconds for one case: compiling takes most of a few
 # One way is enough where the row is about what happens around graphs and not in them.
 WHOLE = (
     "6-window_retained-mlp",
-    "10-tied-tied-gpt",
+    "10-tied-twin-mlp",
     "11c-different_units-mlp",
     "12-frozen_mid_run-mlp",
     "13-remat-mlp-remat-inside",
-    "13-remat-mlp-reentrant-around",
     "16b-weight_before_block-mlp",
     "15b-retained-compile-loop",
     "15b-retained-compile-branch",
@@ -48,9 +47,8 @@ def cells() -> Iterator[tuple[str, Compiled, int, int]]:
     yield from ((case, compiled, 3, 2) for case in BOTH for compiled in (model, units))
     for compiled in (model, units):
         yield from ((EVERYWHERE, compiled, stage, world) for stage, world in ((1, 2), (2, 2), (3, 2), (3, 1)))
-        yield EVERYWHERE, replace(compiled, backend="eager"), 3, 2
+        yield "15b-trained-compile-edited", replace(compiled, backend="eager"), 3, 2
         yield "15-other_sizes-mlp", replace(compiled, dynamic=True), 3, 2
-    yield "15-other_sizes-mlp", model, 3, 2
     yield "6-window_retained-mlp", units, 1, 2
     yield "6-window_retained-mlp", units, 2, 2
 
