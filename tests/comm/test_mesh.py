@@ -26,6 +26,10 @@ Ranks = Callable[[int], RankPool]
 LARGE = 2**20  # floats: more than a connection takes at once, three times over
 
 
+def _references(tensor: torch.Tensor) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
 def _station() -> Station:
     station = Station(Mesh.of(dist.group.WORLD), 20.0)  # type: ignore[arg-type]
     dist.barrier()  # as `shard()` does: data comes only when everybody has one
@@ -46,6 +50,8 @@ def _everybody_sends(rank: int, world: int) -> list[str]:
             want = torch.cat([torch.full((LARGE // 2,), float(10 * src + turn)), torch.full((LARGE // 2,), -1.0)])
             if not torch.equal(got, want):
                 wrong.append(f"turn {turn} from rank {src}")
+            if _references(got) > _references(want):
+                wrong.append(f"turn {turn} from rank {src}: somebody else holds it")
     station.finish(sending)
     dist.barrier()
     return wrong
