@@ -19,7 +19,7 @@ Gradients = dict[str, torch.Tensor | None]
 MICROBATCHES = 4
 NAMES = list(CASES)
 SCHEDULES = ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min"]
-SHARE = 6  # of the cases, for each schedule and stage in the suite
+SHARE = 8  # of the cases, for each schedule and stage in the suite
 
 
 def reference(case: Case, blocks: list[nn.Module], order: list[int], replicas: int, seed: int) -> Gradients:

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._dynamo.eval_frame import innermost_backend
 
 from retrograde.compiling import inlined
 from retrograde.compiling.backend import Keeping
@@ -71,6 +70,8 @@ class Region:
             return self.compiled
         if not callable(frames := _compiling_frames()):
             return None
+        from torch._dynamo.eval_frame import innermost_backend
+
         backend = innermost_backend(frames)
         if self._outer[0] is not backend:
             self._outer = backend, torch.compile(self.plain, backend=Keeping(backend))
@@ -152,7 +153,7 @@ def find(model: nn.Module, units: Sequence[nn.Module]) -> Iterator[nn.Module]:
 
 def mark_regions(model: nn.Module, specs: Sequence[UnitSpec], saved: SavedTensors) -> None:
     """Make regions of `model`'s modules; again after parameters were added."""
-    _hide_from_dynamo()
+    _hide()
     before = [module for module in model.modules() if REGION in module.__dict__]
     regions = set(find(model, [*(module for spec in specs for module in spec.modules), *before]))
     for module in model.modules():
@@ -216,6 +217,7 @@ _frames: dict[Any, Forward] = {}
 def _boundary(base: Forward, plain: Forward) -> Forward:
     @functools.wraps(base)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        _hide()
         region: Region = self.__dict__[REGION]
         if (compiled := region.forward) is None:
             return base(self, *args, **kwargs)
@@ -229,6 +231,7 @@ def _closed(base: Forward, plain: Forward) -> Forward:
 
     @functools.wraps(base)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        _hide()
         return base(self, *args, **kwargs)
 
     return _not_inlined(forward)
@@ -241,9 +244,14 @@ def _not_inlined(forward: Forward) -> Forward:
     return forward
 
 
+def _hide() -> None:
+    """Rule 3, as soon as there is a Dynamo to hide from: importing it takes longer than all the rest."""
+    if "torch._dynamo" in sys.modules:
+        _hide_from_dynamo()
+
+
 @functools.cache
 def _hide_from_dynamo() -> None:
-    """Rule 3."""
     from torch._dynamo import trace_rules
     from torch._dynamo.eval_frame import skip_code
 
