@@ -217,6 +217,8 @@ def _serve(seat: _Seat, pipe: Connection) -> None:
 def _answer(group: _Group, seat: _Seat, fn: Callable[..., Any], args: Any, kwargs: Any) -> bytes:
     try:
         group.enter_call()
+        gc.collect()
+        gc.freeze()  # what earlier calls have imported (compilers: half a million objects) is out of gc's way in this one
         # Plain pickle: the pickler of multiprocessing would move tensors through shared memory files.
         return pickle.dumps(_Answer(True, fn(seat.rank, seat.world, *args, **kwargs)))
     except BaseException:
@@ -240,6 +242,7 @@ class _Group:
     def enter_call(self) -> None:
         self._calls += 1
         if self._calls % CALLS_PER_GROUP == 0:
+            gc.unfreeze()
             gc.collect()
             self.renew()
 
