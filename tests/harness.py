@@ -218,7 +218,7 @@ def _answer(group: _Group, seat: _Seat, fn: Callable[..., Any], args: Any, kwarg
     try:
         group.enter_call()
         gc.collect()
-        gc.freeze()  # what earlier calls have imported (compilers: half a million objects) is out of gc's way in this one
+        gc.freeze()  # what earlier calls have imported (a compiler's half million objects) is out of gc's way
         # Plain pickle: the pickler of multiprocessing would move tensors through shared memory files.
         return pickle.dumps(_Answer(True, fn(seat.rank, seat.world, *args, **kwargs)))
     except BaseException:
