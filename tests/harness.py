@@ -85,8 +85,17 @@ class RankPool:
         self._store: Any = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
-        """Results in rank order. Raises `RankError` or `RankTimeout`, and then drops the pool."""
+    def run(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        timeout: float = 60.0,
+        beside: Callable[[], object] = lambda: None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Results in rank order. Raises `RankError` or `RankTimeout`, and then drops the pool.
+
+        `beside` is called while the ranks work."""
         message = pickle.dumps((fn, args, kwargs))
         if not all(worker.process.is_alive() for worker in self._workers):
             self.close()
@@ -95,6 +104,7 @@ class RankPool:
         try:
             for worker in self._workers:
                 worker.pipe.send_bytes(message)
+            beside()
             return self._collect(timeout)
         except BaseException:
             self.close()

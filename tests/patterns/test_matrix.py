@@ -14,7 +14,7 @@ from tests.harness import RankPool
 from tests.patterns.driver import play_rank
 from tests.patterns.oracle import expected
 from tests.patterns.rows import CASES
-from tests.patterns.trace import differences
+from tests.patterns.trace import Trace, differences
 
 LIMIT = 40.0  # seconds for one case, of which a good one takes a fraction of one
 STAGES = (1, 2, 3)
@@ -35,8 +35,11 @@ def cells() -> Iterator[tuple[int, int, str]]:
 
 @pytest.mark.parametrize(("stage", "world", "case_id"), list(cells()))
 def test_matrix(case_id: str, world: int, stage: int, ranks: Callable[[int], RankPool]) -> None:
-    want = expected(case_id, world, stage)
-    got = ranks(world).run(play_rank, case_id, stage, timeout=LIMIT)
+    def reference() -> list[Trace]:
+        return expected(case_id, world, stage)
+
+    got = ranks(world).run(play_rank, case_id, stage, timeout=LIMIT, beside=reference)
+    want = reference()  # kept
     for rank in range(world):
         found = differences(got[rank], want[rank], CASES[case_id].rtol)
         assert not found, f"rank {rank}: " + "\n".join(found[:12])
