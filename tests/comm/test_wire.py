@@ -164,3 +164,29 @@ def test_the_backend_may_reduce(ranks: Ranks, stage: int, world: int, diverge: b
 def test_the_backend_reduces_in_the_dtype_of_the_wire(ranks: Ranks) -> None:
     for seen in ranks(2).run(_by_the_backend, 3, rg.Precision(reduce="bf16"), False):
         assert seen["calls"] == 2 * (BLOCKS + 1) and 1e-5 < seen["off"] < 1e-2
+
+
+def _raises_then_trains(rank: int, world: int) -> tuple[int, int]:
+    """Bytes of buckets in use after backwards that raised, with the reduction left to the backend."""
+    model = build()
+    engine = rg.shard(model, 3, exact=False)
+    for _ in range(3):
+        hidden = model.embed(batch(rank))
+        hidden.register_hook(_fail)
+        for block in model.blocks:
+            hidden = block(hidden)
+        with pytest.raises(ZeroDivisionError):
+            hidden.sum().backward()
+        model.zero_grad()
+    left = engine._buckets._used
+    loss_of(model, batch(rank)).backward()
+    model.zero_grad()
+    return left, engine._buckets._used
+
+
+def _fail(grad: Tensor) -> None:
+    raise ZeroDivisionError
+
+
+def test_backwards_that_raise_leave_no_buckets(ranks: Ranks) -> None:
+    assert ranks(2).run(_raises_then_trains) == [(0, 0)] * 2

@@ -107,10 +107,7 @@ class Station:
         return dst, self._send(dst, "put", key, parts[0].dtype, data=parts)
 
     def finish(self, sending: list[Sending]) -> None:
-        def missing() -> list[int]:
-            return [dst for dst, mark in sending if not self.mesh.sent(dst, mark)]
-
-        self._wait_for(missing, "taking its part of a gradient")
+        self._wait_for(lambda: [dst for dst, at in sending if not self.mesh.sent(dst, at)], "taking part of a gradient")
 
     def take(self, key: Key, src: int, unit: str) -> torch.Tensor:
         """What `src` put under `key`; it said so at a meeting, so it is there or on its way."""
@@ -141,8 +138,7 @@ class Station:
 
         self._wait_for(missing, f"{position.kind} ({position.label})")
         self.where = f"outside retrograde, after {position.kind} ({position.label})"
-        met = self._met.pop(number, {})
-        met[self.mesh.rank] = position
+        met = self._met.pop(number, {}) | {self.mesh.rank: position}
         return [met[rank] for rank in range(self.mesh.world)]
 
     def _send(self, dst: int, op: str, *args: Any, data: Sequence[torch.Tensor] = ()) -> int:

@@ -122,6 +122,10 @@ class Exchange:
         launch.bucket.release(self._streams.reducing.record())
         return torch.mul(part, self.scale, out=launch.own)
 
+    def give_up(self, launch: Launch) -> None:
+        if not self.policy.exact:
+            launch.bucket.discard()  # else it has been sent, and is given back by that
+
     def settle_sending(self) -> None:
         sending, self._sending = self._sending, []
         if sending:

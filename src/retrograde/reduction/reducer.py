@@ -145,7 +145,8 @@ class Reducer:
             self._exchange.settle_sending()
             for number, task in list(self._tasks.items()):
                 # What had to make room came from backwards that did not raise.
-                task.launches = {part: launch for part, launch in task.launches.items() if part.early}
+                for part in [part for part in task.launches if not part.early]:
+                    self._exchange.give_up(task.launches.pop(part))
                 self._close(number)
 
     # ---- leaves and optimizers

@@ -22,9 +22,7 @@ class Leaf:
     """A sharded parameter, as modules see it (optim/pieces.py)."""
 
     __slots__ = ()
-
-    def full(self) -> torch.Tensor:
-        raise NotImplementedError
+    full: Callable[[], torch.Tensor]
 
 
 class Sharded(nn.Module):
