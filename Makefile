@@ -57,8 +57,9 @@ lint: $(READY)
 	@echo "ruff"; $(PY) -m ruff check .
 	@echo "mypy"; $(PY) -m mypy
 
+# Two at a time: much of a test is one rank waiting for another.
 test: lint
-	@$(PY) -m pytest
+	@$(PY) -m pytest -n 2 --dist worksteal
 
 patterns: $(READY)
 	@mkdir -p build

@@ -1,8 +1,9 @@
 """A pool of ranks for tests: warm processes, a process group, and a time limit on every call.
 
-Starting torch costs seconds and a matrix of patterns has hundreds of cases, so the processes live as long
-as the test session. What a failed call leaves behind (collectives that only some ranks entered) cannot be
-repaired from outside: after one, the pool is thrown away and the next call starts another.
+Starting torch costs seconds and a matrix of patterns has hundreds of cases, so ranks are forked from a process
+that has imported it, and live as long as the test session. What a failed call leaves behind (collectives that
+only some ranks entered) cannot be repaired from outside: after one, the pool is thrown away and the next call
+starts another.
 """
 
 from __future__ import annotations
@@ -130,7 +131,8 @@ class RankPool:
         # The store lives here, so its port is free for certain and no rank's death takes it along.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.preloaded"])
         with _environment(WORKER_ENVIRONMENT):
             for rank in range(self.world):
                 stack_file = Path(self._folder.name, f"rank{rank}.stack")

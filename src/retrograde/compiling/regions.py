@@ -256,7 +256,8 @@ def _hide_from_dynamo() -> None:
     from torch._dynamo.eval_frame import skip_code
 
     for name, module in list(sys.modules.items()):
-        if name.startswith("retrograde.") and module is not inlined and "__path__" not in vars(module):
+        room, ours = name.count(".") == 1, name.startswith(str(__package__))  # other rooms as a whole: it is slow
+        if name.startswith("retrograde.") and module is not inlined and room != ours:
             trace_rules.add(name)
     for code in inlined.all_code():
         skip_code(code)
