@@ -1,12 +1,13 @@
 """The bubble of real pipelines whose actions take a known time: ours, and torch.distributed.pipelining.
 
 Four ranks, eight microbatches; F, I and W of a rank's share of the model each sleep for the same time, so that the
-cores of the machine do not matter. Run with `python -m benchmarks.bubble`; figures are the best of several steps,
-because anything else on the machine can only add to them.
+cores of the machine do not matter. Run with `python -m benchmarks.bubble`; figures are medians over rounds, in each of
+which every contender does one step, with the least and the largest.
 """
 
 import datetime
 import os
+import statistics
 import tempfile
 import time
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ import retrograde as rg
 from retrograde.pipeline import generate, simulate
 from retrograde.pipeline.stage import Stage
 
-RANKS, MICROBATCHES, STEPS = 4, 8, 3
+RANKS, MICROBATCHES, ROUNDS = 4, 8, 5
 PAUSE = 0.15  # seconds for F, I and W each, over a rank's whole share
 WIDTH = 8
 
@@ -133,15 +134,15 @@ def measure(rank: int, folder: str, results: Any) -> None:
         world_size=RANKS,
         timeout=datetime.timedelta(seconds=120),
     )
-    for contender in CONTENDERS:
-        torch.manual_seed(0)
-        clock = Clock()
-        step = stepper(contender, clock, rank)
-        for number in range(STEPS):
+    torch.manual_seed(0)
+    clock = Clock()
+    steppers = {contender.name: stepper(contender, clock, rank) for contender in CONTENDERS}
+    for number in range(ROUNDS + 1):
+        for name, step in steppers.items():
             dist.barrier()
             clock.first = 0.0
             step()
-            results.put((contender.name, number, rank, clock.first, clock.last))
+            results.put((name, number, rank, clock.first, clock.last))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -150,15 +151,19 @@ def table(found: dict[tuple[str, int], list[tuple[float, float]]]) -> str:
     work = 3 * PAUSE * MICROBATCHES
     lines = ["| schedule | bubble | in theory | a single step | in theory |", "|---|---|---|---|---|"]
     for contender in CONTENDERS:
-        spans = [found[contender.name, number] for number in range(1, STEPS)]  # the first step learns layouts
-        bubble = min(max(end - start for start, end in ranks) / work - 1 for ranks in spans)
-        step = min((max(end for _, end in ranks) - min(start for start, _ in ranks)) / work - 1 for ranks in spans)
+        spans = [found[contender.name, number] for number in range(1, ROUNDS + 1)]  # the first round learns layouts
+        bubble = summary([max(end - start for start, end in ranks) / work - 1 for ranks in spans])
+        step = summary([(max(e for _, e in ranks) - min(s for s, _ in ranks)) / work - 1 for ranks in spans])
         theory = ("", "")
         if contender.torchs is None:
             timeline = simulate(generate(contender.name, RANKS, MICROBATCHES))
             theory = (f"{timeline.bubble:.1%}", f"{timeline.step_bubble:.1%}")
-        lines.append(f"| {contender.name} | {bubble:.1%} | {theory[0]} | {step:.1%} | {theory[1]} |")
+        lines.append(f"| {contender.name} | {bubble} | {theory[0]} | {step} | {theory[1]} |")
     return "\n".join(lines)
+
+
+def summary(shares: list[float]) -> str:
+    return f"{statistics.median(shares):.1%} ({min(shares):.1%} to {max(shares):.1%})"
 
 
 def main() -> None:
@@ -169,7 +174,7 @@ def main() -> None:
     found: dict[tuple[str, int], list[tuple[float, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         ranks = mp.spawn(measure, args=(folder, results), nprocs=RANKS, join=False)
-        for _ in range(len(CONTENDERS) * STEPS * RANKS):
+        for _ in range(len(CONTENDERS) * (ROUNDS + 1) * RANKS):
             name, number, _, first, last = results.get(timeout=180)
             found.setdefault((name, number), []).append((first, last))
         while not ranks.join(timeout=60):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import pickle
 import selectors
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,8 +21,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 import retrograde as rg
-from retrograde.comm import Key, Mesh, Station
-from retrograde.comm.mesh import _bytes_of, _Line, _own_address
+from retrograde.comm import Key, Mesh, Station, mesh
+from retrograde.comm.mesh import _bytes_of, _Line
+from tests.comm.hosts import apart
 from tests.harness import RankPool
 from tests.small import batch, build, loss_of
 
@@ -77,24 +80,29 @@ def test_memory_is_free_after_finish(ranks: Ranks) -> None:
         assert values == [1.0 - rank]
 
 
-def _stranger(rank: int, world: int) -> int:
+def _stranger(rank: int, world: int, far: bool) -> set[Any]:
     """Somebody connects to a rank that waits for another, and does not know its secret."""
     group = dist.new_group()
     store = _get_process_group_store(group)
-    if rank == 1:
-        address, _ = pickle.loads(store.get("retrograde/0"))
-        for hello in (b"x" * 24, b"x"):  # a wrong secret, and no secret
-            with socket.create_connection(address, 10) as call:
-                call.sendall(hello)
-    model = build()
-    engine = rg.shard(model, 3, process_group=group)
+    with apart() if far else contextlib.nullcontext():
+        if rank == 1:
+            store.set("retrograde/host/1", mesh._host())
+            address, _ = pickle.loads(store.get("retrograde/0"))
+            for hello in (b"x" * 24, b"x"):  # a wrong secret, and no secret
+                with socket.socket(socket.AF_INET if far else socket.AF_UNIX) as call:
+                    call.connect(address)
+                    call.sendall(hello)
+        model = build()
+        engine = rg.shard(model, 3, process_group=group)
     loss_of(model, batch(rank)).backward()
     dist.barrier()
-    return len(engine.station.mesh._lines)
+    return {line.socket.family for line in engine.station.mesh._lines.values()}
 
 
-def test_strangers_are_turned_away(ranks: Ranks) -> None:
-    assert ranks(2).run(_stranger) == [1, 1]
+@pytest.mark.parametrize("far", (False, True))
+def test_strangers_are_turned_away(ranks: Ranks, far: bool) -> None:
+    family = socket.AF_INET if far else socket.AF_UNIX
+    assert ranks(2).run(_stranger, far) == [{family}, {family}]
 
 
 def _uneven(rank: int, world: int) -> list[str]:
@@ -226,6 +234,14 @@ def test_what_nobody_took_is_dropped_at_a_step() -> None:
 
 def test_addresses_follow_the_store() -> None:
     here = SimpleNamespace()
-    assert _own_address(here)[1] in ("127.0.0.1", "::1")  # type: ignore[arg-type]
+    with mesh._listen(here, False, 2) as server:  # type: ignore[arg-type]
+        assert server.getsockname()[0] in ("127.0.0.1", "::1")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    assert _own_address(dist.PrefixStore("a", dist.PrefixStore("b", store)))[1] == "127.0.0.1"
+    with mesh._listen(dist.PrefixStore("a", dist.PrefixStore("b", store)), False, 2) as server:
+        assert server.getsockname()[0] == "127.0.0.1"
+
+
+def test_a_host_is_known_where_there_is_a_kernel_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert mesh._host() == mesh._host()
+    monkeypatch.setattr(mesh, "Path", lambda name: Path("/nowhere"))
+    assert mesh._host() != mesh._host()

@@ -63,8 +63,6 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "precision name": ({"precision": rg.Precision(reduce="int8")}, r"precision.reduce='int8' is not known; give fp32"),
     "precision of ints": ({"precision": rg.Precision(reduce=torch.int8)}, r"precision.reduce=torch.int8 is not known"),
     "join": ({"join": "few"}, r"join='few' is not a size"),
-    "offload": ({"offload": "cpu"}, r"offload='cpu' is not available"),
-    "trace": ({"trace": "x.json"}, r"trace='x.json' is not available"),
 }
 
 

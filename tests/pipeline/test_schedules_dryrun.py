@@ -131,7 +131,7 @@ def test_lowering_changes_no_time(name: str) -> None:
     schedule = generate(name, 4, 8)
     for costs in (Costs(), Costs(2.0, 3.0, 1.0, transfer=0.25), Costs(transfer=5.0)):
         plain = {item.action: (item.start, item.end) for item in simulate(schedule, costs).timed}
-        lowered = simulate(lower(schedule, pages=True, costs=costs), costs).timed
+        lowered = simulate(lower(schedule, gathered=1, costs=costs), costs).timed
         assert {i.action: (i.start, i.end) for i in lowered if i.action.kind.is_compute} == plain
 
 

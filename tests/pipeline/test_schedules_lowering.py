@@ -58,7 +58,7 @@ OTHER_END = {
 def test_lowered_schedules_are_valid_and_cannot_hang(name: str, costs: Costs) -> None:
     for p, m in SIZES:
         schedule = generate(name, p, m)
-        lowered = lower(schedule, pages=True, costs=costs)
+        lowered = lower(schedule, gathered=1, costs=costs)
         check(lowered)
         assert computes(lowered) == computes(schedule)
         assert runs_with_waiting_sends(lowered)
@@ -80,7 +80,7 @@ def test_one_message_for_each_crossing_and_direction(name: str) -> None:
 
 
 def test_golden_lowering() -> None:
-    assert str(lower(generate("zb-v", 2, 1), pages=True)) == GOLDEN_ZB_V
+    assert str(lower(generate("zb-v", 2, 1), gathered=1)) == GOLDEN_ZB_V
 
 
 @pytest.mark.parametrize("resident", [1, 2])
@@ -124,7 +124,7 @@ def test_the_page_needed_last_makes_room() -> None:
 
 
 def test_no_room_for_any_page_is_refused() -> None:
-    with pytest.raises(ScheduleError, match="resident=0"):
+    with pytest.raises(ScheduleError, match="gathered=0"):
         add_pages(generate("zb-v", 2, 2), 0)
 
 
@@ -141,5 +141,5 @@ def test_one_reduction_per_stage_after_its_last_w(name: str) -> None:
 @pytest.mark.parametrize("name", GENERATORS)
 def test_forward_only(name: str) -> None:
     schedule = forward_only(generate(name, 4, 6))
-    check(lower(schedule, pages=True))
+    check(lower(schedule, gathered=1))
     assert {action.kind for _, action in schedule.actions()} == {Kind.F}

@@ -91,13 +91,25 @@ def reductions(pipe: rg.Pipeline) -> list[str]:
     return wrong
 
 
-def gathers_by_kind(rank: int, world: int, schedule: str) -> dict[str, int]:
-    """How many pages each kind of action brought into memory, at stage 3."""
+def transformer(world: int, schedule: str, gathered: int | None = None) -> rg.Pipeline:
     torch.manual_seed(0)
     case = CASES["transformer"]
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("pp", "dp"))
-    zero = rg.Zero(stage=3, mesh=mesh["dp"])
-    pipe = rg.Pipeline(case.blocks(), schedule=schedule, microbatches=4, loss=case.loss, mesh=mesh["pp"], zero=zero)
+    zero = rg.Zero(stage=3, mesh=mesh["dp"], gathered=gathered)
+    return rg.Pipeline(
+        case.blocks(), schedule=schedule, microbatches=4, loss=case.loss, mesh=mesh["pp"], zero=zero
+    )
+
+
+def step(pipe: rg.Pipeline) -> None:
+    torch.manual_seed(1)
+    data = CASES["transformer"].data()
+    pipe.step(*data.args, target=data.target)
+
+
+def gathers_by_kind(rank: int, world: int, schedule: str, gathered: int | None) -> tuple[dict[str, int], int]:
+    """How many pages each kind of action brought into memory, at stage 3; and how many units there are."""
+    pipe = transformer(world, schedule, gathered)
     found: dict[str, int] = {}
     seen = 0
 
@@ -108,16 +120,64 @@ def gathers_by_kind(rank: int, world: int, schedule: str) -> dict[str, int]:
         seen = count
 
     pipe.watch(watch)
-    data = case.data()
-    pipe.step(*data.args, target=data.target)
-    return found
+    step(pipe)
+    return found, len(pipe.engine.units)
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
 def test_w_needs_no_weights(ranks: Ranks, schedule: str) -> None:
-    for found in ranks(4).run(gathers_by_kind, schedule):
+    for found, _ in ranks(4).run(gathers_by_kind, schedule, None):
         assert found["F"] > 0 and found["I"] > 0
         assert found["W"] == 0
+
+
+@pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 1), ("zb-h1", 1), ("zb-v", 2)])
+def test_gathered_stages_are_gathered_once(ranks: Ranks, schedule: str, stages: int) -> None:
+    for found, units in ranks(4).run(gathers_by_kind, schedule, stages):
+        assert found.pop("GATHER") == units
+        assert sum(found.values()) < stages  # where one stage is done before the other, it may be expected in vain
+
+
+def pages_held(rank: int, world: int, schedule: str) -> list[str]:
+    """With room for one stage, and again after a step that failed."""
+    pipe, plain = transformer(world, schedule, gathered=1), transformer(world, schedule)
+    gathered: set[int] = set()
+    wrong = []
+
+    def watch(action: Action) -> None:
+        if action.kind.value == "GATHER":
+            gathered.add(action.stage)
+        elif action.kind.value == "DROP":
+            gathered.discard(action.stage)
+            leaves = pipe.stages[action.stage].module.parameters()
+            wrong.extend(f"after {action}: the page of {leaf.unit.name}" for leaf in leaves if leaf.unit.ready)
+        elif action.kind.value == "W" and action.stage not in gathered and pipe.stages[action.stage].pages:
+            wrong.append(f"{action} finds pages")
+
+    def refuse(*args: object) -> None:
+        raise RuntimeError("no")
+
+    for attempt in range(3):
+        handles = [stage.module.register_forward_hook(refuse) for stage in pipe.stages.values() if attempt == 1]
+        pipe.watch(None if attempt == 1 else watch)
+        if attempt == 1:
+            with pytest.raises(rg.PipelineError, match="no"):
+                step(pipe)
+            wrong += [f"stage {s.index} holds pages of a failed step" for s in pipe.stages.values() if s.pages]
+        else:
+            step(pipe)
+            step(plain)
+        for handle in handles:
+            handle.remove()
+    for (name, mine), (_, other) in zip(pipe.named_parameters(), plain.named_parameters(), strict=True):
+        if not torch.equal(pipe.engine.full_grad(mine), plain.engine.full_grad(other)):
+            wrong.append(name)
+    return wrong
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+def test_a_dropped_stage_leaves_no_pages(ranks: Ranks, schedule: str) -> None:
+    assert ranks(4).run(pages_held, schedule) == [[]] * 4
 
 
 def some(schedule: str, stage: int) -> list[str]:

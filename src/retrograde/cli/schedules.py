@@ -81,7 +81,7 @@ def _show(arguments: argparse.Namespace) -> None:
     if arguments.svg is not None:
         arguments.svg.write_text(svg([(title, timeline)]), encoding="utf-8")
     if arguments.lowered:
-        schedule = lower(schedule, pages=True)
+        schedule = lower(schedule, gathered=1)
     if arguments.text or arguments.lowered:
         print(schedule, end="")
     else:

@@ -19,6 +19,7 @@ Rule 2: a thread that holds a line's lock does not ask for `changed`.
 """
 
 import contextlib
+import os
 import pickle
 import secrets
 import selectors
@@ -29,6 +30,7 @@ import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -50,7 +52,8 @@ class _Line:
     """The connection to one rank: what has been received of a message, and what is still to be sent."""
 
     def __init__(self, sock: socket.socket, selector: selectors.BaseSelector, messages: Iterator[memoryview]) -> None:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setblocking(False)
         self.socket, self._selector, self._lock = sock, selector, threading.Lock()
         self._messages, self._into = messages, next(messages)
@@ -218,13 +221,16 @@ class Mesh:
 def _connect(store: Store, rank: int, world: int) -> Iterator[tuple[int, socket.socket]]:
     """A connection to every other rank; they tell their addresses and secrets in the group's store."""
     secret, patience = secrets.token_bytes(16), store.timeout.total_seconds()  # type: ignore[attr-defined]
-    family, host = _own_address(store)
-    with socket.create_server((host, 0), family=family, backlog=world) as server:
+    store.set(f"retrograde/host/{rank}", _host())
+    together = len({store.get(f"retrograde/host/{peer}") for peer in range(world)}) == 1
+    with _listen(store, together, world) as server:
         server.settimeout(patience)
-        store.set(f"retrograde/{rank}", pickle.dumps((server.getsockname()[:2], secret)))  # type: ignore[arg-type]
+        store.set(f"retrograde/{rank}", pickle.dumps((server.getsockname(), secret)))  # type: ignore[arg-type]
         for peer in range(rank):
             address, theirs = pickle.loads(store.get(f"retrograde/{peer}"))
-            called = socket.create_connection(address, patience)
+            called = socket.socket(server.family)
+            called.settimeout(patience)
+            called.connect(address if together else address[:2])
             called.sendall(_HELLO.pack(theirs, rank))
             yield peer, called
         missing = world - rank - 1
@@ -239,12 +245,25 @@ def _connect(store: Store, rank: int, world: int) -> Iterator[tuple[int, socket.
                 caller.close()
 
 
-def _own_address(store: Store) -> tuple[socket.AddressFamily, str]:
-    """The address from which this host reaches the group's store, and under which others reach this host."""
+def _host() -> str:
+    """The same for ranks that reach each other without a network: on one kernel, in one network namespace (Linux)."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/net")
+    except OSError:
+        return secrets.token_hex()
+
+
+def _listen(store: Store, together: bool, world: int) -> socket.socket:
+    """Where others call: a name without a file, or the address from which this host reaches the group's store."""
+    if together:
+        server = socket.socket(socket.AF_UNIX)
+        server.bind("")  # the kernel finds a name
+        server.listen(world)
+        return server
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     host = store.host if isinstance(store, TCPStore) else "localhost"
     family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)  # sends nothing
-        return family, str(probe.getsockname()[0])
+        return socket.create_server((probe.getsockname()[0], 0), family=family, backlog=world)

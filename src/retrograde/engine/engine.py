@@ -22,10 +22,9 @@ class Engine:
     """Made by `shard()`. The model's modules hold it, so it lives as long as the model."""
 
     def __init__(self, model: nn.Module, policy: Policy, station: Station) -> None:
-        self.model, self.policy = model, policy
+        self.model, self.policy, self.station = model, policy, station
         self.units: list[Unit] = []
         self.ledger = Ledger()
-        self.station = station
         streams = streams_of(torch.device("cpu"))
         self._pages, self._buckets = BufferPool(self.ledger, streams), BufferPool(Ledger(), streams)
         self.pager = Pager(policy, self._pages)

@@ -13,9 +13,7 @@ from torch import nn
 from retrograde.errors import ShardingError
 
 
-def materialize(
-    model: nn.Module, on_meta: set[int], settle: Callable[[nn.Parameter, torch.Tensor], None]
-) -> None:
+def materialize(model: nn.Module, on_meta: set[int], settle: Callable[[nn.Parameter, torch.Tensor], None]) -> None:
     """Reset every module that has parameters in `on_meta` and hand each value to `settle`, once."""
     done: set[int] = set()
     shapes = {id(p): torch.empty_like(p, device="meta") for p in model.parameters() if id(p) in on_meta}

@@ -36,8 +36,6 @@ def shard(
     reduce: str = "mean",
     exact: bool = True,
     resident: int | str = 0,
-    offload: None = None,
-    trace: None = None,
     prefetch: bool = True,
     timeout: float = 60.0,
 ) -> Engine:
@@ -51,9 +49,6 @@ def shard(
     """
     station = Station(Mesh.of(_group(process_group, mesh)), timeout)
     with station.shared_fate("shard()"):
-        for name, value in (("offload", offload), ("trace", trace)):
-            if value is not None:
-                raise ShardingError(f"{name}={value!r} is not available in this version; leave it None")
         policy = Policy.of(stage, resident, reduce, prefetch, precision, exact)
         _check_unsharded(model)
         least = parse_bytes(join, "join")

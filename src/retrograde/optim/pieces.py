@@ -91,9 +91,7 @@ class Piece(torch.Tensor):
             self.copy_(value)
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         if not args and (first := kwargs.keys() & _FIRST):

@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import Tensor
 
-from retrograde.errors import ScheduleError
 from retrograde.pipeline.parcel import Parcel
 from retrograde.pipeline.schedule import Action, Kind, Schedule
 from retrograde.pipeline.stage import Lesson, Stage
@@ -83,6 +82,8 @@ class Executor:
             Kind.RECV_F: self._receive,
             Kind.SEND_B: self._send,
             Kind.RECV_B: self._receive,
+            Kind.GATHER: lambda action: self.stages[action.stage].gather(),
+            Kind.DROP: lambda action: self.stages[action.stage].drop(),
             Kind.REDUCE: self._reduce,
         }
         self._void_table: dict[Kind, Callable[[Action], None]] = {
@@ -94,13 +95,6 @@ class Executor:
             Kind.RECV_F: self._receive,
             Kind.RECV_B: self._receive,
         }
-        unknown = {action.kind for action in self._actions} - set(self._table)
-        if unknown:
-            names = ", ".join(sorted(kind.value for kind in unknown))
-            raise ScheduleError(
-                f"schedule '{schedule.name}', rank {rank}: {names} cannot be run; pages come and go with their use, "
-                f"so lower the schedule without pages"
-            )
 
     def run(self, batch: Batch) -> Outcome:
         """All actions of a step. Never raises for what an action does: the outcome tells."""

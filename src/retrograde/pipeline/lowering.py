@@ -13,11 +13,11 @@ from retrograde.pipeline.timeline import Costs, simulate
 USES_WEIGHTS = frozenset({Kind.F, *BACKWARD})  # never W: it needs inputs and output gradients only
 
 
-def lower(schedule: Schedule, *, pages: bool = False, resident: int = 1, costs: Costs | None = None) -> Schedule:
-    """Reductions, pages if the weights are sharded, and transfers."""
+def lower(schedule: Schedule, *, gathered: int | None = None, costs: Costs | None = None) -> Schedule:
+    """Reductions, pages if stages are to be gathered as a whole, and transfers."""
     schedule = add_reductions(schedule)
-    if pages:
-        schedule = add_pages(schedule, resident)
+    if gathered is not None:
+        schedule = add_pages(schedule, gathered)
     return add_transfers(schedule, costs)
 
 
@@ -74,17 +74,17 @@ class _Span(NamedTuple):
     last: int
 
 
-def add_pages(schedule: Schedule, resident: int = 1) -> Schedule:
+def add_pages(schedule: Schedule, gathered: int = 1) -> Schedule:
     """Gather a stage's weights before F, I and B, and drop them when they are not needed soon.
 
-    At most `resident` stages are gathered on a rank at a time. The whole order is known, so the stage to drop is
+    At most `gathered` stages are in memory on a rank at a time. The whole order is known, so the stage to drop is
     the one whose next use is farthest away.
     """
-    if resident < 1:
-        raise ScheduleError(f"resident={resident}: at least one stage must be gathered to compute")
+    if gathered < 1:
+        raise ScheduleError(f"gathered={gathered}: at least one stage must be gathered to compute")
     lists = []
     for actions in schedule.ranks:
-        spans = list(_spans(actions, resident))
+        spans = list(_spans(actions, gathered))
         gathers = {span.first: Action(Kind.GATHER, span.stage) for span in spans}
         drops = {span.last: Action(Kind.DROP, span.stage) for span in spans}
         lowered: list[Action] = []
@@ -95,14 +95,14 @@ def add_pages(schedule: Schedule, resident: int = 1) -> Schedule:
     return schedule.with_ranks(lists)
 
 
-def _spans(actions: tuple[Action, ...], resident: int) -> Iterator[_Span]:
+def _spans(actions: tuple[Action, ...], gathered: int) -> Iterator[_Span]:
     uses = [(position, action.stage) for position, action in enumerate(actions) if action.kind in USES_WEIGHTS]
     present: dict[int, _Span] = {}
     for number, (position, stage) in enumerate(uses):
         if stage in present:
             present[stage] = present[stage]._replace(last=position)
             continue
-        if len(present) == resident:
+        if len(present) == gathered:
             later = [other for _, other in uses[number:]]
             farthest = max(present, key=lambda other: later.index(other) if other in later else len(later))
             yield present.pop(farthest)

@@ -35,13 +35,18 @@ from retrograde.reduction.exchange import Use
 
 @dataclass(frozen=True)
 class Zero:
-    """How the stages are sharded over the data-parallel ranks; see `rg.shard`."""
+    """How the stages are sharded over the data-parallel ranks; see `rg.shard`.
+
+    `gathered`: how many of its stages a rank keeps in memory, whole, from their first use to the last (at stage 3). By
+    default a page comes and goes with each use, which takes the least memory and the most gathers.
+    """
 
     stage: int = 3
     mesh: DeviceMesh | dist.ProcessGroup | None = None
     units: Units = "auto"
     reduce: str = "mean"
     resident: int | str = 0
+    gathered: int | None = None
 
 
 class Microbatches(tuple[Any, ...]):
@@ -94,16 +99,16 @@ class Pipeline:
         keep(blocks, [block.module for stage in mine for block in groups[stage]], self.device)
         chains = {stage: Chain([block.module for block in groups[stage]]) for stage in mine}
         last = self.schedule.last_stage
-        self.stages = {
-            number: Stage(number, chain, (loss or _itself) if number == last else None)
-            for number, chain in chains.items()
-        }
         self._names = dict(_names([block for stage in mine for block in groups[stage]]))
         self.engine = self._shard(zero, list(chains.values()))
+        self.stages = {
+            number: Stage(number, chain, (loss or _itself) if number == last else None, self.engine)
+            for number, chain in chains.items()
+        }
         self._agreeing = [self._group] if zero is None else [self._group, _group(zero.mesh)]
         self._transport: Transport = MeshTransport(self._group, self.device)
-        self._executor = self._make_executor(self.schedule)
-        self._evaluator = self._make_executor(forward_only(self.schedule))
+        self._executor = self._make_executor(self.schedule, zero)
+        self._evaluator = self._make_executor(forward_only(self.schedule), zero)
         self.trace: list[Timed] = []
         dist.barrier(self._group)  # messages come only when everybody can receive them
 
@@ -176,8 +181,8 @@ class Pipeline:
             resident=zero.resident,
         )
 
-    def _make_executor(self, schedule: Schedule) -> Executor:
-        lowered = lower(schedule)
+    def _make_executor(self, schedule: Schedule, zero: Zero | None) -> Executor:
+        lowered = lower(schedule, gathered=None if zero is None else zero.gathered)
         check(lowered)
         return Executor(lowered, self.rank, self.stages, self._transport)
 

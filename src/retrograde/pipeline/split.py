@@ -19,6 +19,7 @@ Rule 5: nodes of W are made in the opposite order of I, because autograd runs th
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,8 +93,7 @@ class SplitBackward:
         """I: accumulates into the leaves of the graph, except for what waits for W."""
         self._deferring = True
         try:
-            with self.recording():
-                _run_engine(outputs, grads)
+            _run_engine(self.recording(), outputs, grads)
         except BaseException:
             self._pairs.clear()
             raise
@@ -126,8 +126,8 @@ class SplitBackward:
     def note_use(self, parameter: Tensor) -> None:
         self._elsewhere.add(id(parameter))
 
-    def waits(self, target: Tensor) -> bool:
-        """Rules 1 and 2, asked in the backward of a product."""
+    def waits(self, target: Tensor, node: Any) -> bool:
+        """Rules 1 and 2, asked in the backward of a product. `node` is where the target's gradient would go."""
         parameter = parameter_of(target)
         if parameter is None or not self._deferring or torch.is_grad_enabled():
             return False
@@ -136,7 +136,7 @@ class SplitBackward:
         if isinstance(parameter, FullTensor):
             return True  # its leaf is behind nodes that sum however often they run
         try:
-            return _executes(get_gradient_edge(parameter).node)
+            return _executes(node if target is parameter else get_gradient_edge(parameter).node)
         except RuntimeError:  # torch says so when autograd.grad() wants this leaf
             return False
 
@@ -193,8 +193,7 @@ class _Recorder(TorchFunctionMode):
         if torch.compiler.is_compiling() or _transformed():
             return func(*args, **kwargs)
         if func is torch.autograd.backward or func is Tensor.backward:
-            with self:
-                return _NESTED[func](*args, **kwargs)
+            return _NESTED[func](self, *args, **kwargs)
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
         product = recognise(func, args, kwargs)
@@ -218,6 +217,7 @@ class _Recorder(TorchFunctionMode):
 
 
 def _run_engine(
+    mode: TorchFunctionMode,
     tensors: Tensor | GradientEdge | Sequence[Tensor | GradientEdge],
     grad_tensors: Tensor | Sequence[Tensor | None] | None = None,
     retain_graph: bool | None = None,
@@ -229,25 +229,27 @@ def _run_engine(
     given = (grad_tensors,) if isinstance(grad_tensors, Tensor) else tuple(grad_tensors or [None] * len(roots))
     leaves = (inputs,) if isinstance(inputs, Tensor | GradientEdge) else tuple(inputs or ())
     grads = torch.autograd._make_grads(roots, given, is_grads_batched=False)  # type: ignore[arg-type]
-    torch.autograd.Variable._execution_engine.run_backward(
-        roots,
-        grads,
-        create_graph if retain_graph is None else retain_graph,
-        create_graph,
-        leaves,
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )
+    with mode:
+        torch.autograd.Variable._execution_engine.run_backward(
+            roots,
+            grads,
+            create_graph if retain_graph is None else retain_graph,
+            create_graph,
+            leaves,
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
 
 
 def _run_tensor(
+    mode: TorchFunctionMode,
     tensor: Tensor,
     gradient: Tensor | None = None,
     retain_graph: bool | None = None,
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    _run_engine((tensor,), (gradient,), retain_graph, create_graph, inputs)
+    _run_engine(mode, (tensor,), (gradient,), retain_graph, create_graph, inputs)
 
 
 _NESTED: dict[Any, Callable[..., None]] = {torch.autograd.backward: _run_engine, Tensor.backward: _run_tensor}
@@ -285,12 +287,16 @@ class _Routed(torch.autograd.Function):
             return (None,) * 6
         x, *rest = ctx.saved_tensors
         rule: Rule = ctx.rule
-        x_grad = rule.input_grad(grad, x, rest[0]) if ctx.needs_input_grad[3] else None
-        weight_grad = bias_grad = None
-        if all(ctx.split.waits(target.tensor) for target in ctx.targets):
-            ctx.split.defer(rule, x, grad, ctx.targets)
-        else:
-            weight_grad, bias_grad = rule.param_grads(grad, x, ctx.needs_input_grad[5])
+        edges = zip(ctx.next_functions[1:], ctx.needs_input_grad[4:], strict=False)  # no bias, no edge
+        nodes = [node for (node, _), needed in edges if needed]
+        # The mode has nothing to see in a backward that is not recorded, and asking it takes longer than the products.
+        with nullcontext() if torch.is_grad_enabled() else torch._C.DisableTorchFunction():
+            x_grad = rule.input_grad(grad, x, rest[0]) if ctx.needs_input_grad[3] else None
+            weight_grad = bias_grad = None
+            if all(ctx.split.waits(target.tensor, node) for target, node in zip(ctx.targets, nodes, strict=True)):
+                ctx.split.defer(rule, x, grad, ctx.targets)
+            else:
+                weight_grad, bias_grad = rule.param_grads(grad, x, ctx.needs_input_grad[5])
         return None, None, None, x_grad, weight_grad, bias_grad
 
 

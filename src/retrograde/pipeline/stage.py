@@ -20,9 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from retrograde.engine import Engine
 from retrograde.errors import PipelineError
+from retrograde.optim import ShardedParameter
 from retrograde.pipeline.parcel import Parcel
 from retrograde.pipeline.split import SplitBackward
+from retrograde.residency import Unit
 
 Loss = Callable[..., Tensor]
 
@@ -71,7 +74,9 @@ class Stage:
     index: int
     module: nn.Module
     loss: Loss | None = None  # on the last stage
+    engine: Engine | None = None  # if its weights are sharded
     flights: dict[int, Flight] = field(default_factory=dict)
+    pages: dict[Unit, Tensor] = field(default_factory=dict)  # from GATHER to DROP
 
     def __post_init__(self) -> None:
         parameters = inspect.signature(self.module.forward).parameters.values()
@@ -128,9 +133,23 @@ class Stage:
         assert flight.split is not None
         flight.split.run_weights()
 
+    def gather(self) -> None:
+        """GATHER: pages of a sharded stage come, and stay until DROP. Without, each comes and goes with its use."""
+        if self.engine is not None:
+            leaves = [leaf for leaf in self.module.parameters() if isinstance(leaf, ShardedParameter)]
+            self.pages = {leaf.unit: leaf.full() for leaf in leaves}
+
+    def drop(self) -> None:
+        units = list(self.pages)
+        self.pages.clear()
+        for unit in units:
+            assert self.engine is not None
+            self.engine.pager.retire(unit)
+
     def clear(self) -> None:
         """Forget what a failed step left."""
         self.flights.clear()
+        self.drop()
 
     def _forward(
         self, arrived: Parcel, options: Mapping[str, Any], split: bool, lesson: Lesson | None = None

@@ -61,9 +61,7 @@ class Sharded(nn.Module):
                 full = leaf.full()
                 destination[prefix + name] = full if keep_vars else full.detach().clone()
 
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: Any, *rest: Any) -> None:
         errors: list[str] = rest[-1]
         sharded = self._sharded()
         if sharded and metadata.get("assign_to_params_buffers", False):
@@ -98,9 +96,7 @@ class ShardedRNN:
     def flatten_parameters(self) -> None: ...
 
 
-def patch(
-    module: nn.Module, saved: SavedTensors, names: Sequence[str], engine: object, before: Any = None
-) -> None:
+def patch(module: nn.Module, saved: SavedTensors, names: Sequence[str], engine: object, before: Any = None) -> None:
     """Give `module` the generated class: properties for its own parameters `names`, hooks around `forward`.
 
     Hooks only where parameters are: torch.func refuses to start while any are active, and what a module without
@@ -135,9 +131,7 @@ def _property(name: str) -> property:
         return self.__dict__[name] if name in self.__dict__ else nn.Module.__getattr__(self, name)
 
     # nn.Module takes Parameters itself; this is `del m.w; m.w = tensor`, as torch's old weight_norm does.
-    return property(
-        get, lambda self, value: self.__dict__.update({name: value}), lambda self: self.__dict__.pop(name, None)
-    )
+    return property(get, lambda self, to: self.__dict__.update({name: to}), lambda self: self.__dict__.pop(name, None))
 
 
 def _forward(cls: type[nn.Module], saved: SavedTensors | None, before: Any) -> Callable[..., Any]:
