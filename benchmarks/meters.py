@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-_BYTES_SENT_AT = 200  # offset of tcpi_bytes_sent in struct tcp_info (linux/tcp.h, since 4.19)
+_BYTES_SENT = struct.Struct("200xQQ")  # tcpi_bytes_sent and tcpi_bytes_retrans of struct tcp_info (linux/tcp.h, 4.19)
 _KINDS = {
     "allgather": "all-gather",
     "allreduce": "all-reduce",
@@ -78,8 +78,9 @@ def bytes_sent() -> int:
 
 
 def sent_on(connection: socket.socket) -> int:
-    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_SENT_AT + 8)
-    return struct.unpack_from("Q", info, _BYTES_SENT_AT)[0] if len(info) >= _BYTES_SENT_AT + 8 else 0
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_SENT.size)
+    sent, again = _BYTES_SENT.unpack(info.ljust(_BYTES_SENT.size, b"\0"))
+    return sent - again
 
 
 def collectives_during(run: Callable[[], object]) -> dict[str, int]:
