@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 
+from tests.harness import WORKER_ENVIRONMENT, RankPool
+
 # Before torch: the plain references computed here must use the kernels that the ranks use.
-os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE"
-os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.update(WORKER_ENVIRONMENT)
 
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-
-from tests.harness import RankPool
 
 torch.set_num_threads(1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -11,12 +12,13 @@ import torch.distributed as dist
 from torch import nn
 from torch._dynamo.utils import counters
 
+from tests.harness import RankPool
 from tests.live import settle
 from tests.patterns.context import Context
 from tests.patterns.driver import Player
 from tests.patterns.oracle import Oracle
 from tests.patterns.registry import Case
-from tests.patterns.trace import differences
+from tests.patterns.trace import Trace, differences
 
 
 class How(enum.Enum):
@@ -73,17 +75,33 @@ def compiled_case(case: Case, compiled: Compiled) -> Case:
     return replace(case, setup=setup)
 
 
-def play_compiled(rank: int, world: int, case: Case | str, stage: int, compiled: Compiled) -> list[str]:
-    """A task for the pool: how this rank differs from plain torch, compiled in the same way."""
+def _case(name: Case | str, compiled: Compiled) -> Case:
     from tests.compile.models import COMPILE_CASES
     from tests.patterns.rows import CASES
 
+    return compiled_case((COMPILE_CASES | CASES)[name] if isinstance(name, str) else name, compiled)
+
+
+def _play(rank: int, world: int, case: Case | str, stage: int, compiled: Compiled) -> Trace | None:
+    """A task for the pool. None: nothing was compiled."""
     fresh()
-    chosen = compiled_case((COMPILE_CASES | CASES)[case] if isinstance(case, str) else case, compiled)
-    got = Player(chosen, rank, world, stage).play()
-    if not counters["stats"]["unique_graphs"]:
-        return ["nothing was compiled"]
+    got = Player(_case(case, compiled), rank, world, stage).play()
     dist.barrier()  # a rank that drops its model takes its shards along, and others may still be reading
-    torch._dynamo.reset()
-    want = Oracle(chosen, world, stage).play()[rank]
-    return differences(got, want, chosen.rtol)
+    return got if counters["stats"]["unique_graphs"] else None
+
+
+def compare(pool: RankPool, case: Case | str, stage: int, compiled: Compiled, timeout: float) -> list[str]:
+    """How the ranks differ from plain torch, compiled in the same way."""
+    chosen, want = _case(case, compiled), []
+
+    def reference() -> None:
+        torch._dynamo.reset()
+        with torch._functorch.config.patch(donated_buffer=False), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Dynamo looks at .grad of tensors that are no leaves
+            want.extend(Oracle(chosen, pool.world, stage).play())
+
+    found = []
+    for rank, got in enumerate(pool.run(_play, case, stage, compiled, timeout=timeout, beside=reference)):
+        texts = ["nothing was compiled"] if got is None else differences(got, want[rank], chosen.rtol)
+        found += [f"rank {rank}: {text}" for text in texts]
+    return found

@@ -1,7 +1,7 @@
-"""Plays the matrix with compiled models: `python -m tests.compile.table [stage [world [filter]]]`.
+"""Plays the matrix with compiled models: `python -m tests.compile.table [stage [world [filter [backend]]]]`.
 
-Both sides are compiled, the whole model and unit by unit, with aot_eager. Not part of the test suite: a few hundred
-compilations take a while."""
+Both sides are compiled, the whole model and unit by unit, with aot_eager if no other backend is given. Not part of the
+test suite: a few hundred compilations take a while."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 import sys
 from collections import Counter
 
-from tests.compile.driver import Compiled, How, play_compiled
+from tests.compile.driver import Compiled, How, compare
 from tests.compile.models import COMPILE_CASES
 from tests.harness import RankError, RankPool, RankTimeout
 from tests.patterns.rows import CASES
@@ -17,9 +17,9 @@ from tests.patterns.rows import CASES
 LIMIT = 100.0
 
 
-def verdict(pool: RankPool, case: str, stage: int, how: How) -> str:
+def verdict(pool: RankPool, case: str, stage: int, compiled: Compiled) -> str:
     try:
-        found = [line for lines in pool.run(play_compiled, case, stage, Compiled(how), timeout=LIMIT) for line in lines]
+        found = compare(pool, case, stage, compiled, LIMIT)
     except RankError as error:
         return "R " + str(error).strip().splitlines()[-1]
     except RankTimeout:
@@ -27,18 +27,18 @@ def verdict(pool: RankPool, case: str, stage: int, how: How) -> str:
     return "SW " + found[0] if found else "="
 
 
-def main(stage: int = 3, world: int = 2, wanted: str = "") -> None:
+def main(stage: int = 3, world: int = 2, wanted: str = "", backend: str = "aot_eager") -> None:
     pool, counts = RankPool(world), Counter[str]()
     for case in COMPILE_CASES | CASES:
         if re.search(wanted, case):
             for how in How:
-                result = verdict(pool, case, stage, how)
+                result = verdict(pool, case, stage, Compiled(how, backend))
                 counts[result.split(" ")[0]] += 1
                 print(f"{case:45} {how.value:6} {result}", flush=True)
     pool.close()
-    print(f"stage {stage}, world {world}: " + ", ".join(f"{count} {kind}" for kind, count in counts.items()))
+    print(f"stage {stage}, world {world}, {backend}: " + ", ".join(f"{count} {kind}" for kind, count in counts.items()))
 
 
 if __name__ == "__main__":
     given = sys.argv[1:]
-    main(*(int(number) for number in given[:2]), *given[2:3])
+    main(*(int(number) for number in given[:2]), *given[2:4])

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.compile.driver import Compiled, How, play_compiled
+from tests.compile.driver import Compiled, How, compare
 from tests.harness import RankPool
 
 LIMIT = 100.0  # seconds for one case: compiling takes most of a few
@@ -60,8 +60,8 @@ def named(value: object) -> str:
 
 
 def play(pool: RankPool, case: str, compiled: Compiled, stage: int) -> None:
-    for rank, found in enumerate(pool.run(play_compiled, case, stage, compiled, timeout=LIMIT)):
-        assert not found, f"rank {rank}: " + "\n".join(found[:12])
+    found = compare(pool, case, stage, compiled, LIMIT)
+    assert not found, "\n".join(found[:12])
 
 
 @pytest.mark.parametrize(("case", "compiled", "stage", "world"), list(cells()), ids=named)
