@@ -25,12 +25,13 @@ def live_storages() -> dict[int, int]:
     when they like; parameters, gradients, pages and buckets are floating point."""
     gc.collect()
     found = {}
-    for item in gc.get_objects():
-        if not issubclass(type(item), Tensor) or type(item).__module__.startswith("torch._subclasses"):
-            continue  # the latter are tensors without memory, left by torch.compile
-        if item.device.type == "cpu" and item.is_floating_point():
-            storage = item.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
+    with torch._C.DisableTorchFunctionSubclass():
+        for item in gc.get_objects():
+            if not issubclass(type(item), Tensor) or type(item).__module__.startswith("torch._subclasses"):
+                continue  # the latter are tensors without memory, left by torch.compile
+            if item.device.type == "cpu" and item.is_floating_point():
+                storage = item.untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
     return found
 
 

@@ -197,6 +197,8 @@ class Station:
     def on_message(self, src: int, op: str, args: tuple[Any, ...]) -> None:
         """`op` is what the sender gave `Mesh.send`; its handler is the method `_on_{op}`."""
         getattr(self, f"_on_{op}")(src, *args)
+        if op != "read":  # which the main thread does not wait for
+            self.mesh.changed.notify_all()
 
     def on_lost(self, cause: str, error: Exception) -> None:
         self._lost = (cause, error)
@@ -214,15 +216,12 @@ class Station:
 
     def _on_page(self, src: int, tag: int, shard: torch.Tensor) -> None:
         self._reading.pop(tag, None)
-        self.mesh.changed.notify_all()
 
     def _on_put(self, src: int, key: Key, dtype: torch.dtype, gradient: torch.Tensor) -> None:
         self._arrivals[key, src] = gradient
-        self.mesh.changed.notify_all()
 
     def _on_meet(self, src: int, number: int, position: Position) -> None:
         self._met.setdefault(number, {})[src] = position
-        self.mesh.changed.notify_all()
 
     def _on_ask(self, src: int) -> None:
         unserved = {self.serve(unit, stamp) for reader, unit, stamp, _ in self._requests if reader == src}
@@ -230,8 +229,6 @@ class Station:
 
     def _on_tell(self, src: int, where: str) -> None:
         self._told[src] = where
-        self.mesh.changed.notify_all()
 
     def _on_fail(self, src: int, text: str) -> None:
         self.failure = self.failure or text
-        self.mesh.changed.notify_all()

@@ -94,6 +94,9 @@ class Piece(torch.Tensor):
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__"):  # attributes are this piece's own; asked for all the time
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         if not args and (first := kwargs.keys() & _FIRST):
             args = (kwargs.pop(first.pop()),)
         written = _written(name, args, kwargs)
@@ -255,13 +258,20 @@ def _wholes(args: Any, name: str) -> Any:
     return tree_unflatten([leaf.full() if isinstance(leaf, ShardedParameter) else leaf for leaf in leaves], spec)
 
 
-def whole(
-    label: str, pieces: Sequence[Piece], local: Callable[[], Iterable[torch.Tensor | None]]
-) -> list[torch.Tensor | None]:
+def whole(label: str, pieces: Sequence[Piece], local: Callable[[], Iterable[Any]]) -> list[torch.Tensor | None]:
     """What `pieces` are pieces of, from everybody's `local` parts, in one meeting; None where a rank has none."""
-    by_rank = pieces[0].reducer.council.values(label, lambda: list(local()))
+
+    def put_together(piece: Piece, parts: Sequence[Any]) -> torch.Tensor:
+        return torch.cat([torch.from_numpy(part) for part in parts]).view(piece.dtype).view(piece.slot.shape)
+
+    # As bytes: a tensor in a message would take a hundred times as long.
+    by_rank = pieces[0].reducer.council.values(label, lambda: [t if t is None else _bytes_of(t) for t in local()])
     both = zip(pieces, zip(*by_rank, strict=True), strict=True)
-    return [None if any(f is None for f in found) else torch.cat(found).view(piece.slot.shape) for piece, found in both]
+    return [None if any(part is None for part in parts) else put_together(piece, parts) for piece, parts in both]
+
+
+def _bytes_of(tensor: torch.Tensor) -> Any:
+    return tensor.view(torch.uint8).numpy()
 
 
 def plain(piece: torch.Tensor) -> torch.Tensor:
@@ -329,9 +339,7 @@ def _gradient(grad: torch.Tensor | None, of: Any) -> torch.Tensor | None:
 
 
 # ---- reading all of it, without moving all of it
-def _folded(
-    pieces: Sequence[Piece], name: str, local: Callable[[torch.Tensor], Any], combine: Callable[[Any, Any], Any]
-) -> list[Any]:
+def _folded(pieces: Sequence[Piece], name: str, local: Callable[..., Any], combine: Callable[..., Any]) -> list[Any]:
     """`local` of each whole tensor from `local` of its pieces, in one meeting. An empty piece has no say in it."""
     with torch._C.DisableTorchFunctionSubclass():
         plain = [piece.as_subclass(torch.Tensor).detach() for piece in pieces]
