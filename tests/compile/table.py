@@ -5,13 +5,22 @@ test suite: a few hundred compilations take a while."""
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+
+from tests.harness import WORKER_ENVIRONMENT, RankError, RankPool, RankTimeout
+
+if __name__ == "__main__":
+    # Before torch: the plain references computed here must use the kernels that the ranks use.
+    os.environ.update(WORKER_ENVIRONMENT)
+
 from collections import Counter
+
+import torch
 
 from tests.compile.driver import Compiled, How, compare
 from tests.compile.models import COMPILE_CASES
-from tests.harness import RankError, RankPool, RankTimeout
 from tests.patterns.rows import CASES
 
 LIMIT = 100.0
@@ -28,6 +37,7 @@ def verdict(pool: RankPool, case: str, stage: int, compiled: Compiled) -> str:
 
 
 def main(stage: int = 3, world: int = 2, wanted: str = "", backend: str = "aot_eager") -> None:
+    torch.set_num_threads(1)
     pool, counts = RankPool(world), Counter[str]()
     for case in COMPILE_CASES | CASES:
         if re.search(wanted, case):

@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import sys
 
+from tests.harness import WORKER_ENVIRONMENT, RankError, RankPool, RankTimeout
+
 if __name__ == "__main__":
     # Before torch: the plain references computed here must use the kernels that the ranks use.
-    os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE"
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.update(WORKER_ENVIRONMENT)
 
 from collections import Counter
 
 import torch
 
-from tests.harness import RankError, RankPool, RankTimeout
 from tests.patterns.driver import play_rank
 from tests.patterns.oracle import expected
 from tests.patterns.rows import CASES
