@@ -143,6 +143,22 @@ def _held_by_user(rank: int, world: int) -> tuple[bool, bool, bool]:
     return alive, same, unit.buffer is not None
 
 
+def _kept_while_it_came(rank: int, world: int) -> bool:
+    """A page under way that is to be dropped, and that somebody holds: it stays, and is known to be a page."""
+    engine = rg.shard(build(), 3)
+    unit = engine.units[1]
+    unit.start()
+    held = unit.outs[0]
+    engine.pager.retire(unit)
+    known = unit.ready and engine.pager.live.get(held.untyped_storage()._cdata) is unit
+    dist.barrier()
+    return known
+
+
+def test_a_page_that_could_not_be_dropped_is_known(ranks: Callable[[int], RankPool]) -> None:
+    assert ranks(2).run(_kept_while_it_came) == [True, True]
+
+
 def _failed_steps(rank: int, world: int, stage: int) -> list[int]:
     model = build()
     engine = rg.shard(model, stage)

@@ -193,6 +193,11 @@ def test_two_by_two(ranks: Ranks, schedule: str, stage: int) -> None:
     assert [text for by_rank in found for text in by_rank] == []
 
 
+def test_checkpoints_with_pages_that_come_early(ranks: Ranks) -> None:
+    """With zb-h2 a page is to be dropped while it comes and a recompute is about to use it."""
+    assert ranks(4).run(steps, "zb-h2", 3, ["checkpoint"], timeout=110) == [[]] * 4
+
+
 def test_every_case_runs_with_every_stage() -> None:
     for stage in (1, 2, 3):
         assert {name for schedule in SCHEDULES for name in some(schedule, stage)} == set(NAMES)

@@ -141,6 +141,7 @@ class Pager:
         return sum(unit.layout.page_bytes for unit in self._resident if unit not in spared and not unit.at_home)
 
     def _drop(self, unit: Unit) -> None:
+        self._finish(unit)
         storage = -1 if unit.buffer is None else unit.buffer.untyped_storage()._cdata
         if unit.drop() and unit.buffer is None:
             self._resident.pop(unit, None)

@@ -186,9 +186,7 @@ class Unit:
         self._edits_seen = self._edit_counters()
 
     def drop(self) -> bool:
-        """Let go of the page if nobody else refers to it; says whether it did."""
-        if self.reading is not None:
-            self.finish()
+        """Let go of the page, which is not under way, if nobody else refers to it; says whether it did."""
         if self.ready and not self.at_home:
             self.write_back_if_edited()
             if not self._alone():
