@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
@@ -16,9 +17,9 @@ import retrograde as rg
 from benchmarks.compiled_memory import peak_bytes
 from retrograde.ledger import Kind
 from tests.compile.driver import Compiled, How, fresh
-from tests.compile.models import LoopBlock, OneUnit, WhileBlock
+from tests.compile.models import BrokenMlp, LoopBlock, OneUnit, WhileBlock
 from tests.harness import RankPool
-from tests.patterns.models import Mlp, MlpBlock
+from tests.patterns.models import FEATURES, Mlp, MlpBlock
 from tests.small import BLOCKS, batch, build, loss_of
 
 STEPS = 5
@@ -224,6 +225,39 @@ def _messages(rank: int, world: int) -> dict[str, Any]:
     said["read"] = (same, " ".join([*counters["graph_break"], *counters["unimplemented"]]))
     dist.barrier()
     return said
+
+
+class EditsFirst(MlpBlock):
+    """Nothing is saved before the edits, which would publish them."""
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            torch.mul(self.down.bias, 0.5, out=self.down.bias)
+            self.up.weight.view(-1)[:] = self.up.weight.view(-1).clamp(-0.25, 0.25)
+        return h + self.inner(self.norm(h))
+
+
+def _edited_ahead_of_others(rank: int, world: int, stage: int, how: How) -> list[str]:
+    """The last rank, which has the biases, is the first to edit. The others have not read what it edits."""
+    fresh()
+    torch.manual_seed(0)
+    model = BrokenMlp(EditsFirst)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    engine = rg.shard(model, stage)
+    Compiled(how, "eager").apply(model, sharded=True)
+    time.sleep(1.5 * (world - 1 - rank))
+    model(torch.ones(2, FEATURES))
+    with engine.full_params() as full:
+        halved = [name for name in full if name.endswith("down.bias")]
+        wrong = [name for name in halved if not torch.equal(full[name], before[name] * 0.5)]
+    dist.barrier()
+    return wrong if halved else ["nothing was looked at"]
+
+
+@pytest.mark.parametrize("how", How)
+@pytest.mark.parametrize("stage", (1, 2, 3))
+def test_edits_wait_for_ranks_that_have_not_read(ranks: Callable[[int], RankPool], stage: int, how: How) -> None:
+    assert ranks(2).run(_edited_ahead_of_others, stage, how) == [[], []]
 
 
 def test_what_cannot_be_compiled_says_so(ranks: Callable[[int], RankPool]) -> None:

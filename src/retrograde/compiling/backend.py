@@ -1,5 +1,6 @@
-"""The backend that compiles regions: the one that was asked for, with two things seen to."""
+"""The backend that compiles regions: the one that was asked for, with three things seen to."""
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -7,22 +8,68 @@ from typing import Any
 import torch
 import torch._functorch.config
 
+from retrograde.residency import SavedTensors, edits
+
 Graph = Callable[..., Any]
 
 _data_of: Any = vars(torch._C._autograd)["_get_data_attr"]
+_VIEWS = {"detach", "alias", "view", "view_as", "reshape", "flatten", "t", "transpose", "narrow", "getitem"}
 
 
 @dataclass(frozen=True)
 class Keeping:
-    """Leaves what was saved as it is, so that a second backward finds it, and sees every edit of a weight: `w.data`
-    has a version counter of its own, `w.detach()` shares that of `w`."""
+    """Leaves what was saved as it is, so that a second backward finds it; sees every edit of a weight: `w.data` has a
+    version counter of its own, `w.detach()` shares that of `w`; and has ranks meet before a graph that edits weights.
+
+    Where pages stay, the shard is part of the page, so other ranks must have read it before the graph writes. (Where
+    they do not, an edit is written back afterwards.) Eager edits are reported one by one (residency/full.py).
+    """
 
     inner: Graph
+    saved: SavedTensors
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Graph:
         for node in graph.graph.nodes:
             if node.target is _data_of:
                 node.target = torch.Tensor.detach
         graph.recompile()
+        edited = _edited_inputs(graph.graph)
         with torch._functorch.config.patch(donated_buffer=False):
-            return self.inner(graph, inputs)  # type: ignore[no-any-return]
+            run = self.inner(graph, inputs)
+        return self._after_a_fence(run, edited) if edited else run
+
+    def _after_a_fence(self, run: Graph, edited: list[int]) -> Graph:
+        def fenced(*args: Any) -> Any:
+            units = {self.saved.live.get(args[place].untyped_storage()._cdata) for place in edited}
+            if (unit := next((unit for unit in units if unit is not None and unit.at_home), None)) is not None:
+                unit.sink.fence(f"a compiled forward that edits weights of unit {unit.name}")
+            return run(*args)
+
+        return fenced
+
+
+def _edited_inputs(graph: torch.fx.Graph) -> list[int]:
+    """Which tensors given to a graph it changes in place."""
+    places = {node: place for place, node in enumerate(graph.find_nodes(op="placeholder"))}
+    found = set()
+    for node in graph.nodes:
+        if node.op in ("call_method", "call_function"):
+            for target in _targets(node):
+                while target not in places and _name(target) in _VIEWS and target.args:
+                    target = target.args[0]
+                found.add(places.get(target, -1))
+    return sorted(found - {-1})
+
+
+def _targets(node: torch.fx.Node) -> list[Any]:
+    written = node.kwargs.get("out")
+    if written is None and node.args and (node.target is operator.setitem or edits(_name(node))):
+        written = node.args[0]
+    return [each for each in (written if isinstance(written, list | tuple) else [written]) if each is not None]
+
+
+def _name(node: Any) -> str:
+    """As its method would be called."""
+    target = getattr(node, "target", "")
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    return f"__{name}__" if getattr(target, "__module__", "") == "_operator" and name != "getitem" else name

@@ -14,7 +14,8 @@ Rule 3: nothing of the engine is traced: Dynamo skips its files but for inlined.
         A skipped frame is eager code like any other.
 Rule 4: given tensors are plain: Dynamo never sees the classes of full tensors.
 Rule 5: a graph may edit given tensors, which share memory and version counter with the page's: the edit is written
-        back before anything is saved, and when the region ends.
+        back before anything is saved, and when the region ends. Where the page is the shard's own memory, ranks meet
+        before such a graph runs (backend.py).
 Rule 6: without torch.compile a region costs one call.
 """
 
@@ -55,7 +56,7 @@ class Region:
     """One boundary. `compiled` is set by `retrograde.compile()`; inside an outer torch.compile its backend is used."""
 
     def __init__(self, saved: SavedTensors, plain: Forward) -> None:
-        self._saved, self.plain = saved, plain
+        self.saved, self.plain = saved, plain
         self._disabled = getattr(plain, "_torchdynamo_disable", False)  # by the user; torch.compile would overrule it
         self.members: list[Member] = []
         self.compiled: Forward | None = None
@@ -74,11 +75,11 @@ class Region:
 
         backend = innermost_backend(frames)
         if self._outer[0] is not backend:
-            self._outer = backend, torch.compile(self.plain, backend=Keeping(backend))
+            self._outer = backend, torch.compile(self.plain, backend=Keeping(backend, self.saved))
         return self._outer[1]
 
     def run(self, forward: Forward, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        saved, hooked = self._saved, self._saved.enter()
+        saved, hooked = self.saved, self.saved.enter()
         before = saved.compiled, [member.module.__dict__.get(GIVEN) for member in self.members]
         try:
             self._give()

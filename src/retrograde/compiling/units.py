@@ -35,7 +35,7 @@ def compile(
             f"compile({type(model).__name__}): the model is not sharded; call retrograde.shard() first, or "
             f"torch.compile() for a model that is to stay whole"
         )
-    keeping = Keeping(_inner(backend, mode, options, dynamic))
+    keeping = Keeping(_inner(backend, mode, options, dynamic), next(iter(regions.values())).saved)
     compiled: dict[Graph, Graph] = {}  # one callable for all units of a class: they share their graphs
     for region in regions.values():
         if region.plain not in compiled:

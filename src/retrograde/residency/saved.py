@@ -55,7 +55,7 @@ class SavedTensors:
 
     def __init__(self, pager: Pager) -> None:
         self._pager = pager
-        self._live = pager.live
+        self.live = pager.live
         self.compiled = False  # compiled code is running: it edits full tensors without telling their unit
 
     def enter(self) -> bool:
@@ -78,9 +78,9 @@ class SavedTensors:
     leave = staticmethod(_pop)
 
     def _handle(self, tensor: torch.Tensor) -> Handle | None:
-        if not self._live or tensor.layout is not torch.strided:
+        if not self.live or tensor.layout is not torch.strided:
             return None
-        unit = self._live.get(tensor.untyped_storage()._cdata)
+        unit = self.live.get(tensor.untyped_storage()._cdata)
         if unit is None or tensor.dtype is not unit.layout.dtype:
             return None
         if self.compiled:
