@@ -49,7 +49,6 @@ def cells() -> Iterator[tuple[str, Compiled, int, int]]:
         yield from ((EVERYWHERE, compiled, stage, world) for stage, world in ((1, 2), (2, 2), (3, 2), (3, 1)))
         yield "15b-trained-compile-edited", replace(compiled, backend="eager"), 3, 2
         yield "15-other_sizes-mlp", replace(compiled, dynamic=True), 3, 2
-    yield "15b-trained-compile-edited", model, 1, 2
     yield "15b-trained-compile-edited", units, 2, 2
     yield "6-window_retained-mlp", units, 1, 2
     yield "6-window_retained-mlp", units, 2, 2

@@ -15,6 +15,7 @@ import retrograde as rg
 from retrograde.comm import Mesh
 from retrograde.pipeline import Schedule
 from retrograde.pipeline.blocks import Chain, blocks_of, measured
+from retrograde.pipeline.generators import GENERATORS
 from tests.harness import RankPool
 from tests.pipeline.cases import CASES, WIDTH, Data, Fn, backward_order, lin, plain_step, tanhs
 
@@ -242,7 +243,7 @@ def compiled(rank: int, world: int, schedule: str) -> bool:
     return right
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+@pytest.mark.parametrize("schedule", GENERATORS)
 def test_compiled_blocks(ranks: Ranks, schedule: str) -> None:
     assert ranks(2).run(compiled, schedule, timeout=110) == [True, True]
 
