@@ -1,6 +1,5 @@
 """The backend that compiles regions: the one that was asked for, with three things seen to."""
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -8,12 +7,11 @@ from typing import Any
 import torch
 import torch._functorch.config
 
-from retrograde.residency import SavedTensors, edits
+from retrograde.residency import SavedTensors, edits, views
 
 Graph = Callable[..., Any]
 
 _data_of: Any = vars(torch._C._autograd)["_get_data_attr"]
-_VIEWS = {"detach", "alias", "view", "view_as", "reshape", "flatten", "t", "transpose", "narrow", "getitem"}
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ def _edited_inputs(graph: torch.fx.Graph) -> list[int]:
     for node in graph.nodes:
         if node.op in ("call_method", "call_function"):
             for target in _targets(node):
-                while target not in places and _name(target) in _VIEWS and target.args:
+                while target not in places and views(_name(target)) and target.args:
                     target = target.args[0]
                 found.add(places.get(target, -1))
     return sorted(found - {-1})
@@ -63,7 +61,7 @@ def _edited_inputs(graph: torch.fx.Graph) -> list[int]:
 
 def _targets(node: torch.fx.Node) -> list[Any]:
     written = node.kwargs.get("out")
-    if written is None and node.args and (node.target is operator.setitem or edits(_name(node))):
+    if written is None and node.args and edits(_name(node)):
         written = node.args[0]
     return [each for each in (written if isinstance(written, list | tuple) else [written]) if each is not None]
 
@@ -72,4 +70,4 @@ def _name(node: Any) -> str:
     """As its method would be called."""
     target = getattr(node, "target", "")
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    return f"__{name}__" if getattr(target, "__module__", "") == "_operator" and name != "getitem" else name
+    return f"__{name}__" if getattr(target, "__module__", "") == "_operator" else name

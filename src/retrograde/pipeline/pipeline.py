@@ -102,7 +102,7 @@ class Pipeline:
         self._names = dict(_names([block for stage in mine for block in groups[stage]]))
         self.engine = self._shard(zero, list(chains.values()))
         self.stages = {
-            number: Stage(number, chain, (loss or _itself) if number == last else None, self.engine)
+            number: Stage(number, chain, (loss or _itself) if number == last else None)
             for number, chain in chains.items()
         }
         self._agreeing = [self._group] if zero is None else [self._group, _group(zero.mesh)]

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from retrograde.engine import Engine
 from retrograde.errors import PipelineError
 from retrograde.optim import ShardedParameter
 from retrograde.pipeline.parcel import Parcel
@@ -74,7 +73,6 @@ class Stage:
     index: int
     module: nn.Module
     loss: Loss | None = None  # on the last stage
-    engine: Engine | None = None  # if its weights are sharded
     flights: dict[int, Flight] = field(default_factory=dict)
     pages: dict[Unit, Tensor] = field(default_factory=dict)  # from GATHER to DROP
 
@@ -135,16 +133,14 @@ class Stage:
 
     def gather(self) -> None:
         """GATHER: pages of a sharded stage come, and stay until DROP. Without, each comes and goes with its use."""
-        if self.engine is not None:
-            leaves = [leaf for leaf in self.module.parameters() if isinstance(leaf, ShardedParameter)]
-            self.pages = {leaf.unit: leaf.full() for leaf in leaves}
+        leaves = [leaf for leaf in self.module.parameters() if isinstance(leaf, ShardedParameter)]
+        self.pages = {leaf.unit: leaf.full() for leaf in leaves}
 
     def drop(self) -> None:
         units = list(self.pages)
         self.pages.clear()
         for unit in units:
-            assert self.engine is not None
-            self.engine.pager.retire(unit)
+            unit.sink.pager.retire(unit)
 
     def clear(self) -> None:
         """Forget what a failed step left."""

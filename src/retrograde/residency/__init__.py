@@ -2,7 +2,7 @@
 
 from retrograde.residency.access import MADE, Leaf, patch, specialize
 from retrograde.residency.buffers import BufferPool
-from retrograde.residency.full import alive, edits, overloads, set_data, set_requires_grad
+from retrograde.residency.full import alive, edits, overloads, set_data, set_requires_grad, views
 from retrograde.residency.gate import Gate
 from retrograde.residency.pager import Pager
 from retrograde.residency.saved import SavedTensors
@@ -10,5 +10,5 @@ from retrograde.residency.unit import Unit
 
 __all__ = [
     "MADE", "BufferPool", "Gate", "Leaf", "Pager", "SavedTensors", "Unit", "alive", "edits", "overloads",
-    "patch", "set_data", "set_requires_grad", "specialize",
+    "patch", "set_data", "set_requires_grad", "specialize", "views",
 ]  # fmt: skip

@@ -140,7 +140,7 @@ def _aliasing(method: Callable[..., Any]) -> Callable[..., Any]:
     return view
 
 
-def _views(name: str) -> bool:
+def views(name: str) -> bool:
     """Does torch's method of this name return a view of its tensor? Its schema says so."""
     returned = [overload._schema.returns for overload in overloads(name)]
     return name == "__getitem__" or any(r and r[0].alias_info and not r[0].alias_info.is_write for r in returned)
@@ -151,5 +151,5 @@ for _name in dir(torch.Tensor):
         setattr(Aliased, _name, _reporting(_name))
     elif _name in ("T", "mT", "H", "mH"):
         setattr(Aliased, _name, property(_aliasing(getattr(torch.Tensor, _name).__get__)))
-    elif _views(_name) and callable(getattr(torch.Tensor, _name)):
+    elif views(_name) and callable(getattr(torch.Tensor, _name)):
         setattr(Aliased, _name, _aliasing(getattr(torch.Tensor, _name)))
