@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import retrograde as rg
+from benchmarks import gather_operator
 
 WIDTH, BLOCKS, TOKENS, WORLD, STEPS = 64, 6, 128, 2, 3
 
@@ -60,13 +61,8 @@ def peak_bytes(work: Callable[[], object]) -> int:
     return most
 
 
-def _measure(backend: str | None, whole: bool) -> list[int]:
-    """`whole`: the model is one unit, so it is one graph with all its full parameters as inputs."""
-    torch._dynamo.reset()
-    counters.clear()
-    torch.manual_seed(0)
-    model = Model()
-    engine = rg.shard(model, 3, units=(lambda module: False) if whole else "auto")
+def _peak_of_a_step(model: nn.Module, backend: str | None, forget: Callable[[], object]) -> int:
+    """The last of a few steps; `forget` is called before it."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = model if backend is None else torch.compile(model, backend=backend)
     x = torch.randn(TOKENS, WIDTH)
@@ -78,11 +74,35 @@ def _measure(backend: str | None, whole: bool) -> list[int]:
 
     for _ in range(STEPS):
         step()
-    engine.ledger.clear()
+    forget()
     dist.barrier()
     peak = peak_bytes(step)
     dist.barrier()
+    return peak
+
+
+def _fresh_model() -> Model:
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    return Model()
+
+
+def _measure(backend: str | None, whole: bool = False, prefetch: bool = True) -> list[int]:
+    """`whole`: the model is one unit, so it is one graph with all its full parameters as inputs."""
+    model = _fresh_model()
+    engine = rg.shard(model, 3, units=(lambda module: False) if whole else "auto", prefetch=prefetch)
+    peak = _peak_of_a_step(model, backend, engine.ledger.clear)
     return [counters["stats"]["unique_graphs"], engine.ledger.peak, engine.ledger.count("gather"), peak]
+
+
+def _measure_operator(backend: str, again: bool) -> list[int]:
+    """Each block gathers itself by an operator within one graph; `again`: in backward once more."""
+    model = _fresh_model()
+    one_graph = gather_operator.Whole([model.first, *model.blocks, model.last], again)
+    pages = gather_operator.PAGES
+    peak = _peak_of_a_step(one_graph, backend, pages.forget)
+    return [counters["stats"]["unique_graphs"], pages.most, pages.gathers, peak]
 
 
 def _rank(rank: int, store: str) -> None:
@@ -90,9 +110,14 @@ def _rank(rank: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
     rows: dict[str, list[int]] = {}
     for backend in (None, "aot_eager", "inductor"):
-        rows[f"regions, {backend}" if backend else "eager"] = _measure(backend, whole=False)
+        rows[f"regions, {backend}" if backend else "eager"] = _measure(backend)
+    rows["regions without prefetch, inductor"] = _measure("inductor", prefetch=False)
     for backend in ("aot_eager", "inductor"):
-        rows[f"one graph, {backend}"] = _measure(backend, whole=True)
+        rows[f"one graph, full tensors as inputs, {backend}"] = _measure(backend, whole=True)
+    for again in (False, True):
+        for backend in ("aot_eager", "inductor"):
+            name = "gathered again" if again else "saved"
+            rows[f"one graph, gather as an operator, {name}, {backend}"] = _measure_operator(backend, again)
     if rank == 0:
         print("| | graphs | page bytes at once | gathers per step | peak of a step, bytes |\n|---|---|---|---|---|")
         for name, row in rows.items():

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,13 +40,23 @@ class Compiled:
         import retrograde as rg
 
         given = {"backend": self.backend, "mode": self.mode, "dynamic": self.dynamic}
-        if self.how is How.MODEL:
+        if self.how is How.MODEL and (sharded or not getattr(model, "skipped_when_sharded", False)):
             model.compile(**given)
         elif sharded:
             rg.compile(model, **given)
         else:
             for module in equal_parts(model):
-                module.compile(**given)
+                # Not by `module.compile()`: Dynamo starts no graph in torch's own files, so modules of torch's classes
+                # would stay eager.
+                module._compiled_call_impl = torch.compile(_own_frame(module), **given)
+
+
+def _own_frame(module: nn.Module) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    call.__code__ = call.__code__.replace()  # Dynamo counts recompilations by code
+    return call
 
 
 def equal_parts(model: nn.Module) -> Iterator[nn.Module]:
