@@ -93,12 +93,12 @@ def _case(name: Case | str, compiled: Compiled) -> Case:
     return compiled_case((COMPILE_CASES | CASES)[name] if isinstance(name, str) else name, compiled)
 
 
-def _play(rank: int, world: int, case: Case | str, stage: int, compiled: Compiled) -> Trace | None:
-    """A task for the pool. None: nothing was compiled."""
+def _play(rank: int, world: int, case: Case | str, stage: int, compiled: Compiled) -> tuple[Trace, int]:
+    """A task for the pool: what was seen, and how many graphs there were."""
     fresh()
     got = Player(_case(case, compiled), rank, world, stage).play()
     dist.barrier()  # a rank that drops its model takes its shards along, and others may still be reading
-    return got if counters["stats"]["unique_graphs"] else None
+    return got, counters["stats"]["unique_graphs"]
 
 
 def compare(pool: RankPool, case: Case | str, stage: int, compiled: Compiled, timeout: float) -> list[str]:
@@ -107,12 +107,14 @@ def compare(pool: RankPool, case: Case | str, stage: int, compiled: Compiled, ti
 
     def reference() -> None:
         torch._dynamo.reset()
+        counters.clear()
         with torch._functorch.config.patch(donated_buffer=False), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Dynamo looks at .grad of tensors that are no leaves
             want.extend(Oracle(chosen, pool.world, stage).play())
 
     found = []
-    for rank, got in enumerate(pool.run(_play, case, stage, compiled, timeout=timeout, beside=reference)):
-        texts = ["nothing was compiled"] if got is None else differences(got, want[rank], chosen.rtol)
+    for rank, (got, graphs) in enumerate(pool.run(_play, case, stage, compiled, timeout=timeout, beside=reference)):
+        eager = counters["stats"]["unique_graphs"] and not graphs
+        texts = ["nothing was compiled"] if eager else differences(got, want[rank], chosen.rtol)
         found += [f"rank {rank}: {text}" for text in texts]
     return found
