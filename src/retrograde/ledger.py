@@ -31,8 +31,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.events: deque[Event] = deque(maxlen=HISTORY)
-        self.resident = 0
-        self.peak = 0
+        self.resident = self.peak = 0
         self._counts: Counter[tuple[Kind, str]] = Counter()
         self._bytes: Counter[tuple[Kind, str]] = Counter()
 

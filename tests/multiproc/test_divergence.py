@@ -91,6 +91,21 @@ DIFFERENT: dict[str, tuple[Callable[[rg.Engine, Small], Any], Callable[[rg.Engin
         lambda e, m: torch.optim.SGD(m.parameters(), lr=RATE).step(),
         r"rank 0 is at a value over all ranks.*rank 1 is at an optimizer step",
     ),
+    "an edit of gradients and a step": (
+        lambda e, m: next(m.parameters()).grad.mul_(0.5),
+        lambda e, m: torch.optim.SGD(m.parameters(), lr=RATE).step(),
+        r"rank 0 is at .*computing with gradients.*rank 1 is at an optimizer step",
+    ),
+    "an edit through .data and a step": (
+        lambda e, m: next(m.parameters()).grad.data.mul_(0.5),
+        lambda e, m: torch.optim.SGD(m.parameters(), lr=RATE).step(),
+        r"rank 0 is at .*computing with gradients.*rank 1 is at an optimizer step",
+    ),
+    "zero_grad and a step": (
+        lambda e, m: m.zero_grad(),
+        lambda e, m: torch.optim.SGD(m.parameters(), lr=RATE).step(),
+        r"rank 0 is at .*computing with gradients.*rank 1 is at an optimizer step",
+    ),
 }
 
 
@@ -108,6 +123,22 @@ def _different(rank: int, world: int, name: str) -> tuple[str, float]:
 def test_ranks_that_ask_for_different_things(ranks: Ranks, name: str) -> None:
     """At once, on every rank, naming what each wanted; never one rank's number mixed into another's."""
     _assert_divergence(ranks(2).run(_different, name), r"cannot be reconciled", DIFFERENT[name][2], within=TIMEOUT)
+
+
+def _reads_alone(rank: int, world: int, stage: int) -> float:
+    model = build()
+    rg.shard(model, stage, timeout=TIMEOUT)
+    loss_of(model, batch(rank)).backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None] if rank == 0 else []
+    found = sum(float(abs(grad.numpy()).sum()) for grad in grads)
+    dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("stage", (2, 3))
+def test_a_rank_may_look_at_its_gradients_alone(ranks: Ranks, stage: int) -> None:
+    found = ranks(2).run(_reads_alone, stage)
+    assert found[0] > 0 and found[1] == 0
 
 
 class SlowStep(torch.optim.SGD):

@@ -183,7 +183,7 @@ def module_hooks(model: nn.Module, batch: Batch, ctx: Context) -> None:
     ctx.record("calls", dict(ctx.memo["counts"]))
 
 
-def _edit_grads(model: nn.Module, ctx: Context) -> None:
+def edit_grads(model: nn.Module, ctx: Context) -> None:
     for index, leaf in enumerate(model.parameters()):
         if index % 2:
             leaf.grad.mul_(0.5)
@@ -191,7 +191,7 @@ def _edit_grads(model: nn.Module, ctx: Context) -> None:
             leaf.grad = leaf.grad.sign() * 2**-6
 
 
-def _clip_values(model: nn.Module, ctx: Context) -> None:
+def clip_values(model: nn.Module, ctx: Context) -> None:
     torch.nn.utils.clip_grad_value_(model.parameters(), 2**-6)
 
 
@@ -201,12 +201,12 @@ def _clip_norm(model: nn.Module, ctx: Context) -> None:
         ctx.record("norm", norm)
 
 
-@row("24b", "user edits `p.grad`, in place and by assignment", BOTH, edit=_edit_grads)
+@row("24b", "user edits `p.grad`, in place and by assignment", BOTH, edit=edit_grads)
 def edited_grads(model: nn.Module, batch: Batch, ctx: Context) -> None:
     _plain(model, batch, ctx)
 
 
-@row("24b", "`torch.nn.utils.clip_grad_value_`", BOTH, edit=_clip_values)
+@row("24b", "`torch.nn.utils.clip_grad_value_`", BOTH, edit=clip_values)
 def clipped_values(model: nn.Module, batch: Batch, ctx: Context) -> None:
     _plain(model, batch, ctx)
 

@@ -7,6 +7,7 @@ from torch import nn
 from tests.patterns.context import Context
 from tests.patterns.models import Batch
 from tests.patterns.registry import row
+from tests.patterns.rows_model import clip_values, edit_grads
 
 BOTH = ("mlp", "gpt")
 
@@ -77,6 +78,23 @@ def unequal_backwards(model: nn.Module, batch: Batch, ctx: Context) -> None:
     for index in range(1 + (ctx.rank + ctx.step) % 3):
         part = ctx.micro(index)
         ctx.loss(model(part.x), part).backward()
+
+
+@row("11e", "same, then `clip_grad_value_`", edit=clip_values)
+def unequal_backwards_then_clip(model: nn.Module, batch: Batch, ctx: Context) -> None:
+    unequal_backwards(model, batch, ctx)
+
+
+@row("11e", "same, then `p.grad` is edited in place and by assignment", BOTH, edit=edit_grads)
+def unequal_backwards_then_edit(model: nn.Module, batch: Batch, ctx: Context) -> None:
+    unequal_backwards(model, batch, ctx)
+
+
+@row("11e", "same, with `zero_grad()` between some and others")
+def unequal_backwards_around_zero(model: nn.Module, batch: Batch, ctx: Context) -> None:
+    unequal_backwards(model, batch, ctx)
+    ctx.zero_grad()
+    unequal_backwards(model, batch, ctx)
 
 
 @row("11e", "a rank without any backward")

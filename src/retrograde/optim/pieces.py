@@ -28,6 +28,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from retrograde.comm import Kind
 from retrograde.errors import UnsupportedError
 from retrograde.layout import Slot
 from retrograde.optim.reads import Reads, reads
@@ -37,6 +38,7 @@ from retrograde.residency import Leaf, Unit, alive, edits, set_data, set_require
 _set_grad = cast(Any, torch.Tensor.grad).__set__
 raw_grad = cast(Any, torch.Tensor.grad).__get__  # without what reading `.grad` does
 _ALIASES = 16  # of a parameter that are followed; older ones are long gone
+_TOGETHER = "computing with gradients"
 JOINED = -1  # the place of a piece that was put together from several
 
 
@@ -101,6 +103,9 @@ class Piece(torch.Tensor):
             args = (kwargs.pop(first.pop()),)
         written = _written(name, args, kwargs)
         kind = reads(name, getattr(func, "__module__", "") == "torch.nn.functional")
+        if edits(name) or (kind is Reads.ELEMENTS and name not in _OVER_ALL):
+            for grad in (piece for piece in _pieces(args) if isinstance(piece, ShardedGradient)):
+                grad.reducer.settle(_TOGETHER, Kind.TOTAL)
         if name in _OVER_ALL or (kind is not Reads.LOCAL and not edits(name)):
             if torch.is_grad_enabled() and any(piece.requires_grad for piece in _pieces(args)):
                 return func(*_wholes(args, name), **kwargs)  # part of a loss: it must be differentiable
@@ -203,6 +208,7 @@ class ShardedParameter(Piece, Leaf, nn.Parameter):
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         if self._unit() is not None:
+            self.reducer.settle(_TOGETHER, Kind.TOTAL)
             self.reducer.forget(self.unit, self.place)
         if value is not None and value.shape == self.slot.shape != self.shape:
             value = self.piece_of(value)
@@ -284,12 +290,8 @@ _FIRST = {"input", "self", "tensor"}  # names of a first argument
 
 def _written(name: str, args: Any, kwargs: Any) -> list[Any]:
     """The sharded parameters a function is about to change."""
-    if kwargs and (out := kwargs.get("out")) is not None:
-        targets: Any = out
-    elif args and edits(name):
-        targets = args[0]
-    else:
-        return []
+    out = kwargs.get("out")
+    targets = out if out is not None else args[0] if args and edits(name) else ()
     found = targets if isinstance(targets, list | tuple) else (targets,)
     return [t for t in found if isinstance(t, ShardedParameter | _Alias)]
 
@@ -321,12 +323,10 @@ def _keep(result: Any, name: str, kind: Reads, args: Any) -> Any:
         alias = source.like(result, _Alias)
         cast(ShardedParameter, source.unit.leaves[source.place]).aliases.append(weakref.ref(alias))
         return alias
-    if not (name in _VIEWS or name.endswith("_like") or (kind is Reads.ELEMENTS and source.complete)):
+    joined, elements = isinstance(args[0], list | tuple), kind is Reads.ELEMENTS and source.complete
+    if not (name in _VIEWS or name.endswith("_like") or elements) or (not joined and result.numel() != source.numel()):
         return result
-    joined = isinstance(args[0], list | tuple)
-    if not joined and result.numel() != source.numel():
-        return result
-    piece = source.like(result, Piece)
+    piece = source.like(result, ShardedGradient if name in _VIEWS and isinstance(source, ShardedGradient) else Piece)
     piece.place = JOINED if joined else piece.place
     return piece
 

@@ -58,6 +58,7 @@ class Council:
             backward = first is Kind.BACKWARD  # then only what was put in one counts
             actions[first]({r: p.offers[0] for r, p in enumerate(positions) if p.kind is first or not backward})
             if first is kind:
+                self._member.fresh &= kind not in (Kind.STEP, Kind.TOTAL)
                 return positions
 
     def _step(self, offers: dict[int, Offers]) -> None:

@@ -10,7 +10,9 @@ hooks, `inputs=`, `autograd.grad` and accumulation into `.grad` are torch's own.
 Rule 1: a backward is a graph task. Nested backwards have their own and meet at their own end.
 Rule 2: nothing waits for another rank's main thread before the end of the backward.
 Rule 3: gradients that come from other ranks only, or from a flush, are delivered through Pack as well.
-Rule 4: what a backward that raised has left is dropped at the next entry, but for what others brought before it.
+Rule 4: reading `.grad` waits for nobody. Ranks meet before something is computed from gradients or written to `.grad`,
+        if some have come: the backwards of a rank that did more come before it.
+Rule 5: what a backward that raised has left is dropped at the next entry, but for what others brought before it.
 """
 
 from collections.abc import Sequence
@@ -51,12 +53,14 @@ class Reducer:
         self._delivering: dict[int, tuple[bool, ...]] = {}
         self.windows = Windows()
         self._steps = self._backwards = 0
+        self.fresh = False  # have gradients come since all ranks were last at the same place?
 
     # ---- autograd calls these (Sink)
     def gathered(self, unit: Unit, grads: Grads) -> torch.Tensor | None:
         """All gradients of `unit` in this backward have arrived."""
         self.pager.retire(unit)
         uses = tuple(map(_use, unit.accumulators, grads))
+        self.fresh |= Use.ACCUMULATED in uses
         if torch.is_grad_enabled():
             return _Reduce.apply(self, unit, uses, self._task(), *grads)  # type: ignore[no-any-return, no-untyped-call]
         if Use.CAPTURED not in uses:
@@ -132,6 +136,7 @@ class Reducer:
     def _deliver(self, unit: Unit, total: torch.Tensor, present: tuple[bool, ...]) -> None:
         """Run Pack for a gradient that no backward of this rank brings."""
         if any(present):
+            self.fresh = True
             self._delivering[unit.index] = present
             try:
                 with unit.accepting():
@@ -154,11 +159,11 @@ class Reducer:
         self.recover()
         return self.pager.access(unit, slot)
 
-    def settle(self, why: str) -> None:
-        """`.grad` shows what torch would: gradients still pending are reduced first."""
+    def settle(self, why: str, kind: Kind = Kind.FLUSH) -> None:
+        """`.grad` shows what torch would: gradients still pending are reduced first (Rule 4: others' too)."""
         self.recover()
-        if self.pending and _graph_task() == -1:
-            self.council.attend(Kind.FLUSH, why)
+        if (self.fresh if kind is Kind.TOTAL else self.pending) and _graph_task() == -1:
+            self.council.attend(kind, why)
 
     def fence(self, what: str) -> None:
         """Before an edit of the weights in place."""

@@ -90,10 +90,6 @@ class FullTensor(Aliased):
         full._unit, full._slot = weakref.ref(unit), slot
         return full
 
-    def point_to(self, data: torch.Tensor) -> None:
-        """Swap the memory behind this tensor; its place in the autograd graph stays."""
-        set_data(self, data)
-
     def _leaf(self) -> torch.Tensor:
         return alive(self._unit).leaves[self._slot]
 

@@ -6,7 +6,7 @@
 
 Both nodes are made once and live as long as the unit, as AccumulateGrad lives as long as its parameter. The
 full tensors are outputs of Gather and are permanent too; what changes is the memory behind them: a page
-while it is resident, a stub of one element when it is not (`FullTensor.point_to`). So gradients of all uses
+while it is resident, a stub of one element when it is not (`_point`). So gradients of all uses
 of a parameter in one backward, over however many openings of the page, arrive in one input buffer, in the
 order in which torch itself would add them, and a unit is reduced once.
 
@@ -32,7 +32,7 @@ from retrograde.comm import Event, Reading
 from retrograde.layout import Layout
 from retrograde.ledger import Kind
 from retrograde.residency.buffers import BufferPool
-from retrograde.residency.full import FullTensor, alive, set_requires_grad
+from retrograde.residency.full import FullTensor, alive, set_data, set_requires_grad
 from retrograde.residency.gate import Gate
 
 AS_SOON_AS_READY = 2**64 - 2
@@ -206,7 +206,7 @@ class Unit:
 
     def _point(self, memory: Sequence[torch.Tensor]) -> None:
         for out, data in zip(self.outs, memory, strict=True):
-            out.point_to(data)
+            set_data(out, data)  # its place in the autograd graph stays
 
     def _alone(self) -> bool:
         """Does nothing but this unit refer to the page? Counts references in Python, autograd and views."""
