@@ -16,6 +16,8 @@ from benchmarks.model import TINY
 from benchmarks.protocol import Turn
 
 ROOT = Path(__file__).parents[2]
+LIMIT = 250.0  # seconds: some processes that import torch, which takes long on a busy machine
+pytestmark = pytest.mark.timeout(LIMIT + 30)
 
 
 def run(module: str, *options: str) -> subprocess.CompletedProcess[str]:
@@ -25,11 +27,11 @@ def run(module: str, *options: str) -> subprocess.CompletedProcess[str]:
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
     try:
-        said, _ = process.communicate(timeout=100)
+        said, _ = process.communicate(timeout=LIMIT)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, 9)
         said, _ = process.communicate()
-        pytest.fail(f"no end after 100 s\n{said}")
+        pytest.fail(f"no end after {LIMIT:g} s\n{said}")
     assert _ends_soon(process.pid), f"processes were left behind\n{said}"
     return subprocess.CompletedProcess(command, process.returncode, said)
 
