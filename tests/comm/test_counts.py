@@ -42,6 +42,24 @@ def _train(rank: int, world: int, stage: int, backwards: int, options: dict[str,
     return counts | {"order": [(e.kind.value, e.unit) for e in ledger.events if e.kind in ("gather", "reduce")]}
 
 
+def _clip(rank: int, world: int, stage: int) -> list[list[str]]:
+    model = build()
+    engine = rg.shard(model, stage)
+    met = []
+    for clip in (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_):
+        loss_of(model, batch(rank)).backward()
+        engine.ledger.clear()
+        clip(model.parameters(), 0.25)
+        met.append([event.unit for event in engine.ledger.events if event.kind == "agree"])
+    return met
+
+
+@pytest.mark.parametrize("stage", (1, 2, 3))
+def test_clipping_is_one_meeting(ranks: Callable[[int], RankPool], stage: int) -> None:
+    reduced = ["flush"] if stage == 1 else []
+    assert ranks(2).run(_clip, stage) == [[[*reduced, "total"]] * 2] * 2
+
+
 @pytest.mark.parametrize("world", (1, 2))
 @pytest.mark.parametrize("backwards", (1, 3))
 def test_stage_3(ranks: Callable[[int], RankPool], world: int, backwards: int) -> None:

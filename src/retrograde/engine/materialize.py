@@ -28,9 +28,8 @@ def materialize(model: nn.Module, on_meta: set[int], settle: Callable[[nn.Parame
             module._buffers[key] = torch.empty_like(buffer, device="cpu")
         for key, param in own.items():
             # A scratch parameter: a tied weight draws its random numbers as it would have, and is discarded.
-            value = torch.empty_like(shapes[id(param)], device="cpu")
-            module._parameters[key] = nn.Parameter(value, param.requires_grad)
-            del value
+            like, trained = shapes[id(param)], param.requires_grad
+            module._parameters[key] = nn.Parameter(torch.empty_like(like, device="cpu"), trained)
         reset = _reset_of(module)
         assert reset is not None  # check_resettable() was here
         with torch.no_grad():

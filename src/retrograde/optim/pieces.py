@@ -135,6 +135,9 @@ class ShardedGradient(Piece):
     """What `p.grad` is: this rank's piece of the reduced gradient."""
 
 
+torch.utils._foreach_utils._foreach_supported_types.append(ShardedGradient)  # so that clipping is one meeting
+
+
 class ShardedParameter(Piece, Leaf, nn.Parameter):
     """The class of a parameter after sharding. `p.full()` is the whole of it; `p` itself is this rank's piece."""
 
