@@ -86,11 +86,12 @@ def compiled_case(case: Case, compiled: Compiled) -> Case:
     return replace(case, setup=setup)
 
 
-def _case(name: Case | str, compiled: Compiled) -> Case:
+def _case(name: Case | str, compiled: Compiled | None) -> Case:
     from tests.compile.models import COMPILE_CASES
     from tests.patterns.rows import CASES
 
-    return compiled_case((COMPILE_CASES | CASES)[name] if isinstance(name, str) else name, compiled)
+    case = (COMPILE_CASES | CASES)[name] if isinstance(name, str) else name
+    return case if compiled is None else compiled_case(case, compiled)
 
 
 def _play(rank: int, world: int, case: Case | str, stage: int, compiled: Compiled) -> tuple[Trace, int]:
@@ -101,9 +102,11 @@ def _play(rank: int, world: int, case: Case | str, stage: int, compiled: Compile
     return got, counters["stats"]["unique_graphs"]
 
 
-def compare(pool: RankPool, case: Case | str, stage: int, compiled: Compiled, timeout: float) -> list[str]:
+def compare(
+    pool: RankPool, case: Case | str, stage: int, compiled: Compiled, timeout: float, to_eager: bool = False
+) -> list[str]:
     """How the ranks differ from plain torch, compiled in the same way. What torch refuses is to be refused here too."""
-    chosen, want, refused = _case(case, compiled), [], []
+    chosen, want, refused = _case(case, None if to_eager else compiled), [], []
 
     def reference() -> None:
         torch._dynamo.reset()

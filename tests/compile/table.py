@@ -1,7 +1,7 @@
 """Plays the matrix with compiled models: `python -m tests.compile.table [stage [world [filter [backend]]]]`.
 
-Both sides are compiled, the whole model and unit by unit, with aot_eager if no other backend is given. Not part of the
-test suite: a few hundred compilations take a while."""
+Both sides are compiled, the whole model and unit by unit, with aot_eager if no other backend is given. `e`: equal to
+plain torch without compiling, and not with it. Not part of the test suite: a few hundred compilations take a while."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ def verdict(pool: RankPool, case: str, stage: int, compiled: Compiled) -> str:
         return "R " + str(error).strip().splitlines()[-1]
     except RankTimeout:
         return "H"
+    if found and not compare(pool, case, stage, compiled, LIMIT, to_eager=True):
+        return "e"
     return "SW " + found[0] if found else "="
 
 
