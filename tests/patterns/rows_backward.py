@@ -265,14 +265,14 @@ def penalise_inputs(model: nn.Module, batch: Batch, ctx: Context) -> None:
 def _penalty_reference(
     models: Sequence[nn.Module], batches: Sequence[Batch], ctxs: Sequence[Context]
 ) -> None:
-    """The gradient of a sharded parameter is the mean G over the ranks, and each rank penalises its piece of
-    it. Rank r thus adds H_r (2 G) / N, and these are averaged like any gradient. All factors besides G and H
-    are powers of two, so the result is exact."""
+    """The gradient of a parameter is the mean G over the ranks, and each rank penalises all of it. Rank r thus adds
+    H_r (2 G), and these are averaged like any gradient. All factors besides G and H are powers of two, so the result is
+    exact."""
     grads = []
     for model, batch, ctx in zip(models, batches, ctxs, strict=True):
         loss = ctx.loss(model(batch.x), batch)
         grads.append(torch.autograd.grad(loss, list(model.parameters()), create_graph=True))
-    scale = 2 / len(models) ** 2
+    scale = 2 / len(models)
     weights = [scale * sum(grad.detach() for grad in ranks) for ranks in zip(*grads, strict=True)]
     for rank_grads in grads:
         torch.autograd.backward(rank_grads, weights)

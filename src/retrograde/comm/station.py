@@ -224,8 +224,8 @@ class Station:
         self._met.setdefault(number, {})[src] = position
 
     def _on_ask(self, src: int) -> None:
-        unserved = {self.serve(unit, stamp) for reader, unit, stamp, _ in self._requests if reader == src}
-        self.mesh.send(src, "tell", self.number, "; ".join([self.where, *map(str, unserved)]))
+        answers = [self.serve(unit, stamp) for reader, unit, stamp, _ in self._requests if reader == src]
+        self.mesh.send(src, "tell", self.number, "; ".join([self.where, *{a for a in answers if isinstance(a, str)}]))
 
     def _on_tell(self, src: int, where: str) -> None:
         self._told[src] = where

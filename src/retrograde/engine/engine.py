@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from retrograde.comm import Kind, Station, streams_of
-from retrograde.engine.describe import explain, report
 from retrograde.errors import ShardingError
 from retrograde.layout import Policy, parse_bytes
 from retrograde.ledger import Ledger
 from retrograde.optim import ShardedParameter
 from retrograde.optim.pieces import plain, raw_grad, whole
 from retrograde.reduction import Exchange, Reducer
+from retrograde.reports import explain, report
 from retrograde.residency import BufferPool, Pager, SavedTensors, Unit
 
 

@@ -111,6 +111,8 @@ def _check_unsharded(model: nn.Module) -> None:
     for name, param in params.items():
         if param.device.type not in ("cpu", "meta"):
             raise ShardingError(f"parameter {name} is on {param.device}; this version wants it on the CPU or on meta")
+        if not isinstance(param, ShardedParameter) and param.grad is not None:
+            raise ShardingError(f"parameter {name} has a gradient already; call model.zero_grad() before shard()")
     sharded = [name for name, param in params.items() if isinstance(param, ShardedParameter)]
     if sharded:
         if len(sharded) == len(params):
@@ -159,6 +161,8 @@ def _fill(engine: Engine, specs: list[UnitSpec], units: list[Unit]) -> None:
         if param.device.type == "meta":
             torch.utils.swap_tensors(param, nn.Parameter(piece, param.requires_grad))  # type: ignore[no-untyped-call]
         else:
+            other = torch.float16 if piece.dtype != torch.float16 else torch.float32
+            set_data(param, torch.empty(0, dtype=other))  # the node that graphs made before hold is not ours
             set_data(param, piece)
 
     params = [param for spec in specs for _, param in spec.params]

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from retrograde.comm import Kind
 from retrograde.errors import UnsupportedError
 from retrograde.layout import Slot
-from retrograde.optim.reads import Reads, reads
+from retrograde.optim.reads import VIEWS, Reads, reads
 from retrograde.reduction import Reducer
 from retrograde.residency import Leaf, Unit, alive, edits, set_data, set_requires_grad
 
@@ -47,6 +47,7 @@ class Piece(torch.Tensor):
 
     _unit: "weakref.ref[Unit]"
     place: int
+    flat = False  # is it one of the whole's elements in a row?
     aliases: "Sequence[weakref.ref[Piece]]" = ()
 
     @property
@@ -71,10 +72,10 @@ class Piece(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return self.place == JOINED or self.numel() == self.unit.pieces[self.place].numel()
 
-    def like(self, data: torch.Tensor, cls: "type[Piece]") -> "Piece":
+    def like(self, data: torch.Tensor, cls: "type[Piece]", flat: bool = False) -> "Piece":
         """`data` as a piece of what this is a piece of."""
         piece = data.as_subclass(cls)
-        piece._unit, piece.place = self._unit, self.place
+        piece._unit, piece.place, piece.flat = self._unit, self.place, self.flat or flat
         return piece
 
     @property
@@ -97,17 +98,24 @@ class Piece(torch.Tensor):
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__"):  # attributes are this piece's own; asked for all the time
+            if func in _TRANSPOSED:
+                return func(*_wholes(args, "transposed"))
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if not args and (first := kwargs.keys() & _FIRST):
             args = (kwargs.pop(first.pop()),)
         written = _written(name, args, kwargs)
         kind = reads(name, getattr(func, "__module__", "") == "torch.nn.functional")
-        if edits(name) or (kind is Reads.ELEMENTS and name not in _OVER_ALL):
-            for grad in (piece for piece in _pieces(args) if isinstance(piece, ShardedGradient)):
-                grad.reducer.settle(_TOGETHER, Kind.TOTAL)
+        recorded = torch.is_grad_enabled() and any(piece.requires_grad for piece in _pieces(args))
+        if _reshapes(name, args) or (recorded and name in VIEWS and name != "detach"):
+            kind = Reads.ALL
+        for piece in _pieces(args) if edits(name) or kind is not Reads.LOCAL else ():
+            if isinstance(piece, ShardedGradient):
+                piece.reducer.settle("p.grad is used")
+                if edits(name) or (kind is Reads.ELEMENTS and name not in _OVER_ALL):
+                    piece.reducer.settle(_TOGETHER, Kind.TOTAL)
         if name in _OVER_ALL or (kind is not Reads.LOCAL and not edits(name)):
-            if torch.is_grad_enabled() and any(piece.requires_grad for piece in _pieces(args)):
+            if recorded:
                 return func(*_wholes(args, name), **kwargs)  # part of a loss: it must be differentiable
             if all(piece.complete for piece in _pieces(args)):
                 result = _OVER_ALL[name](func, args, kwargs) if name in _OVER_ALL else NotImplemented
@@ -167,6 +175,12 @@ class ShardedParameter(Piece, Leaf, nn.Parameter):
     def requires_grad(self, value: bool) -> None:
         set_requires_grad(self, value)
         self.unit.trained[self.place] = bool(value)
+
+    def dim(self) -> int:
+        """The whole's, by which people choose what decays."""
+        return len(self.slot.shape)
+
+    ndim = property(dim)
 
     def requires_grad_(self, requires_grad: bool = True) -> "ShardedParameter":
         self.requires_grad = requires_grad
@@ -254,12 +268,16 @@ def _wholes(args: Any, name: str) -> Any:
     """The arguments with everything that is a piece made whole, in one meeting."""
     leaves, spec = tree_flatten(list(args))
     parts = [(i, p) for i, p in enumerate(leaves) if type(p) in (Piece, ShardedGradient, _Alias) and p.complete]
-    for _, piece in parts:
-        if piece.place == JOINED or piece.requires_grad:
+    for index, piece in parts:
+        if piece.place == JOINED:
             raise UnsupportedError(
-                f"{piece.title}: this rank's part of it was turned into another tensor, on which torch would give a "
-                f"local answer here. Use p.full() or engine.full_grad(p), or torch.no_grad() if no gradient is wanted"
+                f"{name} of several parameters: this rank's parts of them were put together, on which torch would give "
+                f"a local answer here. Use p.full() or engine.full_grad(p) for each"
             )
+        if piece.requires_grad and torch.is_grad_enabled():
+            full = piece.reducer.regather(piece.unit, piece.place, piece.as_subclass(torch.Tensor))
+            leaves[index] = full.reshape(-1) if piece.flat else full
+    parts = [(index, piece) for index, piece in parts if leaves[index] is piece]
     if pieces := [piece for _, piece in parts]:
         wholes = whole(f"{name} of {pieces[0].title}", pieces, lambda: map(plain, pieces))
         for (index, _), full in zip(parts, wholes, strict=True):
@@ -271,7 +289,8 @@ def whole(label: str, pieces: Sequence[Piece], local: Callable[[], Iterable[Any]
     """What `pieces` are pieces of, from everybody's `local` parts, in one meeting; None where a rank has none."""
 
     def put_together(piece: Piece, parts: Sequence[Any]) -> torch.Tensor:
-        return torch.cat([torch.from_numpy(part) for part in parts]).view(piece.dtype).view(piece.slot.shape)
+        flat = torch.cat([torch.from_numpy(part) for part in parts]).view(piece.dtype)
+        return flat if piece.flat else flat.view(piece.slot.shape)
 
     # As bytes: a tensor in a message would take a hundred times as long.
     by_rank = pieces[0].reducer.council.values(label, lambda: [t if t is None else _bytes_of(t) for t in local()])
@@ -289,6 +308,16 @@ def plain(piece: torch.Tensor) -> torch.Tensor:
 
 
 _FIRST = {"input", "self", "tensor"}  # names of a first argument
+_FLAT = {"view", "reshape", "flatten", "ravel"}
+_TRANSPOSED = {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH")}
+
+
+def _reshapes(name: str, args: Any) -> bool:
+    """To a shape that is not this piece's own, so one of the whole's?"""
+    if name not in ("view", "reshape") or len(args) < 2 or isinstance(args[1], torch.dtype):
+        return False
+    sizes = list(args[1]) if isinstance(args[1], list | tuple) else list(args[1:])
+    return sizes not in ([-1], list(args[0].shape))
 
 
 def _written(name: str, args: Any, kwargs: Any) -> list[Any]:
@@ -310,9 +339,6 @@ def _writing(name: str, leaves: Sequence[Piece]) -> Iterator[None]:
         yield
 
 
-_VIEWS = {"detach", "view", "reshape", "flatten", "ravel", "view_as", "narrow", "__getitem__", "alias"}
-
-
 def _keep(result: Any, name: str, kind: Reads, args: Any) -> Any:
     """The result as the piece it is."""
     if isinstance(result, list | tuple) and name.startswith("_foreach_"):
@@ -320,25 +346,25 @@ def _keep(result: Any, name: str, kind: Reads, args: Any) -> Any:
         return type(result)(_keep(r, "", kind, a) for r, *a in zip(result, *columns, strict=True))
     if name == "grad":  # torch.autograd.grad(outputs, inputs)
         return tuple(_gradient(grad, of) for grad, of in zip(result, args[1], strict=True))
+    if name in _FLAT and isinstance(result, Piece):
+        result = result.as_subclass(torch.Tensor)  # torch returns what has one dimension already as it is
     if type(result) is not torch.Tensor or (source := next(_pieces(args), None)) is None:
         return result
-    if name in _VIEWS and isinstance(source, ShardedParameter | _Alias):
-        alias = source.like(result, _Alias)
+    if name in VIEWS and isinstance(source, ShardedParameter | _Alias):
+        alias = source.like(result, _Alias, name in _FLAT)
         cast(ShardedParameter, source.unit.leaves[source.place]).aliases.append(weakref.ref(alias))
         return alias
     joined, elements = isinstance(args[0], list | tuple), kind is Reads.ELEMENTS and source.complete
-    if not (name in _VIEWS or name.endswith("_like") or elements) or (not joined and result.numel() != source.numel()):
+    if not (name in VIEWS or name.endswith("_like") or elements) or (not joined and result.numel() != source.numel()):
         return result
-    piece = source.like(result, ShardedGradient if name in _VIEWS and isinstance(source, ShardedGradient) else Piece)
+    cls = ShardedGradient if name in VIEWS and isinstance(source, ShardedGradient) else Piece
+    piece = source.like(result, cls, name in _FLAT)
     piece.place = JOINED if joined else piece.place
     return piece
 
 
 def _gradient(grad: torch.Tensor | None, of: Any) -> torch.Tensor | None:
-    """With `create_graph` it is part of a graph and stays what autograd made."""
-    if grad is None or grad.requires_grad or not isinstance(of, ShardedParameter):
-        return grad
-    return of.like(grad, ShardedGradient)
+    return of.like(grad, Piece) if grad is not None and isinstance(of, ShardedParameter) else grad
 
 
 # ---- reading all of it, without moving all of it
@@ -359,21 +385,23 @@ def _norms(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     tensors = list(args[0]) if many else [args[0]]
     beside = [value for name, value in kwargs.items() if name not in ("p", "ord", "dtype")]
     along = not many and (len(args) > 2 or any(value not in (None, False) for value in beside))
-    if along or not all(isinstance(tensor, Piece) for tensor in tensors):
-        return NotImplemented
     given = args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord", 2))
     order = float({"fro": 2.0, None: 2.0}.get(given, given))
+    if many and len({getattr(tensor, "_unit", None) and tensor.reducer for tensor in tensors}) > 1:
+        return [torch.linalg.vector_norm(tensor, order) for tensor in tensors]  # of several engines, or of none
+    if along or not all(isinstance(tensor, Piece) for tensor in tensors):
+        return NotImplemented
     summed = not math.isinf(order)
 
     def local(piece: torch.Tensor) -> float:
-        wide = piece.double().abs()
+        wide = piece.abs().double()
         powers = wide.ne(0) if order == 0 else wide.pow(order) if summed else wide
         return float(powers.sum() if summed else powers.max() if order > 0 else powers.min())
 
     combine = operator.add if summed else max if order > 0 else min
     root = 1.0 / order if summed and order else 1.0
     wholes = _folded(tensors, f"norm {order:g}", local, combine)
-    norms = [t.new_tensor(whole**root) for t, whole in zip(tensors, wholes, strict=True)]
+    norms = [t.new_tensor(whole**root, dtype=t.dtype.to_real()) for t, whole in zip(tensors, wholes, strict=True)]
     return norms if many else norms[0]
 
 

@@ -3,8 +3,10 @@
 | reads    | such as                                  | on a piece                                            |
 |----------|------------------------------------------|-------------------------------------------------------|
 | ELEMENTS | `mul`, `abs`, `isfinite`, `lerp`         | works as it is; the result is a piece again            |
-| ALL      | `norm`, `sum`, `std`, `topk`, `equal`    | would be a silent error: answered for the whole tensor |
+| ALL      | `norm`, `sum`, `topk`, `equal`, `t`      | would be a silent error: answered for the whole tensor |
 | LOCAL    | `numel`, `p[2:4]`, `numpy`, `zeros_like` | plain torch on this rank's memory (the last: a piece)  |
+
+Views are local where they leave a piece a piece (`VIEWS`), if no graph records them.
 
 torch itself knows which of its functions are pointwise (their tag) and which are views (their schema), so there is no
 list to keep. What is unknown counts as ALL: slow is better than wrong.
@@ -16,7 +18,7 @@ from typing import Any
 
 import torch
 
-from retrograde.residency import overloads
+from retrograde.residency import overloads, views
 
 
 class Reads(Enum):
@@ -27,10 +29,12 @@ class Reads(Enum):
 
 # Pointwise in effect though not by tag; a concatenation of pieces is a piece of the concatenation.
 _ELEMENTS = {"float", "double", "half", "bfloat16", "int", "long", "bool", "type", "to", "type_as", "cpu", "contiguous"}
-_ELEMENTS |= {"cat", "concat", "concatenate", "hstack"}
+_ELEMENTS |= {"byte", "short", "cat", "concat", "concatenate", "hstack"}
 _ALL = {"equal", "allclose", "item"}
-_LOCAL = {"__get__", "__set__", "grad", "backward"}
-_SPELLINGS = {"rdiv": "div", "rpow": "pow", "floordiv": "floor_divide"}
+VIEWS = set("detach view reshape flatten ravel view_as narrow __getitem__ view_as_real view_as_complex".split())
+_LOCAL = {"__get__", "__set__", "grad", "backward", *VIEWS}
+_SPELLINGS = {"rdiv": "div", "rpow": "pow", "rmod": "remainder", "floordiv": "floor_divide", "invert": "bitwise_not"}
+_SPELLINGS |= {name: f"bitwise_{name}" for name in ("and", "or", "xor")}
 
 
 @functools.cache
@@ -48,10 +52,10 @@ def reads(name: str, functional: bool = False) -> Reads:
         return Reads.ALL if functional else Reads.LOCAL
     if any(torch.Tag.pointwise in overload.tags for overload in known):
         return Reads.ELEMENTS
-    return Reads.ALL if any(_computes(overload) for overload in known) else Reads.LOCAL
+    return Reads.ALL if views(name) or any(_computes(overload) for overload in known) else Reads.LOCAL
 
 
 def _computes(overload: Any) -> bool:
-    """Makes tensors of its own: not a size, not a view."""
+    """Makes tensors of its own: not a size."""
     returned = overload._schema.returns
     return bool(returned) and "Tensor" in str(returned[0].type) and returned[0].alias_info is None

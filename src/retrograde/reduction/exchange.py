@@ -74,6 +74,10 @@ class Exchange:
         self._since = -1
         self._turns: Counter[Part] = Counter()
 
+    def _wire(self, dtype: torch.dtype) -> torch.dtype:
+        """In which a gradient travels; there is no narrow complex number."""
+        return dtype if self.policy.wire is None or dtype.is_complex else self.policy.wire
+
     def key(self, part: Part) -> Key:
         """For a gradient that is launched now: ranks that do the same thing since their last meeting come to the same
         key. Turn 0 is what a meeting that flushes asks for, an odd turn what had to make room."""
@@ -97,14 +101,14 @@ class Exchange:
         bucket.close(stream)
         if self.policy.exact:
             self._put(launch)
-        elements, wire = layout.padded_numel - layout.shard_numel, self.policy.wire or layout.dtype
+        elements, wire = layout.padded_numel - layout.shard_numel, self._wire(layout.dtype)
         self._ledger.record(Kind.REDUCE, bucket.unit.name, elements * wire.itemsize)
         return launch
 
     def _put(self, launch: Launch) -> None:
         self.settle_sending()
         bucket, mesh, stream = launch.bucket, self._station.mesh, self._streams.reducing
-        wire = self.policy.wire or launch.unit.layout.dtype
+        wire = self._wire(launch.unit.layout.dtype)
 
         def send() -> None:
             for dst in mesh.peers:
@@ -117,7 +121,7 @@ class Exchange:
 
     def _reduce_scatter(self, launch: Launch) -> torch.Tensor:
         """In the backend's own order, of which it says nothing (a ring, on those that have one)."""
-        part = torch.empty(launch.own.numel(), dtype=self.policy.wire or launch.own.dtype)
+        part = torch.empty(launch.own.numel(), dtype=self._wire(launch.own.dtype))
         dist.reduce_scatter_single(part, launch.bucket.store.to(part.dtype), group=self._station.mesh.group())
         launch.bucket.release(self._streams.reducing.record())
         return torch.mul(part, self.scale, out=launch.own)

@@ -15,6 +15,7 @@ Rule 4: reading `.grad` waits for nobody. Ranks meet before something is compute
 Rule 5: what a backward that raised has left is dropped at the next entry, but for what others brought before it.
 """
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +41,7 @@ class Task:
     launches: dict[Part, Launch] = field(default_factory=dict)
     joined: list[tuple[Unit, torch.Tensor, tuple[bool, ...]]] = field(default_factory=list)
     met: bool = False
+    accepting: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # what was frozen since it came
 
 
 class Reducer:
@@ -59,7 +61,8 @@ class Reducer:
     def gathered(self, unit: Unit, grads: Grads) -> torch.Tensor | None:
         """All gradients of `unit` in this backward have arrived."""
         self.pager.retire(unit)
-        uses = tuple(map(_use, unit.accumulators, grads))
+        grads = [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads]
+        uses = tuple(map(_use, unit.accumulators, grads, unit.trained))
         self.fresh |= Use.ACCUMULATED in uses
         if torch.is_grad_enabled():
             return _Reduce.apply(self, unit, uses, self._task(), *grads)  # type: ignore[no-any-return, no-untyped-call]
@@ -105,6 +108,7 @@ class Reducer:
         bucket = self.pending.pop(part.unit)
         launch = self._exchange.launch(bucket, Offer(self._exchange.key(part), _uses_of(bucket)))
         self._task().launches[part] = launch
+        self._task().accepting.enter_context(bucket.unit.accepting())
         return launch.own
 
     def _end_backward(self, task: Task) -> dict[int, Offers]:
@@ -128,6 +132,7 @@ class Reducer:
     def _close(self, number: int) -> None:
         if (task := self._tasks.pop(number, None)) is None:
             return  # it raised, and the next entry has cleaned up
+        task.accepting.close()
         if not task.met and task.launches:  # no Pack ran: all that was launched had only to make room
             self._end_backward(task)
         for unit, total, present in task.joined:
@@ -261,12 +266,20 @@ class Reducer:
             task.joined += alone.joined
         return launch.own
 
+    def regather(self, unit: Unit, slot: int, piece: torch.Tensor) -> torch.Tensor:
+        """All of what `piece` is this rank's part of, as part of the graph that `piece` is part of."""
+        place = unit.layout.piece(unit.layout.slots[slot], unit.rank)
+        shard = torch.nn.functional.pad(piece, (place.start, unit.layout.shard_numel - place.stop))
+        present = [index == slot for index in range(len(unit.leaves))]
+        return _Regather.apply(self, unit, present, shard)[slot]  # type: ignore[no-any-return, no-untyped-call]
 
-def _use(accumulator: Any, grad: torch.Tensor | None) -> Use:
+
+def _use(accumulator: Any, grad: torch.Tensor | None, trained: bool) -> Use:
     try:
-        return Use.ACCUMULATED if grad is not None and torch._C._will_engine_execute_node(accumulator) else Use.NONE
+        wanted = trained and grad is not None and torch._C._will_engine_execute_node(accumulator)
     except RuntimeError:  # torch says so when the leaf is captured by autograd.grad()
         return Use.CAPTURED
+    return Use.ACCUMULATED if wanted else Use.NONE
 
 
 def _uses_of(bucket: Bucket) -> tuple[Use, ...]:
@@ -300,8 +313,8 @@ class _Regather(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.reducer, ctx.unit = reducer, unit
         parts = reducer.council.values(f"second derivative of unit {unit.name}", shard.detach().clone)
-        flat = torch.cat(parts) * reducer._exchange.scale
-        return tuple(view if p else None for view, p in zip(unit.layout.views(flat), present, strict=True))
+        views = unit.layout.views(torch.cat(parts))
+        return tuple(view if p else None for view, p in zip(views, present, strict=True))
 
     @staticmethod
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]

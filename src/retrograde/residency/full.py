@@ -136,6 +136,7 @@ def _aliasing(method: Callable[..., Any]) -> Callable[..., Any]:
     return view
 
 
+@functools.cache
 def views(name: str) -> bool:
     """Does torch's method of this name return a view of its tensor? Its schema says so."""
     returned = [overload._schema.returns for overload in overloads(name)]

@@ -44,6 +44,7 @@ class Gate:
         with self._station.mesh.changed:
             if self._phase is not None:
                 self._settle()
+        self._station.answer_waiting()
         stamp = Stamp(self.clock, unit.edits, unit.version - unit.settled)
         return self._station.read(unit.index, unit.name, stamp, into)
 
@@ -80,8 +81,7 @@ class Gate:
 
     def end_step(self) -> None:
         with self._station.mesh.changed:
-            if self._phase is Kind.STEP:
-                self._settle()
+            self._settle()  # also where the phase has ended: a hook after the step has read the new weights
         self._station.answer_waiting()
 
     def _settle(self) -> None:

@@ -101,6 +101,8 @@ class Pager:
         """Let go of every page that is not kept: after a step they are stale, after a failure they are leftovers."""
         self._current = None
         for unit in list(self._resident):
+            if unit.ready and not unit.valid:
+                unit.outdate()
             if not unit.valid or self._policy.resident == 0:
                 self._drop(unit)
         self._pool.trim()

@@ -181,8 +181,12 @@ class Unit:
         self._streams.current().wait(self._loaded)
         self.reading, self.ready = None, True
         self._point(list(self.layout.views(self.page)))
+        self.outdate()
+
+    def outdate(self) -> None:
+        """What was saved of the memory so far without a handle is stale, and refused by autograd."""
         for out in self.outs:
-            torch.autograd.graph.increment_version(out)  # what was saved from the memory before is stale
+            torch.autograd.graph.increment_version(out)
         self._edits_seen = self._edit_counters()
 
     def drop(self) -> bool:

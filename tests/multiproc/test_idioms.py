@@ -1,0 +1,313 @@
+"""Things people write in training scripts, on sharded and on plain models: the same numbers, or torch's own error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import retrograde as rg
+from tests.harness import RankPool
+
+Loss = Callable[..., Tensor]
+Idiom = Callable[[nn.Module, Loss], Any]
+STAGES = pytest.mark.parametrize("stage", (1, 2, 3))
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Sequential(nn.Linear(6, 8), nn.Tanh()), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 3)
+    )
+
+
+def batch(rank: int, step: int = 0) -> Tensor:
+    return torch.randn(5, 6, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=2**-3)
+
+
+def weight(model: nn.Module) -> nn.Parameter:
+    return dict(model.named_parameters())["1.0.weight"]
+
+
+def both(rank: int, world: int, stage: int, idiom: Idiom, make: Callable[[], nn.Module]) -> str:
+    """What differs between the sharded model and plain torch, whose loss is the mean over the ranks."""
+    model, plain = make(), make()
+    engine = rg.shard(model, stage, timeout=10.0)
+    # The ranks first: what a rank does alone must not keep the others waiting.
+    ours = idiom(model, lambda step=0: model(batch(rank, step)).abs().pow(2).mean())
+    wanted = idiom(plain, lambda step=0: sum(plain(batch(r, step)).abs().pow(2).mean() for r in range(world)) / world)
+    grads, state = engine.full_grads(), model.state_dict()
+    found = [] if _same(ours, wanted) else [f"{ours} instead of {wanted}"]
+    for name, param in plain.named_parameters():
+        found += [f"gradient of {name}"] if not _same(grads[name], param.grad) else []
+        found += [f"value of {name}"] if not _same(state[name], param.detach()) else []
+    dist.barrier()
+    return "; ".join(found)
+
+
+def _same(ours: Any, wanted: Any) -> bool:
+    """Up to rounding: the plain loss here is one graph over all ranks' batches, which adds up in another order."""
+    if isinstance(wanted, Tensor) and isinstance(ours, Tensor):
+        return ours.shape == wanted.shape and torch.allclose(ours, wanted, rtol=1e-4, atol=1e-6)
+    return type(ours) is type(wanted) and ours == wanted
+
+
+# ---- optimizers
+def closure(model: nn.Module, loss: Loss) -> float:
+    optimizer = sgd(model)
+
+    def again() -> Tensor:
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        return value
+
+    for _ in range(3):
+        optimizer.step(again)
+    return 0.0
+
+
+def evaluating_after_each_step(model: nn.Module, loss: Loss) -> None:
+    optimizer = sgd(model)
+    optimizer.register_step_post_hook(lambda *_: loss(9))
+    for step in range(3):
+        optimizer.zero_grad()
+        loss(step).backward()
+        optimizer.step()
+
+
+def decay_by_dimensions(model: nn.Module, loss: Loss) -> list[int]:
+    params = list(model.parameters())
+    groups = [{"params": [p for p in params if p.dim() >= 2], "weight_decay": 0.5}]
+    groups += [{"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups)
+    loss().backward()
+    optimizer.step()
+    return [len(group["params"]) for group in groups]
+
+
+# ---- freezing
+def frozen_after_a_window(model: nn.Module, loss: Loss) -> None:
+    engine = getattr(model, "_retrograde_engine", None)
+    if engine is None:
+        loss().backward()
+    else:
+        with engine.no_sync():
+            loss().backward()
+    model[1][0].weight.requires_grad_(False)
+    loss(1).backward()
+
+
+def frozen_between_backwards(model: nn.Module, loss: Loss) -> None:
+    value = loss()
+    value.backward(retain_graph=True)
+    model[0].requires_grad_(False)
+    value.backward()
+
+
+# ---- gradients of gradients
+def hessian_times_ones(model: nn.Module, loss: Loss) -> None:
+    params = list(model.parameters())
+    grads = torch.autograd.grad(loss(), params, create_graph=True)
+    torch.autograd.backward(grads, [torch.ones_like(p) for p in params])
+
+
+def norm_of_the_gradient(model: nn.Module, loss: Loss) -> Tensor:
+    grads = torch.autograd.grad(loss(), list(model.parameters()), create_graph=True)
+    norm = torch.cat([grad.flatten() for grad in grads]).norm()
+    norm.backward()
+    return norm.detach()
+
+
+def squared_gradient(model: nn.Module, loss: Loss) -> Tensor:
+    value = loss()
+    grads = torch.autograd.grad(value, list(model.parameters()), create_graph=True)
+    penalty = sum(grad.pow(2).sum() for grad in grads)
+    (value + penalty).backward()
+    return penalty.detach()
+
+
+def third_derivative(model: nn.Module, loss: Loss) -> None:
+    params = list(model.parameters())
+    grads = torch.autograd.grad(loss(), params, create_graph=True)
+    again = torch.autograd.grad(sum(grad.pow(2).sum() for grad in grads), params, create_graph=True)
+    sum(grad.pow(2).sum() for grad in again).backward()
+
+
+# ---- what is computed from gradients and parameters
+def largest_elements(model: nn.Module, loss: Loss) -> Tensor:
+    loss().backward()
+    return torch.topk(weight(model).grad.abs().flatten(), 3).values
+
+
+def views_of_gradients(model: nn.Module, loss: Loss) -> Tensor:
+    loss().backward()
+    grad = weight(model).grad
+    rows = grad.view(8, 8).norm(dim=1)
+    return torch.stack([grad.unsqueeze(0).norm(), grad.t()[0].norm(), grad.T[1].norm(), *rows, grad.chunk(2)[1].sum()])
+
+
+def masks_of_gradients(model: nn.Module, loss: Loss) -> list[bool]:
+    loss().backward()
+    grad = weight(model).grad
+    last = torch.zeros(64)
+    last[-1] = torch.inf
+    weight(model).grad = last.view(8, 8)
+    odd = weight(model).grad
+    found = [bool((~torch.isfinite(g)).any()) for g in (grad, odd)]
+    found += [bool((g.isnan() | g.isinf()).any()) for g in (grad, odd)]
+    weight(model).grad = None
+    return found
+
+
+def penalties_of_views(model: nn.Module, loss: Loss) -> Tensor:
+    matrix = weight(model)
+    rows = sum(row.norm() for row in matrix)
+    value = matrix.t().norm() + matrix[0].pow(2).sum() + matrix.T[1].sum() + matrix.flatten().norm() + rows
+    value.backward()
+    return value.detach()
+
+
+def gradients_kept_from_before(model: nn.Module, loss: Loss) -> Tensor:
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    grads = [param.grad for param in model.parameters()]
+    loss().backward()
+    largest = torch.stack([grad.abs().max() for grad in grads])
+    torch._foreach_mul_(grads, 0.5)
+    return largest
+
+
+def clipped_with_a_plain_parameter(model: nn.Module, loss: Loss) -> Tensor:
+    extra = nn.Parameter(torch.ones(3))
+    extra.grad = torch.ones(3)
+    loss().backward()
+    return torch.nn.utils.clip_grad_norm_([*model.parameters(), extra], 1.0)
+
+
+IDIOMS = [
+    closure, evaluating_after_each_step, decay_by_dimensions, frozen_after_a_window, frozen_between_backwards,
+    hessian_times_ones, norm_of_the_gradient, squared_gradient, third_derivative, largest_elements, views_of_gradients,
+    masks_of_gradients, penalties_of_views, gradients_kept_from_before, clipped_with_a_plain_parameter,
+]  # fmt: skip
+
+
+@STAGES
+@pytest.mark.parametrize("idiom", IDIOMS, ids=lambda idiom: idiom.__name__)
+def test_idiom(ranks: Callable[[int], RankPool], idiom: Idiom, stage: int) -> None:
+    assert ranks(2).run(both, stage, idiom, net) == ["", ""]
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(6, 5, dtype=torch.cfloat))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.cfloat() @ self.weight
+
+
+def clipped(model: nn.Module, loss: Loss) -> Tensor:
+    loss().backward()
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+
+def sparse_table() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(7, 6, sparse=True), nn.Linear(6, 3))
+
+
+def weight_norm() -> nn.Module:
+    model = net()
+    with pytest.warns(FutureWarning):
+        nn.utils.weight_norm(model[0][0])  # keeps a graph in the module
+    return model
+
+
+def trained(model: nn.Module, loss: Loss) -> None:
+    optimizer = sgd(model)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss(step).backward()
+        optimizer.step()
+
+
+def looked_up(model: nn.Module, loss: Loss) -> None:
+    (model(torch.tensor([1, 4, 4])).sum() * 2).backward()
+    for param in model.parameters():
+        if param.grad.is_sparse:
+            param.grad = param.grad.to_dense()
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+@pytest.mark.parametrize(
+    ("make", "idiom"),
+    ((Complex, clipped), (sparse_table, looked_up), (weight_norm, trained)),
+    ids=("complex", "sparse", "norm"),
+)
+def test_models(ranks: Callable[[int], RankPool], make: Callable[[], nn.Module], idiom: Idiom, stage: int) -> None:
+    assert ranks(2).run(both, stage, idiom, make) == ["", ""]
+
+
+def _complex_on_the_wire(rank: int, world: int) -> float:
+    model = Complex()
+    engine = rg.shard(model, 3, precision=rg.Precision(reduce="bf16"))
+    model(batch(rank)).abs().pow(2).mean().backward()
+    return float(engine.full_grad("weight").imag.abs().max())
+
+
+def test_complex_gradients_travel_whole(ranks: Callable[[int], RankPool]) -> None:
+    assert min(ranks(2).run(_complex_on_the_wire)) > 0
+
+
+def _before_sharding(rank: int, world: int, stage: int) -> str:
+    model = net()
+    kept = model(batch(rank)).sum()  # a graph that is alive
+    rg.shard(model, stage)
+    model(batch(rank)).sum().backward()
+    assert kept.grad_fn is not None
+    graded = net()
+    graded(batch(rank)).sum().backward()
+    try:
+        rg.shard(graded, stage)
+    except rg.ShardingError as error:
+        return str(error)
+    return "nothing was said"
+
+
+@STAGES
+def test_graphs_and_gradients_from_before(ranks: Callable[[int], RankPool], stage: int) -> None:
+    for said in ranks(2).run(_before_sharding, stage):
+        assert "parameter 0.0.weight has a gradient already" in said and "zero_grad()" in said
+
+
+def _late(rank: int, world: int, stage: int) -> str:
+    """A weight that no module uses is saved by no module's hooks."""
+    model = net()
+    rg.shard(model, stage)
+    optimizer = sgd(model)
+    inputs = batch(0).requires_grad_()
+    late = F.linear(inputs, model[0][0].weight).pow(2).sum()
+    model(batch(rank)).sum().backward()
+    optimizer.step()
+    try:
+        late.backward()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was said"
+
+
+@STAGES
+def test_a_step_between_forward_and_backward_of_a_loose_weight(ranks: Callable[[int], RankPool], stage: int) -> None:
+    for said in ranks(2).run(_late, stage):
+        assert "modified by an inplace operation" in said
