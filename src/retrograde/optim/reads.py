@@ -31,8 +31,8 @@ class Reads(Enum):
 _ELEMENTS = {"float", "double", "half", "bfloat16", "int", "long", "bool", "type", "to", "type_as", "cpu", "contiguous"}
 _ELEMENTS |= {"byte", "short", "cat", "concat", "concatenate", "hstack"}
 _ALL = {"equal", "allclose", "item"}
-VIEWS = set("detach view reshape flatten ravel view_as narrow __getitem__ view_as_real view_as_complex".split())
-_LOCAL = {"__get__", "__set__", "grad", "backward", *VIEWS}
+VIEWS = {"detach", "view", "reshape", "flatten", "ravel", "view_as", "narrow", "__getitem__"}
+_LOCAL = {"__get__", "__set__", "grad", "backward", "view_as_real", "view_as_complex", *VIEWS}
 _SPELLINGS = {"rdiv": "div", "rpow": "pow", "rmod": "remainder", "floordiv": "floor_divide", "invert": "bitwise_not"}
 _SPELLINGS |= {name: f"bitwise_{name}" for name in ("and", "or", "xor")}
 
