@@ -29,6 +29,8 @@ def live_storages() -> dict[int, int]:
         for item in gc.get_objects():
             if not issubclass(type(item), Tensor) or type(item).__module__.startswith("torch._subclasses"):
                 continue  # the latter are tensors without memory, left by torch.compile
+            if torch._C._functorch.is_functorch_wrapped_tensor(item):
+                continue  # as are these, of transforms that it traced
             if item.device.type == "cpu" and item.is_floating_point():
                 storage = item.untyped_storage()
                 found[storage.data_ptr()] = storage.nbytes()
