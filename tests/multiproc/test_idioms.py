@@ -194,10 +194,22 @@ def clipped_with_a_plain_parameter(model: nn.Module, loss: Loss) -> Tensor:
     return torch.nn.utils.clip_grad_norm_([*model.parameters(), extra], 1.0)
 
 
+def a_new_head_called_by_hand(model: nn.Module, loss: Loss) -> None:
+    torch.manual_seed(1)
+    model.add_module("head", nn.Linear(3, 2))
+
+    def forward(x: Tensor) -> Tensor:
+        return model.head(model[2](model[1](model[0](x))))
+
+    model.forward = forward
+    trained(model, loss)
+
+
 IDIOMS = [
     closure, evaluating_after_each_step, decay_by_dimensions, frozen_after_a_window, frozen_between_backwards,
     hessian_times_ones, norm_of_the_gradient, squared_gradient, third_derivative, largest_elements, views_of_gradients,
     masks_of_gradients, penalties_of_views, gradients_kept_from_before, clipped_with_a_plain_parameter,
+    a_new_head_called_by_hand,
 ]  # fmt: skip
 
 

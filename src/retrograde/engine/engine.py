@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -20,6 +20,8 @@ from retrograde.residency import BufferPool, Pager, SavedTensors, Unit
 
 class Engine:
     """Made by `shard()`. The model's modules hold it, so it lives as long as the model."""
+
+    grow: Callable[[], None]  # shards parameters that have joined the model since it was last called
 
     def __init__(self, model: nn.Module, policy: Policy, station: Station) -> None:
         self.model, self.policy, self.station = model, policy, station

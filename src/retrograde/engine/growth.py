@@ -1,7 +1,7 @@
 """Parameters that join a model after `shard()`: LoRA adapters, a new head. They are sharded before their first use.
 
-torch tells when any module gets a parameter or a submodule; only then, and only at the next forward of a sharded
-model, is the model looked through.
+torch tells when any module gets a parameter or a submodule; only then, and only at the next forward of one of a sharded
+model's modules, is the model looked through.
 """
 
 import functools

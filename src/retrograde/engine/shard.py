@@ -57,8 +57,9 @@ def shard(
             raise ShardingError(f"{type(model).__name__} has no parameters to shard")
         watch_steps()
         engine = Engine(model, policy, station)
+    engine.grow = growth(lambda: _enlist(engine, _added(model, units, least)))
     _enlist(engine, specs)
-    patch(model, engine.saved, (), engine, before=growth(lambda: _enlist(engine, _added(model, units, least))))
+    patch(model, engine.saved, (), engine)
     mark_regions(model, specs, engine.saved)
     return engine
 

@@ -66,9 +66,7 @@ class Exchange:
     """Puts, takes and sums. Holds at most one bucket whose sending is not done."""
 
     def __init__(self, station: Station, policy: Policy, pool: BufferPool, ledger: Ledger) -> None:
-        self._station, self.policy, self.pool, self._ledger = station, policy, pool, ledger
-        self._streams = pool.streams
-        self.scale = 1.0 / station.mesh.world if policy.mean else 1.0
+        self._station, self.policy, self.pool, self._ledger, self._streams = station, policy, pool, ledger, pool.streams
         self._sending: list[Sending] = []
         self._sent: tuple[Bucket, Event] | None = None
         self._since = -1
@@ -124,7 +122,7 @@ class Exchange:
         part = torch.empty(launch.own.numel(), dtype=self._wire(launch.own.dtype))
         dist.reduce_scatter_single(part, launch.bucket.store.to(part.dtype), group=self._station.mesh.group())
         launch.bucket.release(self._streams.reducing.record())
-        return torch.mul(part, self.scale, out=launch.own)
+        return torch.div(part, self._station.mesh.world if self.policy.mean else 1, out=launch.own)
 
     def give_up(self, launch: Launch) -> None:
         if not self.policy.exact:

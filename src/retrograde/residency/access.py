@@ -96,7 +96,7 @@ class ShardedRNN:
     def flatten_parameters(self) -> None: ...
 
 
-def patch(module: nn.Module, saved: SavedTensors, names: Sequence[str], engine: object, before: Any = None) -> None:
+def patch(module: nn.Module, saved: SavedTensors, names: Sequence[str], engine: Any) -> None:
     """Give `module` the generated class: properties for its own parameters `names`, hooks around `forward`.
 
     Hooks only where parameters are: torch.func refuses to start while any are active, and what a module without
@@ -104,8 +104,8 @@ def patch(module: nn.Module, saved: SavedTensors, names: Sequence[str], engine: 
     """
     cls = type(module)
     body: dict[str, Any] = {name: _property(name) for name in names}
-    body |= {"forward": _forward(cls, saved if names else None, before), "_retrograde_engine": engine}
-    specialize(module, body, id(engine), id(before), *names)
+    body |= {"forward": _forward(cls, saved if names else None, engine.grow), "_retrograde_engine": engine}
+    specialize(module, body, id(engine), *names)
 
 
 _made: "weakref.WeakValueDictionary[Hashable, type[nn.Module]]" = weakref.WeakValueDictionary()
@@ -134,13 +134,12 @@ def _property(name: str) -> property:
     return property(get, lambda self, to: self.__dict__.update({name: to}), lambda self: self.__dict__.pop(name, None))
 
 
-def _forward(cls: type[nn.Module], saved: SavedTensors | None, before: Any) -> Callable[..., Any]:
+def _forward(cls: type[nn.Module], saved: SavedTensors | None, grow: Callable[[], None]) -> Callable[..., Any]:
     base = cls.forward
 
     @functools.wraps(base)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if before is not None:
-            before()
+        grow()
         if saved is None or not saved.enter():
             return base(self, *args, **kwargs)
         try:
