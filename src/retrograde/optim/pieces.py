@@ -47,7 +47,7 @@ class Piece(torch.Tensor):
 
     _unit: "weakref.ref[Unit]"
     place: int
-    flat = False  # is it one of the whole's elements in a row?
+    flat = False  # a piece of the flattened whole (`p.grad.flatten()`)
     aliases: "Sequence[weakref.ref[Piece]]" = ()
 
     @property
