@@ -62,7 +62,7 @@ def _same(ours: Any, wanted: Any) -> bool:
 
 
 # ---- optimizers
-def closure(model: nn.Module, loss: Loss) -> float:
+def closure(model: nn.Module, loss: Loss) -> None:
     optimizer = sgd(model)
 
     def again() -> Tensor:
@@ -73,7 +73,6 @@ def closure(model: nn.Module, loss: Loss) -> float:
 
     for _ in range(3):
         optimizer.step(again)
-    return 0.0
 
 
 def evaluating_after_each_step(model: nn.Module, loss: Loss) -> None:
