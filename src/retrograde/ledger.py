@@ -57,4 +57,3 @@ class Ledger:
         self._counts.clear()
         self._bytes.clear()
         self.peak = self.resident
-

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from retrograde.layout import Policy
 from retrograde.ledger import Kind, Ledger
@@ -52,9 +52,8 @@ def report(units: Sequence[Unit], ledger: Ledger, rank: int, world: int) -> str:
 
 
 def _table(title: str, columns: str, rows: Sequence[Sequence[str]]) -> str:
-    table = Table(title=title, title_justify="left")
-    for name in columns.split():
-        table.add_column(name, justify="left" if name == "unit" else "right")
+    headers = [Column(name, justify="left" if name == "unit" else "right") for name in columns.split()]
+    table = Table(*headers, title=title, title_justify="left")
     for row in rows:
         table.add_row(*row)
     console = Console(width=120, no_color=True, force_terminal=False)

@@ -121,23 +121,18 @@ class Station:
     def discard_arrivals(self) -> None:
         """At a step: what was put before this meeting and nobody took belongs to backwards that were given up."""
         with self.mesh.changed:
-            for place in [place for place in self._arrivals if place[0].meeting < self.meetings]:
-                del self._arrivals[place]
+            self._arrivals = {at: part for at, part in self._arrivals.items() if at[0].meeting >= self.meetings}
 
     # ---- meeting
     def meet(self, position: Position) -> list[Position]:
         """Wait for every rank to come to its next meeting; returns everybody's position by rank."""
-        self.meetings += 1
-        number = self.meetings
-        self.where = f"waiting for the other ranks at {position.kind} ({position.label})"
+        self.meetings = number = self.meetings + 1
+        what = f"{position.kind} ({position.label})"
+        self.where = f"waiting for the other ranks at {what}"
         for peer in self.mesh.peers:
             self._send(peer, "meet", number, position)
-
-        def missing() -> list[int]:
-            return [p for p in self.mesh.peers if p not in self._met.get(number, {})]
-
-        self._wait_for(missing, f"{position.kind} ({position.label})")
-        self.where = f"outside retrograde, after {position.kind} ({position.label})"
+        self._wait_for(lambda: [p for p in self.mesh.peers if p not in self._met.get(number, {})], what)
+        self.where = f"outside retrograde, after {what}"
         met = self._met.pop(number, {}) | {self.mesh.rank: position}
         return [met[rank] for rank in range(self.mesh.world)]
 

@@ -21,7 +21,7 @@ Rule 6: without torch.compile a region costs one call.
 
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -55,8 +55,8 @@ class Member(NamedTuple):
 class Region:
     """One boundary. `compiled` is set by `retrograde.compile()`; inside an outer torch.compile its backend is used."""
 
-    def __init__(self, saved: SavedTensors, plain: Forward) -> None:
-        self.saved, self.plain = saved, plain
+    def __init__(self, saved: SavedTensors, plain: Forward, grow: Callable[[], None]) -> None:
+        self.saved, self.plain, self._grow = saved, plain, grow
         self._disabled = getattr(plain, "_torchdynamo_disable", False)  # by the user; torch.compile would overrule it
         self.members: list[Member] = []
         self.compiled: Forward | None = None
@@ -79,6 +79,7 @@ class Region:
         return self._outer[1]
 
     def run(self, forward: Forward, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._grow()
         saved, hooked = self.saved, self.saved.enter()
         before = saved.compiled, [member.module.__dict__.get(GIVEN) for member in self.members]
         try:
@@ -152,17 +153,16 @@ def find(model: nn.Module, units: Sequence[nn.Module]) -> Iterator[nn.Module]:
     yield from dict.fromkeys(walk(model))
 
 
-def mark_regions(model: nn.Module, specs: Sequence[UnitSpec], saved: SavedTensors) -> None:
-    """Make regions of `model`'s modules; again after parameters were added."""
+def mark_regions(model: nn.Module, specs: Sequence[UnitSpec], saved: SavedTensors, grow: Callable[[], None]) -> None:
+    """Make regions of `model`'s modules; again after parameters were added, which `grow` looks for."""
     _hide()
     before = [module for module in model.modules() if REGION in module.__dict__]
     regions = set(find(model, [*(module for spec in specs for module in spec.modules), *before]))
     for module in model.modules():
         if module in regions or module is model:
             if module in regions and REGION not in module.__dict__:
-                module.__dict__[REGION] = Region(saved, _compilable(module))
-            entered = any(vars(cls).get(_LAYER) is _boundary for cls in type(module).__mro__)
-            _layer(module, _closed if entered or module not in regions else _boundary)
+                module.__dict__[REGION] = Region(saved, _compilable(module), grow)
+            _layer(module, _boundary)
         elif _leaves(module):
             _layer(module, inlined.transparent)
     for module in regions:
@@ -216,30 +216,16 @@ _frames: dict[Any, Forward] = {}
 
 
 def _boundary(base: Forward, plain: Forward) -> Forward:
+    """Of a region, or of the model itself. As `torch.compiler.disable` makes it: Dynamo may compile what it calls."""
+
     @functools.wraps(base)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         _hide()
-        region: Region = self.__dict__[REGION]
-        if (compiled := region.forward) is None:
+        region: Region | None = self.__dict__.get(REGION)
+        if region is None or (compiled := region.forward) is None:
             return base(self, *args, **kwargs)
         return region.run(compiled, self, args, kwargs)
 
-    return _not_inlined(forward)
-
-
-def _closed(base: Forward, plain: Forward) -> Forward:
-    """For what is around a boundary: the model's own forward looks for new parameters first."""
-
-    @functools.wraps(base)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        _hide()
-        return base(self, *args, **kwargs)
-
-    return _not_inlined(forward)
-
-
-def _not_inlined(forward: Forward) -> Forward:
-    """Dynamo may compile what `forward` calls: `torch.compiler.disable` without a wrapper."""
     marked: Any = forward
     marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, _REASON
     return forward

@@ -39,9 +39,7 @@ def compile(
     compiled: dict[Graph, Graph] = {}  # one callable for all units of a class: they share their graphs
     for region in regions.values():
         if region.plain not in compiled:
-            compiled[region.plain] = torch.compile(
-                region.plain, backend=keeping, dynamic=dynamic, fullgraph=fullgraph
-            )
+            compiled[region.plain] = torch.compile(region.plain, backend=keeping, dynamic=dynamic, fullgraph=fullgraph)
         region.compiled = compiled[region.plain]
     return model
 

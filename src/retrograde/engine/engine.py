@@ -110,8 +110,7 @@ class Engine:
 
     def _whole_grads(self, leaves: list[ShardedParameter]) -> list[torch.Tensor | None]:
         self.reducer.settle("a gradient was read")
-        label = f"the whole gradient of {leaves[0].slot.name}" + f" and {len(leaves) - 1} more" * (len(leaves) > 1)
-        return whole(label, leaves, lambda: (g if g is None else plain(g) for g in map(raw_grad, leaves)))
+        return whole("the gradient", leaves, lambda: (g if g is None else plain(g) for g in map(raw_grad, leaves)))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """`torch.nn.utils.clip_grad_norm_` over this engine's parameters; also where some ranks did no backward."""

@@ -30,10 +30,8 @@ def materialize(model: nn.Module, on_meta: set[int], settle: Callable[[nn.Parame
             # A scratch parameter: a tied weight draws its random numbers as it would have, and is discarded.
             like, trained = shapes[id(param)], param.requires_grad
             module._parameters[key] = nn.Parameter(torch.empty_like(like, device="cpu"), trained)
-        reset = _reset_of(module)
-        assert reset is not None  # check_resettable() was here
         with torch.no_grad():
-            reset()
+            _reset_of(module)()
         for key, param in own.items():
             made, module._parameters[key] = module._parameters[key], param
             if made is not None and id(param) not in done:
@@ -46,11 +44,8 @@ def check_resettable(model: nn.Module) -> None:
     """Refuse before anything is changed."""
     for name, module in model.named_modules():
         own = [*module._parameters.values(), *module._buffers.values()]
-        if any(t is not None and t.device.type == "meta" for t in own) and _reset_of(module) is None:
-            raise ShardingError(
-                f"module {name or '(root)'} ({type(module).__name__}) has parameters or buffers on the meta device but "
-                f"no reset_parameters(); give it one, or build the model on a real device"
-            )
+        if any(t is not None and t.device.type == "meta" for t in own):
+            _reset_of(module, name)
 
 
 def _construction_order(module: nn.Module) -> Iterator[nn.Module]:
@@ -59,6 +54,11 @@ def _construction_order(module: nn.Module) -> Iterator[nn.Module]:
     yield module
 
 
-def _reset_of(module: nn.Module) -> Callable[[], None] | None:
-    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    return cast("Callable[[], None]", reset) if callable(reset) else None
+def _reset_of(module: nn.Module, name: str = "") -> Callable[..., object]:
+    for method in ("reset_parameters", "_reset_parameters"):
+        if callable(reset := getattr(module, method, None)):
+            return cast("Callable[..., object]", reset)
+    raise ShardingError(
+        f"module {name or '(root)'} ({type(module).__name__}) has parameters or buffers on the meta device but no "
+        f"reset_parameters(); give it one, or build the model on a real device"
+    )

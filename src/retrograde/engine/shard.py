@@ -59,8 +59,6 @@ def shard(
         engine = Engine(model, policy, station)
     engine.grow = growth(lambda: _enlist(engine, _added(model, units, least)))
     _enlist(engine, specs)
-    patch(model, engine.saved, (), engine)
-    mark_regions(model, specs, engine.saved)
     return engine
 
 
@@ -77,13 +75,13 @@ def _enlist(engine: Engine, specs: list[UnitSpec]) -> None:
     owners = [
         (module, tuple(name for name, p in module._parameters.items() if p is not None))
         for module in engine.model.modules()
-        if any(id(p) in params for p in module._parameters.values())
+        if any(id(p) in params for p in module._parameters.values()) or (module is engine.model and not first)
     ]
     _fill(engine, specs, made)
     engine.enlist(made)
     for module, names in owners:
         patch(module, engine.saved, names, engine)
-    mark_regions(engine.model, specs, engine.saved)
+    mark_regions(engine.model, specs, engine.saved, engine.grow)
 
 
 def _added(model: nn.Module, units: Units, least: float) -> list[UnitSpec]:
@@ -126,17 +124,14 @@ def _check_unsharded(model: nn.Module) -> None:
 
 def _check_same(engine: Engine, specs: list[UnitSpec]) -> None:
     """All ranks must shard the same model in the same way; say what differs, by name."""
-    mine = [(s.name, [(n, tuple(p.shape), str(p.dtype)) for n, p in s.params]) for s in specs]
-    mine.append(("(policy)", [(str(engine.policy), (), "")]))
-    everybody = engine.reducer.council.values("shard()", lambda: mine)
+    mine = [f"{name}{list(p.shape)} {p.dtype} in unit {spec.name}" for spec in specs for name, p in spec.params]
+    everybody = engine.reducer.council.values("shard()", lambda: [*mine, str(engine.policy)])
     for rank, theirs in enumerate(everybody):
         if theirs != everybody[0]:
-            ours, others = ({item for _, params in model for item in params} for model in (everybody[0], theirs))
-            odd = sorted(ours ^ others) or [(name, (), "") for name, _ in theirs]
-            listed = ", ".join(f"{name}{list(shape)} {dtype}".rstrip() for name, shape, dtype in odd[:6])
+            odd = sorted({*theirs} ^ {*everybody[0]}) or ["the order of parameters"]
             raise ShardingError(
-                f"rank {engine.station.mesh.rank}: the model on rank {rank} differs from that on rank 0 in {listed}; "
-                f"build the same model with the same arguments on every rank"
+                f"rank {engine.station.mesh.rank}: the model on rank {rank} differs from that on rank 0 in "
+                f"{', '.join(odd[:6])}; build the same model with the same arguments on every rank"
             )
 
 

@@ -72,6 +72,10 @@ class Piece(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return self.place == JOINED or self.numel() == self.unit.pieces[self.place].numel()
 
+    def shaped(self, whole: torch.Tensor) -> torch.Tensor:
+        """All elements of what this is a piece of, in its shape."""
+        return whole.reshape(-1 if self.flat else self.slot.shape)
+
     def like(self, data: torch.Tensor, cls: "type[Piece]", flat: bool = False) -> "Piece":
         """`data` as a piece of what this is a piece of."""
         piece = data.as_subclass(cls)
@@ -106,10 +110,11 @@ class Piece(torch.Tensor):
             args = (kwargs.pop(first.pop()),)
         written = _written(name, args, kwargs)
         kind = reads(name, getattr(func, "__module__", "") == "torch.nn.functional")
-        recorded = torch.is_grad_enabled() and any(piece.requires_grad for piece in _pieces(args))
+        pieces = list(_pieces(args))
+        recorded = torch.is_grad_enabled() and any(piece.requires_grad for piece in pieces)
         if _reshapes(name, args) or (recorded and name in VIEWS and name != "detach"):
             kind = Reads.ALL
-        for piece in _pieces(args) if edits(name) or kind is not Reads.LOCAL else ():
+        for piece in pieces if edits(name) or kind is not Reads.LOCAL else ():
             if isinstance(piece, ShardedGradient):
                 piece.reducer.settle("p.grad is used")
                 if edits(name) or (kind is Reads.ELEMENTS and name not in _OVER_ALL):
@@ -117,7 +122,7 @@ class Piece(torch.Tensor):
         if name in _OVER_ALL or (kind is not Reads.LOCAL and not edits(name)):
             if recorded:
                 return func(*_wholes(args, name), **kwargs)  # part of a loss: it must be differentiable
-            if all(piece.complete for piece in _pieces(args)):
+            if all(piece.complete for piece in pieces):
                 result = _OVER_ALL[name](func, args, kwargs) if name in _OVER_ALL else NotImplemented
                 if result is not NotImplemented:
                     return result
@@ -267,39 +272,36 @@ def _pieces(args: Any) -> Iterator[Piece]:
 def _wholes(args: Any, name: str) -> Any:
     """The arguments with everything that is a piece made whole, in one meeting."""
     leaves, spec = tree_flatten(list(args))
-    parts = [(i, p) for i, p in enumerate(leaves) if type(p) in (Piece, ShardedGradient, _Alias) and p.complete]
-    for index, piece in parts:
-        if piece.place == JOINED:
-            raise UnsupportedError(
-                f"{name} of several parameters: this rank's parts of them were put together, on which torch would give "
-                f"a local answer here. Use p.full() or engine.full_grad(p) for each"
-            )
-        if piece.requires_grad and torch.is_grad_enabled():
-            full = piece.reducer.regather(piece.unit, piece.place, piece.as_subclass(torch.Tensor))
-            leaves[index] = full.reshape(-1) if piece.flat else full
-    parts = [(index, piece) for index, piece in parts if leaves[index] is piece]
-    if pieces := [piece for _, piece in parts]:
-        wholes = whole(f"{name} of {pieces[0].title}", pieces, lambda: map(plain, pieces))
-        for (index, _), full in zip(parts, wholes, strict=True):
-            leaves[index] = full
-    return tree_unflatten([leaf.full() if isinstance(leaf, ShardedParameter) else leaf for leaf in leaves], spec)
+    pieces = [p for p in leaves if type(p) in (Piece, ShardedGradient, _Alias) and p.complete]
+    if any(piece.place == JOINED for piece in pieces):
+        raise UnsupportedError(
+            f"{name} of several parameters: this rank's parts of them were put together, on which torch would give "
+            f"a local answer here. Use p.full() or engine.full_grad(p) for each"
+        )
+    recorded = [piece for piece in pieces if torch.is_grad_enabled() and piece.requires_grad]
+    wholes = {id(p): p.shaped(p.reducer.regather(p.unit, p.place, p.as_subclass(torch.Tensor))) for p in recorded}
+    if rest := [piece for piece in pieces if id(piece) not in wholes]:
+        wholes |= zip(map(id, rest), whole(name, rest, lambda: map(plain, rest)), strict=True)
+    wholes |= {id(leaf): leaf.full() for leaf in leaves if isinstance(leaf, ShardedParameter)}
+    return tree_unflatten([wholes.get(id(leaf), leaf) for leaf in leaves], spec)
 
 
-def whole(label: str, pieces: Sequence[Piece], local: Callable[[], Iterable[Any]]) -> list[torch.Tensor | None]:
+def whole(what: str, pieces: Sequence[Piece], local: Callable[[], Iterable[Any]]) -> list[torch.Tensor | None]:
     """What `pieces` are pieces of, from everybody's `local` parts, in one meeting; None where a rank has none."""
 
-    def put_together(piece: Piece, parts: Sequence[Any]) -> torch.Tensor:
-        flat = torch.cat([torch.from_numpy(part) for part in parts]).view(piece.dtype)
-        return flat if piece.flat else flat.view(piece.slot.shape)
+    def put_together(piece: Piece, *parts: Any) -> torch.Tensor | None:
+        if any(part is None for part in parts):
+            return None
+        return piece.shaped(torch.cat([torch.from_numpy(part) for part in parts]).view(piece.dtype))
 
     # As bytes: a tensor in a message would take a hundred times as long.
-    by_rank = pieces[0].reducer.council.values(label, lambda: [t if t is None else _bytes_of(t) for t in local()])
-    both = zip(pieces, zip(*by_rank, strict=True), strict=True)
-    return [None if any(part is None for part in parts) else put_together(piece, parts) for piece, parts in both]
+    by_rank = _everybodys(what, pieces, lambda: [t if t is None else t.view(torch.uint8).numpy() for t in local()])
+    return list(map(put_together, pieces, *by_rank))
 
 
-def _bytes_of(tensor: torch.Tensor) -> Any:
-    return tensor.view(torch.uint8).numpy()
+def _everybodys(what: str, pieces: Sequence[Piece], value: Callable[[], Any]) -> list[Any]:
+    label = f"{what} of {pieces[0].title}" + f" and {len(pieces) - 1} more" * (len(pieces) > 1)
+    return pieces[0].reducer.council.values(label, value)
 
 
 def plain(piece: torch.Tensor) -> torch.Tensor:
@@ -372,8 +374,7 @@ def _folded(pieces: Sequence[Piece], name: str, local: Callable[..., Any], combi
     """`local` of each whole tensor from `local` of its pieces, in one meeting. An empty piece has no say in it."""
     with torch._C.DisableTorchFunctionSubclass():
         plain = [piece.as_subclass(torch.Tensor).detach() for piece in pieces]
-        label = f"{name} of {pieces[0].title}" + f" and {len(pieces) - 1} more" * (len(pieces) > 1)
-        by_rank = pieces[0].reducer.council.values(label, lambda: [local(t) if t.numel() else None for t in plain])
+        by_rank = _everybodys(name, pieces, lambda: [local(t) if t.numel() else None for t in plain])
         found = [[value for value in values if value is not None] for values in zip(*by_rank, strict=True)]
         return [functools.reduce(combine, f) if f else local(t) for f, t in zip(found, plain, strict=True)]
 

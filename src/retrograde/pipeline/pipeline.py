@@ -30,7 +30,6 @@ from retrograde.pipeline.search import schedule_for
 from retrograde.pipeline.stage import Lesson, Loss, Stage
 from retrograde.pipeline.timeline import Timed
 from retrograde.pipeline.transport import MeshTransport, Transport
-from retrograde.reduction.exchange import Use
 
 
 @dataclass(frozen=True)
@@ -320,7 +319,7 @@ def _summed_unreduced(ties: list[Tie], group: dist.ProcessGroup, rank: int, engi
             own.copy_(total.view(-1))
         elif total is not None:
             grads = [total if other is leaf else None for other in leaf.unit.leaves]
-            engine.reducer.keep(leaf.unit, grads, (Use.ACCUMULATED,) * len(grads))
+            engine.reducer.keep(leaf.unit, grads)
 
 
 def _sum_tie(tie: Tie, own: Tensor | None, shape: torch.Size, group: dist.ProcessGroup, rank: int) -> Tensor | None:

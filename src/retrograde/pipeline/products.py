@@ -227,9 +227,7 @@ def _conv(
         return None
     dims = weight.dim() - 2
     zero = [0] * dims
-    geometry = Geometry(
-        _spread(stride, dims), _spread(padding, dims), _spread(dilation, dims), False, zero, groups
-    )
+    geometry = Geometry(_spread(stride, dims), _spread(padding, dims), _spread(dilation, dims), False, zero, groups)
     return _convolution(input, weight, bias, geometry)
 
 

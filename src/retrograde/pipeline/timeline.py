@@ -64,9 +64,7 @@ class Costs:
         """Costs of a rank's whole share become those of its `chunks` equal stages."""
         if isinstance(self.forward, tuple) or isinstance(self.input, tuple) or isinstance(self.weight, tuple):
             raise ScheduleError("Costs: costs for each stage are already per chunk")
-        return replace(
-            self, forward=self.forward / chunks, input=self.input / chunks, weight=self.weight / chunks
-        )
+        return replace(self, forward=self.forward / chunks, input=self.input / chunks, weight=self.weight / chunks)
 
 
 def _at(cost: Cost, stage: int) -> float:

@@ -45,9 +45,9 @@ class Council:
         """Meet for `kind`, and for what others came for before it; returns the positions of the last meeting."""
         actions: dict[Kind, Callable[[dict[int, Offers]], None]] = {
             Kind.BACKWARD: self._member.join,
-            Kind.FENCE: lambda _: self._member.advance(kind if kind is Kind.FENCE else None),
+            Kind.FENCE: lambda _: self._member.gate.advance(kind if kind is Kind.FENCE else None),
             Kind.FLUSH: self._member.flush,
-            Kind.STEP: self._step,
+            Kind.STEP: self._member.step,
             Kind.TOTAL: lambda _: None,
         }
         while True:
@@ -60,10 +60,6 @@ class Council:
             if first is kind:
                 self._member.fresh &= kind not in (Kind.STEP, Kind.TOTAL)
                 return positions
-
-    def _step(self, offers: dict[int, Offers]) -> None:
-        self._member.flush(offers)
-        self._member.advance(Kind.STEP)
 
     def _meet(self, position: Position) -> list[Position]:
         self._ledger.record(Event.AGREE, position.kind.name.lower())

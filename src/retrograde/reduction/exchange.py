@@ -67,8 +67,7 @@ class Exchange:
 
     def __init__(self, station: Station, policy: Policy, pool: BufferPool, ledger: Ledger) -> None:
         self._station, self.policy, self.pool, self._ledger, self._streams = station, policy, pool, ledger, pool.streams
-        self._sending: list[Sending] = []
-        self._sent: tuple[Bucket, Event] | None = None
+        self._sent: tuple[list[Sending], Bucket, Event] | None = None
         self._since = -1
         self._turns: Counter[Part] = Counter()
 
@@ -85,11 +84,10 @@ class Exchange:
         return Key(part.unit, self._since, 2 * self._turns[part] + part.early)
 
     def send(self, unit: Unit, grads: Grads, uses: tuple[Use, ...]) -> Launch:
-        """Launch gradients as they are."""
+        """Launch gradients: those for which there is a use."""
         self.settle_sending()
-        wanted = used(grads, uses)
-        bucket = Bucket(unit, self.pool, huge(wanted) if self.policy.exact else {})
-        bucket.add(wanted)
+        bucket = Bucket(unit, self.pool, huge(grads) if self.policy.exact else {})
+        bucket.add(grads)
         return self.launch(bucket, Offer(self.key(Part(unit.index)), uses))
 
     def launch(self, bucket: Bucket, offer: Offer) -> Launch:
@@ -106,16 +104,16 @@ class Exchange:
     def _put(self, launch: Launch) -> None:
         self.settle_sending()
         bucket, mesh, stream = launch.bucket, self._station.mesh, self._streams.reducing
-        wire = self._wire(launch.unit.layout.dtype)
+        wire, sending = self._wire(launch.unit.layout.dtype), list[Sending]()
 
         def send() -> None:
             for dst in mesh.peers:
                 parts = [part.to(wire) for part in bucket.parts(dst)]
-                self._sending.append(self._station.put(launch.offer.key, dst, parts))
+                sending.append(self._station.put(launch.offer.key, dst, parts))
             torch.cat([part.to(wire) for part in bucket.parts(mesh.rank)], out=launch.own)
 
         stream.run(send)
-        self._sent = (bucket, stream.record())
+        self._sent = sending, bucket, stream.record()
 
     def _reduce_scatter(self, launch: Launch) -> torch.Tensor:
         """In the backend's own order, of which it says nothing (a ring, on those that have one)."""
@@ -129,12 +127,9 @@ class Exchange:
             launch.bucket.discard()  # else it has been sent, and is given back by that
 
     def settle_sending(self) -> None:
-        sending, self._sending = self._sending, []
-        if sending:
-            self._station.finish(sending)
         if self._sent is not None:
-            bucket, read = self._sent
-            self._sent = None
+            (sending, bucket, read), self._sent = self._sent, None
+            self._station.finish(sending)
             bucket.release(read)
 
     def fold(self, launch: Launch) -> None:
@@ -150,13 +145,13 @@ class Exchange:
         part = launch.own if rank == unit.rank else self._station.take(key, rank, unit.name)
         wide, stream = torch.promote_types(unit.layout.dtype, torch.float32), self._streams.reducing
         launch.added[rank] = key
-        if launch.sum is None and part.dtype == wide:
-            launch.sum = part
-        elif launch.sum is None:
-            total = launch.sum = stream.empty(part.numel(), wide)
-            stream.run(lambda: total.copy_(part))
-        else:
+        if launch.sum is not None:
             stream.run(partial(launch.sum.add_, part))
+        elif part.dtype == wide:
+            launch.sum = part
+        else:
+            launch.sum = stream.empty(part.numel(), wide)
+            stream.run(partial(launch.sum.copy_, part))
 
     def total(self, unit: Unit, offers: Mapping[int, Offer], launch: Launch | None = None) -> torch.Tensor:
         """The sum over the ranks that offer, in rank order, in `launch.own`; without one this rank only joins."""
@@ -186,10 +181,6 @@ class Exchange:
             stream.run(lambda: own.copy_(total))
         self._streams.current().wait(stream.record())
         return own
-
-
-def used(grads: Grads, uses: tuple[Use, ...]) -> list[torch.Tensor | None]:
-    return [grad if use else None for grad, use in zip(grads, uses, strict=True)]
 
 
 def accumulated(offers: Mapping[int, Offer]) -> tuple[bool, ...]:

@@ -26,7 +26,7 @@ from retrograde.comm import Key, Kind, Station
 from retrograde.ledger import Ledger
 from retrograde.reduction.bucket import Bucket, Grads
 from retrograde.reduction.council import Council, Offers
-from retrograde.reduction.exchange import Exchange, Launch, Offer, Part, Use, accumulated, used
+from retrograde.reduction.exchange import Exchange, Launch, Offer, Part, Use, accumulated
 from retrograde.reduction.window import Windows
 from retrograde.residency import Gate, Pager, Unit
 
@@ -51,7 +51,6 @@ class Reducer:
         self.council = Council(station, self, ledger)
         self._tasks: dict[int, Task] = {}
         self.pending: dict[int, Bucket] = {}  # gradients added up locally, by unit
-        self._offered: Offers = {}
         self._delivering: dict[int, tuple[bool, ...]] = {}
         self.windows = Windows()
         self._steps = self._backwards = 0
@@ -61,19 +60,19 @@ class Reducer:
     def gathered(self, unit: Unit, grads: Grads) -> torch.Tensor | None:
         """All gradients of `unit` in this backward have arrived."""
         self.pager.retire(unit)
-        grads = [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads]
         uses = tuple(map(_use, unit.accumulators, grads, unit.trained))
+        grads = [grad.to_dense() if grad is not None and use else None for grad, use in zip(grads, uses, strict=True)]
         self.fresh |= Use.ACCUMULATED in uses
         if torch.is_grad_enabled():
             return _Reduce.apply(self, unit, uses, self._task(), *grads)  # type: ignore[no-any-return, no-untyped-call]
         if Use.CAPTURED not in uses:
             if (self.windows.open or (self._exchange.policy.until_step and not unit.hooked)) and self._make_room(unit):
-                self.keep(unit, grads, uses)
+                self.keep(unit, grads)
                 return None
             if unit.index in self.pending:
-                self.keep(unit, grads, uses)  # the first backward after `no_sync()` takes along what was kept
+                self.keep(unit, grads)  # the first backward after `no_sync()` takes along what was kept
                 return self._launch_pending(Part(unit.index))
-        return self._launch(unit, grads, uses).own
+        return self._launched(Part(unit.index), self._exchange.send(unit, grads, uses))
 
     def packed(self, unit: Unit, grad: torch.Tensor) -> Sequence[torch.Tensor | None]:
         """The pieces of a reduced gradient, for the leaves."""
@@ -89,27 +88,22 @@ class Reducer:
 
     # ---- a backward
     def _task(self) -> Task:
-        number = _graph_task()
-        task = self._tasks.get(number)
-        if task is None:
-            task = self._tasks[number] = Task()
+        if (number := _graph_task()) not in self._tasks:
+            self._tasks[number] = Task()
             _queue_callback(lambda: self._close(number))
-        return task
+        return self._tasks[number]
 
-    def _launch(self, unit: Unit, grads: Grads, uses: tuple[Use, ...]) -> Launch:
-        launch = self._exchange.send(unit, grads, uses)
+    def _launched(self, part: Part, launch: Launch) -> torch.Tensor:
         for earlier in self._task().launches.values():
             self._exchange.fold(earlier)
-        self._task().launches[Part(unit.index)] = launch
-        return launch
+        self._task().launches[part] = launch
+        return launch.own
 
     def _launch_pending(self, part: Part) -> torch.Tensor:
         """What was kept goes with this backward."""
         bucket = self.pending.pop(part.unit)
-        launch = self._exchange.launch(bucket, Offer(self._exchange.key(part), _uses_of(bucket)))
-        self._task().launches[part] = launch
         self._task().accepting.enter_context(bucket.unit.accepting())
-        return launch.own
+        return self._launched(part, self._exchange.launch(bucket, Offer(self._exchange.key(part), _uses_of(bucket))))
 
     def _end_backward(self, task: Task) -> dict[int, Offers]:
         task.met = True
@@ -184,19 +178,18 @@ class Reducer:
         self._exchange.pool.trim()  # the optimizer may have temporaries of its own
 
     def end_step(self) -> None:
-        self.gate.end_step()
+        self.gate.settle()
         self.pager.release()
 
     # ---- pending gradients
     def _make_room(self, unit: Unit) -> bool:
         """May the gradient of `unit` wait? With a budget, others may have to go first."""
         early = self.windows.room(unit.index, unit.layout.page_bytes, self.held)
-        if early:
-            parts = [Part(index, early=True) for index in early]
-            if any(part in self._task().launches for part in parts):
-                return False  # once in a backward; what came since then is from a backward inside this one
-            for part in parts:
-                self._launch_pending(part)
+        parts = [Part(index, early=True) for index in early or ()]
+        if any(part in self._task().launches for part in parts):
+            return False  # once in a backward; what came since then is from a backward inside this one
+        for part in parts:
+            self._launch_pending(part)
         return early is not None
 
     @property
@@ -206,26 +199,22 @@ class Reducer:
 
     def forget(self, unit: Unit, slot: int) -> None:
         """`.grad` was set: what is pending for this parameter has no place to go."""
-        pending = self.pending.get(unit.index)
-        if pending is not None:
+        if (pending := self.pending.get(unit.index)) is not None:
             pending.present[slot] = False
             if not any(pending.present):
                 self.pending.pop(unit.index).discard()
 
-    def keep(self, unit: Unit, grads: Grads, uses: tuple[Use, ...]) -> None:
+    def keep(self, unit: Unit, grads: Grads) -> None:
         if unit.index not in self.pending:
             self._exchange.settle_sending()  # its memory is free before more is taken
             self.pending[unit.index] = Bucket(unit, self._exchange.pool, {})
-        self.pending[unit.index].add(used(grads, uses))
+        self.pending[unit.index].add(grads)
 
     # ---- meetings (Member)
     def offers(self) -> Offers:
         """For the meeting to come, after which they may be launched in turn 0."""
-        self._offered = {
-            Part(index): Offer(Key(index, self._station.meetings + 1, 0), _uses_of(bucket))
-            for index, bucket in sorted(self.pending.items())
-        }
-        return self._offered
+        meeting = self._station.meetings + 1
+        return {Part(i): Offer(Key(i, meeting, 0), _uses_of(bucket)) for i, bucket in sorted(self.pending.items())}
 
     def join(self, offers: dict[int, Offers]) -> None:
         """Another rank ended a backward that this one did not do."""
@@ -237,16 +226,16 @@ class Reducer:
         """Reduce what is pending on any rank."""
         for part, by_rank in _by_part(offers).items():
             unit, bucket = self._units[part.unit], self.pending.pop(part.unit, None)
-            launch = None if bucket is None else self._exchange.launch(bucket, self._offered[part])
+            launch = None if bucket is None else self._exchange.launch(bucket, by_rank[unit.rank])
             self._deliver(unit, self._exchange.total(unit, by_rank, launch), accumulated(by_rank))
         self._exchange.settle_sending()
 
-    def advance(self, kind: Kind | None) -> None:
-        """A fence was passed."""
-        if kind is Kind.STEP:
-            self._backwards = 0
-            self._station.discard_arrivals()
-        self.gate.advance(kind)
+    def step(self, offers: dict[int, Offers]) -> None:
+        """All ranks are at a step."""
+        self.flush(offers)
+        self._backwards = 0
+        self._station.discard_arrivals()
+        self.gate.advance(Kind.STEP)
 
     # ---- create_graph
     def reduce_now(self, unit: Unit, grads: Grads, uses: tuple[Use, ...], task: Task | None) -> torch.Tensor:

@@ -17,10 +17,9 @@ class BufferPool:
     """Free buffers stay only while everything taken and free together fits in `limit` bytes."""
 
     def __init__(self, ledger: Ledger, streams: Streams) -> None:
-        self.limit = 0.0
         self.ledger, self.streams = ledger, streams
+        self.limit, self._used = 0.0, 0
         self._free: list[Loan] = []
-        self._used = 0
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Loan:
         need = numel * dtype.itemsize

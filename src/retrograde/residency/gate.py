@@ -33,17 +33,15 @@ if TYPE_CHECKING:
 
 class Gate:
     def __init__(self, station: Station, units: list["Unit"], fence: Callable[[str], None]) -> None:
-        self.clock = 0
-        self._station, self._units, self._fence = station, units, fence
+        self.clock, self._station, self._units, self._fence = 0, station, units, fence
         station.serve = self.shard_for
         self._phase: Kind | None = None  # what is being written: a step, or edits (a fence)
 
     # ---- the main thread
     def read(self, unit: "Unit", into: Callable[[int], torch.Tensor]) -> Reading:
         """Start reading the page as this rank sees it now. Reading ends the edits before it."""
-        with self._station.mesh.changed:
-            if self._phase is not None:
-                self._settle()
+        if self._phase is not None:
+            self.settle()
         self._station.answer_waiting()
         stamp = Stamp(self.clock, unit.edits, unit.version - unit.settled)
         return self._station.read(unit.index, unit.name, stamp, into)
@@ -79,15 +77,13 @@ class Gate:
                 unit.settled = unit.version
         self._station.answer_waiting()
 
-    def end_step(self) -> None:
+    def settle(self) -> None:
+        """The step or the edits have ended; or, in a hook after a step, once more: it has read the new weights."""
         with self._station.mesh.changed:
-            self._settle()  # also where the phase has ended: a hook after the step has read the new weights
+            self._phase = None
+            for unit in self._units:
+                unit.settled = unit.version
         self._station.answer_waiting()
-
-    def _settle(self) -> None:
-        self._phase = None
-        for unit in self._units:
-            unit.settled = unit.version
 
     # ---- the service thread
     def shard_for(self, index: int, stamp: Stamp) -> torch.Tensor | str:

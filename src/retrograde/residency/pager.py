@@ -7,6 +7,7 @@ the order in which pages will be needed again, so that the one needed last is ev
 
 import contextlib
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch._C._functorch import peek_interpreter_stack
@@ -21,35 +22,40 @@ _NO_TRANSFORM = contextlib.nullcontext()
 HORIZON = 256  # how far ahead of now the forecast is followed when choosing what to evict
 
 
+class Place(NamedTuple):
+    before: Unit | None
+    unit: Unit | None
+    backward: bool
+
+
+NOWHERE = Place(None, None, False)
+
+
 class Forecast:
     """What is used after what. A first-order model of pairs: learns in one pass, forgets in one."""
 
     def __init__(self) -> None:
-        self._next: dict[tuple[Unit | None, Unit, bool], tuple[Unit, bool]] = {}
-        self._before: Unit | None = None
-        self._now: Unit | None = None
-        self._backward = False
+        self._next: dict[Place, tuple[Unit, bool]] = {}
+        self._at = NOWHERE
 
     def use(self, unit: Unit, backward: bool) -> None:
-        if self._now is not None:
-            self._next[self._before, self._now, self._backward] = (unit, backward)
-        self._before, self._now, self._backward = self._now, unit, backward
+        if self._at is not NOWHERE:
+            self._next[self._at] = unit, backward
+        self._at = Place(self._at.unit, unit, backward)
 
     def forget_position(self) -> None:
         """The weights change now: what comes after is not what follows."""
-        self._before = self._now = None
+        self._at = NOWHERE
 
     def ahead(self, limit: int) -> Iterator[Unit]:
         """Units expected next. Stops at the end of a backward: a step may come before the next forward."""
-        before, now, backward = self._before, self._now, self._backward
+        at = self._at
         for _ in range(limit):
-            if now is None or (before, now, backward) not in self._next:
-                return
-            following, then = self._next[before, now, backward]
-            if backward and not then:
+            following, backward = self._next.get(at, (None, False))
+            if following is None or (at.backward and not backward):
                 return
             yield following
-            before, now, backward = now, following, then
+            at = Place(at.unit, following, backward)
 
 
 class Pager:
@@ -70,14 +76,20 @@ class Pager:
         """Make `unit` ready and valid, and start what is expected next."""
         if unit is self._current and unit.ready and unit.valid:
             return
+        self._start(unit)
+        self._finish(unit)
+        if unit is not self._current:
+            self._forecast.use(unit, _graph_task() != -1)
+            self._current = unit
+            if (following := self._expected()) is not None:
+                self._start(following)
+
+    def _start(self, unit: Unit) -> None:
         if not unit.valid:
             unit.write_back_if_edited()
             self._make_room(unit)
             unit.start()
         self._resident.setdefault(unit)
-        self._finish(unit)
-        if unit is not self._current:
-            self._use(unit)
 
     def _finish(self, unit: Unit) -> None:
         if unit.reading is not None:
@@ -106,15 +118,6 @@ class Pager:
             if not unit.valid or self._policy.resident == 0:
                 self._drop(unit)
         self._pool.trim()
-
-    def _use(self, unit: Unit) -> None:
-        self._forecast.use(unit, _graph_task() != -1)
-        self._current = unit
-        following = self._expected()
-        if following is not None and following is not unit and not following.valid:
-            self._make_room(following)
-            following.start()
-            self._resident.setdefault(following)
 
     def _expected(self) -> Unit | None:
         """The unit to prefetch."""

@@ -12,7 +12,9 @@ Rule 3: where torch forbids hooks (torch.func.grad) there are none; the graph th
 """
 
 import bisect
+import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -43,19 +45,11 @@ class Handle(NamedTuple):
     offset: int
 
 
-class Packed(NamedTuple):
-    """What the hooks leave in a graph: something, and who makes a tensor of it again."""
-
-    unpack: Hook
-    what: Any
-
-
 class SavedTensors:
-    """The pack and unpack hooks of one engine."""
+    """The pack and unpack hooks of one engine. What they leave in a graph is a call that makes a tensor again."""
 
     def __init__(self, pager: Pager) -> None:
-        self._pager = pager
-        self.live = pager.live
+        self._pager, self.live = pager, pager.live
         self.compiled = False  # compiled code is running: it edits full tensors without telling their unit
 
     def enter(self) -> bool:
@@ -67,12 +61,12 @@ class SavedTensors:
         if getattr(pack, "of", None) is self:
             return False
 
-        def packed(tensor: torch.Tensor) -> Packed:
+        def packed(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
             handle = self._handle(tensor)
-            return Packed(unpack, pack(tensor)) if handle is None else Packed(self._page_in, handle)
+            return partial(unpack, pack(tensor)) if handle is None else partial(self._page_in, handle)
 
         packed.of = self  # type: ignore[attr-defined]
-        _push(packed, _unpack)
+        _push(packed, operator.call)
         return True
 
     leave = staticmethod(_pop)
@@ -100,10 +94,6 @@ class SavedTensors:
         self._pager.open(unit)
         with torch.no_grad():
             return unit.page.as_strided(handle.size, handle.stride, handle.offset)
-
-
-def _unpack(packed: Packed) -> Any:
-    return packed.unpack(packed.what)
 
 
 def _keep(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:

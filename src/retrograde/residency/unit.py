@@ -86,9 +86,8 @@ class Unit:
         self.ready = False  # do the full tensors show the page?
         self.buffer: torch.Tensor | None = home if self.at_home else None
         self.arrived = [False] * len(leaves)  # which leaves the last run of Pack had a gradient for
-        self.edits = self.fenced = 0  # made so far, and at the last fence (gate.py)
+        self.edits = self.fenced = self._own_references = 0  # edits made so far, and at the last fence (gate.py)
         self.undo: list[tuple[int, torch.Tensor]] = []  # slots edited since, with their pieces before
-        self.settled = self._own_references = 0
         self.reading: Reading | None = None
         self._loaded: Event = None
         self._read_at = -1
@@ -107,9 +106,7 @@ class Unit:
         self._point(self._stubs)
 
     def _build_graph(self) -> None:
-        for leaf in self.leaves:
-            leaf.requires_grad_(True)  # edges for all: a frozen parameter may be unfrozen at any time
-        with torch.enable_grad():
+        with self.accepting(), torch.enable_grad():  # edges for all: a frozen parameter may be unfrozen at any time
             self.flat: torch.Tensor = Pack.apply(self, *self.leaves)  # type: ignore[no-untyped-call]
             Gather.apply(self, self.flat)  # type: ignore[no-untyped-call]
         pack: Any = self.flat.grad_fn
@@ -117,8 +114,6 @@ class Unit:
         self.accumulators = [node for node, _ in pack.next_functions]
         pack._set_sequence_nr(AFTER_ALL_ELSE)
         gather._set_sequence_nr(AS_SOON_AS_READY)
-        for leaf, trained in zip(self.leaves, self.trained, strict=True):
-            leaf.requires_grad_(trained)
 
     @property
     def version(self) -> int:
@@ -132,7 +127,7 @@ class Unit:
 
     @contextlib.contextmanager
     def accepting(self) -> Iterator[None]:
-        """A gradient that was pending when its parameter was frozen still belongs in `.grad`."""
+        """Frozen parameters are not, for now: a gradient that was pending before still belongs in `.grad`."""
         frozen = [leaf for leaf, trained in zip(self.leaves, self.trained, strict=True) if not trained]
         for leaf in frozen:
             set_requires_grad(leaf, True)
