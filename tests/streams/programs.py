@@ -38,6 +38,9 @@ class Peer:
         torch.cat(parts, out=self.sent[key.turn - 1])
         return []
 
+    def finish(self, sending: list[Any]) -> None:
+        """Taken when it was put."""
+
     def take(self, key: Any, src: int, unit: str) -> Tensor:
         return self.device.memory(self.shard_numel).fill_(PEER)
 
@@ -86,9 +89,7 @@ class Rank:
         self.expect(f"what rank 1 got of gradient {number}", self.peer.sent[number - 1], theirs)
 
     def expect(self, what: str, got: Tensor, want: Tensor) -> None:
-        self.faults.append(
-            lambda: None if torch.equal(got, want) else f"{what} is {got.tolist()}, not {want.tolist()}"
-        )
+        self.faults.append(lambda: None if torch.equal(got, want) else f"{what} is {got.tolist()}, not {want.tolist()}")
 
     def check(self) -> list[str]:
         return [text for fault in self.faults if (text := fault()) is not None]

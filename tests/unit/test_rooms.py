@@ -36,9 +36,8 @@ NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER
 }  # fmt: skip
 ENGINE_LINES = 2_500
-# "compiling" is a layer over what the engine has made of the modules: eager code does not pass through it. "reports" is
-# text for people.
-NOT_ENGINE = {"compiling", "reports", "pipeline", "checkpoint", "integrations", "simulated", "cli", "__main__"}
+# "compiling" is a layer over what the engine has made of the modules: eager code does not pass through it.
+NOT_ENGINE = {"compiling", "pipeline", "checkpoint", "integrations", "simulated", "cli", "__main__"}
 
 
 class Import(NamedTuple):

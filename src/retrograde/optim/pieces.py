@@ -164,13 +164,12 @@ class ShardedParameter(Piece, Leaf, nn.Parameter):
         leaf._unit, leaf.place, leaf.aliases = weakref.ref(unit), index, deque(maxlen=_ALIASES)
         # Hooks registered before sharding get the same treatment as those registered after it. Their tables stay what
         # they are, so that the handles users hold still remove them.
-        with torch._C.DisableTorchFunctionSubclass():
-            before, after = cast(Any, leaf._backward_hooks), cast(Any, leaf._post_accumulate_grad_hooks)
-            leaf._backward_hooks = leaf._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-            if before:
-                leaf.register_hook(lambda grad: _run_all(before, grad))
-            if after:
-                leaf.register_post_accumulate_grad_hook(lambda leaf: _run_all(after, leaf))
+        before, after = cast(Any, leaf._backward_hooks), cast(Any, leaf._post_accumulate_grad_hooks)
+        leaf._backward_hooks = leaf._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+        if before:
+            leaf.register_hook(lambda grad: _run_all(before, grad))
+        if after:
+            leaf.register_post_accumulate_grad_hook(lambda leaf: _run_all(after, leaf))
 
     @property
     def requires_grad(self) -> bool:
@@ -220,12 +219,11 @@ class ShardedParameter(Piece, Leaf, nn.Parameter):
     def grad(self) -> torch.Tensor | None:
         if self._unit() is not None:
             self.reducer.settle("p.grad was read")
-        raw = raw_grad(self)
-        if raw is None or type(raw) is ShardedGradient:
-            return cast("torch.Tensor | None", raw)
-        piece = self.like(raw, ShardedGradient)
-        _set_grad(self, piece)
-        return piece
+        raw: torch.Tensor | None = raw_grad(self)
+        if raw is not None and type(raw) is not ShardedGradient:
+            raw = self.like(raw, ShardedGradient)
+            _set_grad(self, raw)
+        return raw
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:

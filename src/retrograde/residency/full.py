@@ -56,9 +56,8 @@ class Aliased(torch.Tensor):
     def _alias(self, view: Any) -> Any:
         if isinstance(view, list | tuple):
             return type(view)(self._alias(each) for each in view)
-        if type(view) is not torch.Tensor or (torch.is_grad_enabled() and view.requires_grad):
-            return view
-        if view.untyped_storage()._cdata != self.untyped_storage()._cdata:
+        recorded = torch.is_grad_enabled() and isinstance(view, torch.Tensor) and view.requires_grad
+        if type(view) is not torch.Tensor or recorded or view.untyped_storage()._cdata != self.untyped_storage()._cdata:
             return view
         alias = view.as_subclass(Aliased)
         alias._unit, alias._slot = self._unit, self._slot

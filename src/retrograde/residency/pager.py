@@ -148,8 +148,6 @@ class Pager:
     def _drop(self, unit: Unit) -> None:
         self._finish(unit)
         storage = -1 if unit.buffer is None else unit.buffer.untyped_storage()._cdata
-        if unit.drop() and unit.buffer is None:
-            self._resident.pop(unit, None)
-            self.live.pop(storage, None)
-            if self._current is unit:
-                self._current = None
+        if unit.drop():
+            del self._resident[unit], self.live[storage]
+            self._current = None if self._current is unit else self._current

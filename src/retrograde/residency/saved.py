@@ -86,9 +86,8 @@ class SavedTensors:
     def _page_in(self, handle: Handle) -> torch.Tensor:
         unit, piece = handle.unit, handle.unit.pieces[handle.slot]
         if piece._version != handle.version:
-            name = f"parameter {unit.layout.slots[handle.slot].name}"
             raise RuntimeError(
-                _MODIFIED.format(name, piece._version, handle.version)
+                _MODIFIED.format(f"parameter {unit.layout.slots[handle.slot].name}", piece._version, handle.version)
                 + " Hint: an optimizer step or an edit of the weights came between forward and backward of this graph"
             )
         self._pager.open(unit)

@@ -122,8 +122,7 @@ class Unit:
     @property
     def hooked(self) -> bool:
         """Does somebody wait for the gradients of this unit in the backward that brings them?"""
-        with torch._C.DisableTorchFunctionSubclass():
-            return any(leaf._post_accumulate_grad_hooks for leaf in self.leaves)
+        return any(leaf._post_accumulate_grad_hooks for leaf in self.leaves)
 
     @contextlib.contextmanager
     def accepting(self) -> Iterator[None]:
@@ -186,14 +185,15 @@ class Unit:
 
     def drop(self) -> bool:
         """Let go of the page, which is not under way, if nobody else refers to it; says whether it did."""
-        if self.ready and not self.at_home:
-            self.write_back_if_edited()
-            if not self._alone():
-                return False
-            self._point(self._stubs)
-            self._pool.give(self.page, self._streams.current().record())
-            self.buffer, self.ready = None, False
-            self._pool.ledger.record(Kind.DROP, self.name)
+        if not self.ready or self.at_home:
+            return False
+        self.write_back_if_edited()
+        if not self._alone():
+            return False
+        self._point(self._stubs)
+        self._pool.give(self.page, self._streams.current().record())
+        self.buffer, self.ready = None, False
+        self._pool.ledger.record(Kind.DROP, self.name)
         return True
 
     def full(self, slot: int) -> torch.Tensor:
