@@ -204,11 +204,38 @@ def a_new_head_called_by_hand(model: nn.Module, loss: Loss) -> None:
     trained(model, loss)
 
 
+def edited_by_operators(model: nn.Module, loss: Loss) -> None:
+    layer = model[1][0]
+    assert isinstance(layer.weight, nn.Parameter)
+    with torch.no_grad():
+        layer.weight *= 0.5
+        layer.bias += 1.0
+    trained(model, loss)
+    assert layer.weight is not None and [*layer._parameters] == ["weight", "bias"]
+
+
+def tied_afterwards(model: nn.Module, loss: Loss) -> None:
+    """First to a plain layer, as a parameter; then to a layer that is sharded, as the layer shows it."""
+    torch.manual_seed(1)
+    layer = nn.Linear(8, 8)
+    layer.weight = weight(model)
+    model[1].append(layer)
+    trained(model, loss)
+    layer.bias = model[1][0].bias
+    assert len(list(model.parameters())) == len({id(param) for param in model.parameters()}) == 6
+    trained(model, loss)
+
+
+def largest_of_many(model: nn.Module, loss: Loss) -> Tensor:
+    loss().backward()
+    return torch.stack(torch._foreach_max([param.grad for param in model.parameters()]))
+
+
 IDIOMS = [
     closure, evaluating_after_each_step, decay_by_dimensions, frozen_after_a_window, frozen_between_backwards,
     hessian_times_ones, norm_of_the_gradient, squared_gradient, third_derivative, largest_elements, views_of_gradients,
     masks_of_gradients, penalties_of_views, gradients_kept_from_before, clipped_with_a_plain_parameter,
-    a_new_head_called_by_hand,
+    a_new_head_called_by_hand, edited_by_operators, tied_afterwards, largest_of_many,
 ]  # fmt: skip
 
 
@@ -322,3 +349,29 @@ def _late(rank: int, world: int, stage: int) -> str:
 def test_a_step_between_forward_and_backward_of_a_loose_weight(ranks: Callable[[int], RankPool], stage: int) -> None:
     for said in ranks(2).run(_late, stage):
         assert "modified by an inplace operation" in said
+
+
+class Halved(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x / 2
+
+
+def _parametrized(rank: int, world: int, frozen: bool) -> str:
+    model, plain = net(), net()
+    rg.shard(model, 3)
+    model[0][0].weight.requires_grad_(not frozen)
+    try:
+        nn.utils.parametrize.register_parametrization(model[0][0], "weight", Halved())
+    except (ValueError, rg.UnsupportedError) as error:
+        state = model.state_dict()
+        assert list(state) == list(plain.state_dict())
+        assert torch.equal(model(batch(rank)), plain(batch(rank)))
+        return str(error)
+    return f"it was made of {[name for name, _ in model.named_buffers()]}"
+
+
+@pytest.mark.parametrize("frozen", (False, True))
+def test_parametrizing_a_sharded_model_is_refused(ranks: Callable[[int], RankPool], frozen: bool) -> None:
+    wanted = "ParametrizationList.original: a parameter of a sharded model" if frozen else "parameter 'original'"
+    for said in ranks(2).run(_parametrized, frozen):
+        assert wanted in said

@@ -10,12 +10,20 @@ from typing import Any
 
 from torch.nn.modules import module as modules
 
+from retrograde.errors import UnsupportedError
+from retrograde.residency import FullTensor
+
 _changes = [0]  # parameters and submodules registered, by any module of the process
 
 
 @functools.cache
 def _start_counting() -> None:
     def count(module: Any, name: str, value: Any) -> None:
+        if isinstance(value, FullTensor):  # a frozen one: others are no leaves, which torch refuses itself
+            raise UnsupportedError(
+                f"{type(module).__name__}.{name}: a parameter of a sharded model cannot be given to a plain module as "
+                f"a full tensor; tie or parametrize before rg.shard(), or assign model.get_parameter(...)"
+            )
         _changes[0] += 1
 
     modules.register_module_parameter_registration_hook(count)

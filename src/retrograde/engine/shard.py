@@ -21,7 +21,7 @@ from retrograde.engine.materialize import check_resettable, materialize
 from retrograde.errors import ShardingError
 from retrograde.layout import Layout, Policy, Precision, Units, UnitSpec, find_units, parse_bytes
 from retrograde.optim import ShardedParameter, watch_steps
-from retrograde.residency import Unit, patch, set_data
+from retrograde.residency import Unit, patch, set_data, unpatched
 
 
 def shard(
@@ -64,23 +64,17 @@ def shard(
 
 def _enlist(engine: Engine, specs: list[UnitSpec]) -> None:
     """Make units of plain parameters. Nothing of the model is touched before all ranks agree that they may."""
-    if not specs:
-        return
     first = len(engine.units)
-    with engine.station.shared_fate("making room for units"):
-        made = [_make(first + index, spec, engine.policy, engine.station.mesh) for index, spec in enumerate(specs)]
-    _check_same(engine, specs)
-    check_resettable(engine.model)
-    params = {id(param) for spec in specs for _, param in spec.params}
-    owners = [
-        (module, tuple(name for name, p in module._parameters.items() if p is not None))
-        for module in engine.model.modules()
-        if any(id(p) in params for p in module._parameters.values()) or (module is engine.model and not first)
-    ]
-    _fill(engine, specs, made)
-    engine.enlist(made)
-    for module, names in owners:
-        patch(module, engine.saved, names, engine)
+    if specs:
+        with engine.station.shared_fate("making room for units"):
+            made = [_make(first + index, spec, engine.policy, engine.station.mesh) for index, spec in enumerate(specs)]
+        _check_same(engine, specs)
+        check_resettable(engine.model)
+        _fill(engine, specs, made)
+        engine.enlist(made)
+    for module in engine.model.modules():
+        if unpatched(module) or (module is engine.model and not first):
+            patch(module, engine.saved, engine)
     mark_regions(engine.model, specs, engine.saved, engine.grow)
 
 

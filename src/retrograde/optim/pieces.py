@@ -429,5 +429,6 @@ _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
 _OVER_ALL: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("norm", "linalg_vector_norm", "linalg_norm", "_foreach_norm"), _norms),
     **dict.fromkeys(_COMBINE, _reduction),
+    "_foreach_max": lambda func, args, kwargs: [tensor.max() for tensor in args[0]],
     "_amp_foreach_non_finite_check_and_unscale_": _found_inf,
 }

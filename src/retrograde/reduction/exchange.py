@@ -59,7 +59,7 @@ class Launch:
     bucket: Any = None
     sum: torch.Tensor | None = None
     added: dict[int, Key] = field(default_factory=dict)
-    present: tuple[bool, ...] | None = None
+    present: tuple[bool, ...] = ()
 
 
 class Exchange:

@@ -82,7 +82,6 @@ class Reducer:
             if not task.met:
                 self._end_backward(task)
             present = task.launches[Part(unit.index)].present
-        assert present is not None
         layout, rank = unit.layout, unit.rank
         return [grad[layout.piece(s, rank)] if p else None for s, p in zip(layout.slots, present, strict=True)]
 

@@ -6,13 +6,14 @@ pages the unit in; `forward` runs with the saved-tensor hooks active; what a sha
 
 import functools
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import nn
 
 from retrograde.errors import UnsupportedError
+from retrograde.residency.full import FullTensor
 from retrograde.residency.saved import SavedTensors
 
 MADE = "_retrograde_made"  # marks a generated class
@@ -37,6 +38,10 @@ class Sharded(nn.Module):
         """As torch's, which looks for a Parameter by reading the attribute."""
         leaf = dict(self.named_parameters(remove_duplicate=False)).get(target)
         return super().get_parameter(target) if leaf is None else leaf
+
+    def register_parameter(self, name: str, param: Any) -> None:
+        """As torch's. A full tensor that is assigned (`module.weight *= 2`, a tied weight) stands for its parameter."""
+        super().register_parameter(name, param.leaf if isinstance(param, FullTensor) else param)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         for name, leaf in self.named_parameters(recurse=recurse):
@@ -96,15 +101,21 @@ class ShardedRNN:
     def flatten_parameters(self) -> None: ...
 
 
-def patch(module: nn.Module, saved: SavedTensors, names: Sequence[str], engine: Any) -> None:
-    """Give `module` the generated class: properties for its own parameters `names`, hooks around `forward`.
+def unpatched(module: nn.Module) -> bool:
+    """Has it sharded parameters without a property?"""
+    own = [name for name, leaf in module._parameters.items() if isinstance(leaf, Leaf)]
+    return not all(isinstance(getattr(type(module), name, None), property) for name in own)
+
+
+def patch(module: nn.Module, saved: SavedTensors, engine: Any) -> None:
+    """Give `module` the generated class: properties for its own parameters, hooks around `forward`.
 
     Hooks only where parameters are: torch.func refuses to start while any are active, and what a module without
     parameters of its own saves is, but for weights it takes from its children, activations.
     """
-    cls = type(module)
+    names = [name for name, leaf in module._parameters.items() if isinstance(leaf, Leaf)]
     body: dict[str, Any] = {name: _property(name) for name in names}
-    body |= {"forward": _forward(cls, saved if names else None, engine.grow), "_retrograde_engine": engine}
+    body |= {"forward": _forward(type(module), saved if names else None, engine.grow), "_retrograde_engine": engine}
     specialize(module, body, id(engine), *names)
 
 

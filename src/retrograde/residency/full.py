@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import nn
 
 from retrograde.errors import UnsupportedError
 
@@ -83,26 +84,29 @@ class Aliased(torch.Tensor):
 class FullTensor(Aliased):
     """What `module.weight` returns: a full-shaped view of a page, in the graph of its parameter."""
 
+    _is_param = True  # to `isinstance(module.weight, nn.Parameter)`
+
     @staticmethod
     def of(data: torch.Tensor, unit: "Unit", slot: int) -> "FullTensor":
         full = torch.Tensor._make_subclass(FullTensor, data)
         full._unit, full._slot = weakref.ref(unit), slot
         return full
 
-    def _leaf(self) -> torch.Tensor:
+    @property
+    def leaf(self) -> nn.Parameter:
         return alive(self._unit).leaves[self._slot]
 
     # The parameter's, whose gradient is this rank's piece: the object that `p.grad` is.
     grad = property(
-        lambda self: self._leaf().grad,
-        lambda self, value: setattr(self._leaf(), "grad", value),
-        lambda self: setattr(self._leaf(), "grad", None),
+        lambda self: self.leaf.grad,
+        lambda self, value: setattr(self.leaf, "grad", value),
+        lambda self: setattr(self.leaf, "grad", None),
     )
     # `module.weight.requires_grad = False` is how most people freeze: it is said of the parameter.
     requires_grad = property(lambda self: bool(get_requires_grad(self)), lambda self, on: self.requires_grad_(on))
 
     def requires_grad_(self, requires_grad: bool = True) -> "FullTensor":
-        self._leaf().requires_grad_(requires_grad)
+        self.leaf.requires_grad_(requires_grad)
         return self
 
 

@@ -98,8 +98,7 @@ class Pager:
 
     def retire(self, unit: Unit) -> None:
         """A backward has made its last use of this page."""
-        budget = self._policy.resident
-        if budget == 0 or self._idle_bytes(set()) > budget:
+        if self._idle_bytes(set()) > self._policy.resident:
             self._drop(unit)
 
     def quiesce(self) -> None:
@@ -125,17 +124,14 @@ class Pager:
 
     def _make_room(self, coming: Unit) -> None:
         """Evict until what is idle fits the budget. In use: the page coming, the current one, one expected."""
-        if self._policy.keeps_pages:
-            return
         expected = self._expected()
         spared = {coming}
         if self._policy.prefetch and self._current is not None:
             # Two pages: the one coming and either the one in use or, when that is being left, the next.
             spared.add(self._current if coming is expected or expected is None else expected)
-        if self._idle_bytes(spared) > self._policy.resident:
-            for unit in self._by_next_use():
-                if unit not in spared and self._idle_bytes(spared) > self._policy.resident:
-                    self._drop(unit)
+        for unit in self._by_next_use() if self._idle_bytes(spared) > self._policy.resident else ():
+            if unit not in spared and self._idle_bytes(spared) > self._policy.resident:
+                self._drop(unit)
 
     def _by_next_use(self) -> list[Unit]:
         """Resident units, the one needed last first; never needed again counts as last."""

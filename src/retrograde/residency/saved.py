@@ -72,9 +72,8 @@ class SavedTensors:
     leave = staticmethod(_pop)
 
     def _handle(self, tensor: torch.Tensor) -> Handle | None:
-        if not self.live or tensor.layout is not torch.strided:
-            return None
-        unit = self.live.get(tensor.untyped_storage()._cdata)
+        paged = self.live and tensor.layout is torch.strided
+        unit = self.live.get(tensor.untyped_storage()._cdata) if paged else None
         if unit is None or tensor.dtype is not unit.layout.dtype:
             return None
         if self.compiled:
