@@ -58,22 +58,16 @@ class _Line:
         self.socket, self._selector, self._lock = sock, selector, threading.Lock()
         self._messages, self._into = messages, next(messages)
         self._out: deque[memoryview] = deque()
-        self._events = selectors.EVENT_READ
         self.queued = self.sent = 0
-        selector.register(sock, self._events, self)
+        selector.register(sock, selectors.EVENT_READ, self)
 
-    def queue(self, parts: Sequence[memoryview]) -> int:
-        """Send what goes at once. What it returns is reached by `sent` when all of it has gone."""
+    def send(self, parts: Sequence[memoryview] = ()) -> int:
+        """Send what goes at once, of these parts and those before; the selector tells when more can.
+
+        What it returns is reached by `sent` when all of it has gone."""
         with self._lock:
             self._out += parts
             self.queued += sum(map(len, parts))
-            mark = self.queued
-        self.flush()
-        return mark
-
-    def flush(self) -> None:
-        """Send what can be sent; the selector tells when more can."""
-        with self._lock:
             with contextlib.suppress(BlockingIOError):
                 while self._out:
                     gone = self.socket.sendmsg([self._out[i] for i in range(min(len(self._out), _PARTS))])
@@ -82,10 +76,9 @@ class _Line:
                         gone -= len(self._out.popleft())
                     if gone:
                         self._out[0] = self._out[0][gone:]
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._out else 0)
-            if events != self._events:
-                self._events = events
-                self._selector.modify(self.socket, events, self)
+            writing = selectors.EVENT_WRITE if self._out else 0
+            self._selector.modify(self.socket, selectors.EVENT_READ | writing, self)
+            return self.queued
 
     def receive(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -150,7 +143,7 @@ class Mesh:
         head = pickle.dumps(message)
         parts = [_bytes_of(tensor) for tensor in data if tensor.numel()]
         first = _HEAD.pack(len(head), sum(map(len, parts))) + head
-        return self._lines[dst].queue([memoryview(first), *parts])
+        return self._lines[dst].send([memoryview(first), *parts])
 
     def sent(self, dst: int, mark: int) -> bool:
         """May the tensors of that message change again?"""
@@ -164,7 +157,7 @@ class Mesh:
                 line: _Line = key.data
                 try:
                     if ready & selectors.EVENT_WRITE:
-                        line.flush()
+                        line.send()
                         with self.changed:
                             self.changed.notify_all()  # somebody may wait for this to be sent
                     if ready & selectors.EVENT_READ:

@@ -66,9 +66,8 @@ class Station:
     where: str = "not started"
     meetings: int = 0
     _met: dict[int, dict[int, Position]] = field(default_factory=dict)
-    _requests: list[tuple[int, int, Stamp, int]] = field(default_factory=list)  # reader, unit, state, tag
-    _reading: dict[int, torch.Tensor] = field(default_factory=dict)  # where the shard read under a tag belongs
-    _tag: int = 0
+    _requests: list[tuple[int, int, Stamp]] = field(default_factory=list)  # reader, unit, state
+    _reading: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # unit, owner: where its shard belongs
     _lost: tuple[str, Exception] | None = None  # a connection
     _arrivals: dict[tuple[Key, int], torch.Tensor] = field(default_factory=dict)
 
@@ -79,13 +78,11 @@ class Station:
     def read(self, unit: int, name: str, stamp: Stamp, into: Callable[[int], torch.Tensor]) -> Reading:
         """Start reading every peer's shard of `unit` into `into(rank)`. What it returns waits for them."""
         self.check()
-        tags: dict[int, int] = {}
         for src in self.mesh.peers:
-            self._tag += 1
-            tags[src], self._reading[self._tag] = self._tag, into(src)
-            self._send(src, "read", unit, stamp, self._tag)
+            self._reading[unit, src] = into(src)
+            self._send(src, "read", unit, stamp)
         what = f"reading unit {name}"
-        return lambda: self._wait_for(lambda: [src for src, tag in tags.items() if tag in self._reading], what)
+        return lambda: self._wait_for(lambda: [src for src in self.mesh.peers if (unit, src) in self._reading], what)
 
     def answer_waiting(self) -> None:
         """The main thread changed something a reader may be waiting for."""
@@ -93,12 +90,12 @@ class Station:
             with self.mesh.changed:
                 self._requests = [request for request in self._requests if not self._answer(*request)]
 
-    def _answer(self, src: int, unit: int, stamp: Stamp, tag: int) -> bool:
+    def _answer(self, src: int, unit: int, stamp: Stamp) -> bool:
         found = self.serve(unit, stamp)
         if isinstance(found, str):
             return False
         with contextlib.suppress(OSError):  # a reader that is gone
-            self.mesh.send(src, "page", self.number, tag, data=[found])
+            self.mesh.send(src, "page", self.number, (unit, self.mesh.rank), data=[found])
         return True
 
     # ---- putting gradients
@@ -198,9 +195,9 @@ class Station:
     def on_lost(self, cause: str, error: Exception) -> None:
         self._lost = (cause, error)
 
-    def _on_read(self, src: int, unit: int, stamp: Stamp, tag: int) -> None:
-        if not self._answer(src, unit, stamp, tag):
-            self._requests.append((src, unit, stamp, tag))
+    def _on_read(self, src: int, unit: int, stamp: Stamp) -> None:
+        if not self._answer(src, unit, stamp):
+            self._requests.append((src, unit, stamp))
 
     def room(self, op: str, args: list[Any], nbytes: int) -> list[torch.Tensor]:
         """Where the tensors of a message belong; nowhere: nobody wants them any more."""
@@ -209,17 +206,17 @@ class Station:
         dtype: torch.dtype = args[1]
         return [torch.empty(nbytes // dtype.itemsize, dtype=dtype)]
 
-    def _on_page(self, src: int, tag: int, shard: torch.Tensor) -> None:
-        self._reading.pop(tag, None)
+    def _on_page(self, src: int, shard: tuple[int, int], *data: torch.Tensor) -> None:
+        self._reading.pop(shard, None)
 
-    def _on_put(self, src: int, key: Key, dtype: torch.dtype, gradient: torch.Tensor) -> None:
-        self._arrivals[key, src] = gradient
+    def _on_put(self, src: int, key: Key, dtype: torch.dtype, *data: torch.Tensor) -> None:
+        self._arrivals[key, src] = data[0] if data else torch.empty(0, dtype=dtype)  # of a unit without elements
 
     def _on_meet(self, src: int, number: int, position: Position) -> None:
         self._met.setdefault(number, {})[src] = position
 
     def _on_ask(self, src: int) -> None:
-        answers = [self.serve(unit, stamp) for reader, unit, stamp, _ in self._requests if reader == src]
+        answers = [self.serve(unit, stamp) for reader, unit, stamp in self._requests if reader == src]
         self.mesh.send(src, "tell", self.number, "; ".join([self.where, *{a for a in answers if isinstance(a, str)}]))
 
     def _on_tell(self, src: int, where: str) -> None:

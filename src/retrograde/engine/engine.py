@@ -100,7 +100,10 @@ class Engine:
 
     def full_grad(self, which: nn.Parameter | str) -> torch.Tensor | None:
         """The whole gradient of a parameter, on every rank; None where no rank has one."""
-        return self._whole_grads([self._leaf(which)])[0]
+        leaf = dict(self.model.named_parameters(remove_duplicate=False)).get(which) if isinstance(which, str) else which
+        if not isinstance(leaf, ShardedParameter) or leaf.unit not in self.units:
+            raise ShardingError(f"{which!r} is not a parameter of this engine's model")
+        return self._whole_grads([leaf])[0]
 
     def full_grads(self) -> dict[str, torch.Tensor | None]:
         """All gradients by name, whole, on every rank. For looking at a model, not for training it."""
@@ -122,9 +125,3 @@ class Engine:
 
     def report(self) -> str:
         return report(self.units, self.ledger, self.station.mesh.rank, self.station.mesh.world)
-
-    def _leaf(self, which: nn.Parameter | str) -> ShardedParameter:
-        leaf = dict(self.model.named_parameters(remove_duplicate=False)).get(which) if isinstance(which, str) else which
-        if isinstance(leaf, ShardedParameter) and leaf.unit in self.units:
-            return leaf
-        raise ShardingError(f"{which!r} is not a parameter of this engine's model")

@@ -13,12 +13,11 @@ from torch import nn
 from retrograde.errors import ShardingError
 
 
-def materialize(model: nn.Module, on_meta: set[int], settle: Callable[[nn.Parameter, torch.Tensor], None]) -> None:
-    """Reset every module that has parameters in `on_meta` and hand each value to `settle`, once."""
-    done: set[int] = set()
-    shapes = {id(p): torch.empty_like(p, device="meta") for p in model.parameters() if id(p) in on_meta}
-    for module in _construction_order(model):
-        own = {key: p for key, p in module._parameters.items() if p is not None and id(p) in on_meta}
+def materialize(model: nn.Module, settle: Callable[[nn.Parameter, torch.Tensor], None]) -> None:
+    """Reset every module that has parameters on the meta device; `settle` makes each real with its first value."""
+    shapes = {id(p): torch.empty_like(p) for p in model.parameters() if p.device.type == "meta"}
+    for module in dict.fromkeys(_construction_order(model)):  # a shared one is made once
+        own = {key: p for key, p in module._parameters.items() if p is not None and id(p) in shapes}
         buffers = {key: b for key, b in module._buffers.items() if b is not None and b.device.type == "meta"}
         if not own and not buffers:
             continue
@@ -34,8 +33,7 @@ def materialize(model: nn.Module, on_meta: set[int], settle: Callable[[nn.Parame
             _reset_of(module)()
         for key, param in own.items():
             made, module._parameters[key] = module._parameters[key], param
-            if made is not None and id(param) not in done:
-                done.add(id(param))
+            if made is not None and param.device.type == "meta":
                 settle(param, made)
             del made  # before the next module is made
 

@@ -156,14 +156,13 @@ def _fill(engine: Engine, specs: list[UnitSpec], units: list[Unit]) -> None:
             set_data(param, piece)
 
     params = [param for spec in specs for _, param in spec.params]
-    on_meta = {id(param) for param in params if param.device.type == "meta"}
-    real = [param for param in params if id(param) not in on_meta]
+    real = [param for param in params if param.device.type != "meta"]
     buffers = () if engine.units else engine.model.buffers()  # at first only: statistics are each rank's own later
     _same_values(engine, [*real, *(b for b in buffers if b.device.type != "meta")])
     for param in real:
         settle(param, param)
-    if on_meta:
-        materialize(engine.model, on_meta, settle)
+    if len(real) < len(params):
+        materialize(engine.model, settle)
 
 
 def _same_values(engine: Engine, tensors: list[torch.Tensor]) -> None:

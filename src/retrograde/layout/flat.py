@@ -42,16 +42,14 @@ class Layout:
         return slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
     def piece(self, slot: Slot, rank: int) -> slice:
-        """The part of `rank`'s shard that belongs to `slot`, in shard coordinates (empty: 0:0)."""
-        start = rank * self.shard_numel
-        low = max(slot.offset, start) - start
-        high = min(slot.end, start + self.shard_numel) - start
-        return slice(low, high) if high > low else slice(0, 0)
+        """The part of `rank`'s shard that belongs to `slot`, in shard coordinates; it may be empty."""
+        low, high = (at - rank * self.shard_numel for at in (slot.offset, slot.end))
+        return slice(min(max(low, 0), self.shard_numel), min(max(high, 0), self.shard_numel))
 
     def within(self, slot: Slot, rank: int) -> slice:
         """The same piece in coordinates of the flattened parameter."""
         piece = self.piece(slot, rank)
-        shift = rank * self.shard_numel - slot.offset if piece.stop else 0
+        shift = rank * self.shard_numel - slot.offset
         return slice(piece.start + shift, piece.stop + shift)
 
     def views(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -20,13 +20,13 @@ import functools
 import math
 import operator
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from retrograde.comm import Kind
 from retrograde.errors import UnsupportedError
@@ -37,7 +37,6 @@ from retrograde.residency import Leaf, Unit, alive, edits, set_data, set_require
 
 _set_grad = cast(Any, torch.Tensor.grad).__set__
 raw_grad = cast(Any, torch.Tensor.grad).__get__  # without what reading `.grad` does
-_ALIASES = 16  # of a parameter that are followed; older ones are long gone
 _TOGETHER = "computing with gradients"
 JOINED = -1  # the place of a piece that was put together from several
 
@@ -48,7 +47,7 @@ class Piece(torch.Tensor):
     _unit: "weakref.ref[Unit]"
     place: int
     flat = False  # a piece of the flattened whole (`p.grad.flatten()`)
-    aliases: "Sequence[weakref.ref[Piece]]" = ()
+    aliases: "MutableMapping[Piece, None]" = {}  # noqa: RUF012 - none, but for parameters
 
     @property
     def unit(self) -> Unit:
@@ -89,11 +88,10 @@ class Piece(torch.Tensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         """In torch the tensor gets other memory, and what `p.data` was before keeps the old: here it gets a copy."""
-        for alias in (reference() for reference in self.aliases):
-            if alias is not None:
-                with torch._C.DisableTorchFunctionSubclass():
-                    set_data(alias, alias.clone())
-                alias.__class__ = Piece
+        for alias in list(self.aliases):
+            with torch._C.DisableTorchFunctionSubclass():
+                set_data(alias, alias.clone())
+            alias.__class__ = Piece
         with torch.no_grad():
             self.copy_(value)
 
@@ -154,14 +152,12 @@ torch.utils._foreach_utils._foreach_supported_types.append(ShardedGradient)  # s
 class ShardedParameter(Piece, Leaf, nn.Parameter):
     """The class of a parameter after sharding. `p.full()` is the whole of it; `p` itself is this rank's piece."""
 
-    aliases: "deque[weakref.ref[Piece]]"
-
     @staticmethod
     def adopt(param: nn.Parameter, unit: Unit, index: int) -> None:
         """Turn a plain parameter, whose data is already the piece, into a sharded one. Identity is kept."""
         param.__class__ = ShardedParameter
         leaf = cast(ShardedParameter, param)
-        leaf._unit, leaf.place, leaf.aliases = weakref.ref(unit), index, deque(maxlen=_ALIASES)
+        leaf._unit, leaf.place, leaf.aliases = weakref.ref(unit), index, WeakTensorKeyDictionary()
         # Hooks registered before sharding get the same treatment as those registered after it. Their tables stay what
         # they are, so that the handles users hold still remove them.
         before, after = cast(Any, leaf._backward_hooks), cast(Any, leaf._post_accumulate_grad_hooks)
@@ -352,7 +348,7 @@ def _keep(result: Any, name: str, kind: Reads, args: Any) -> Any:
         return result
     if name in VIEWS and isinstance(source, ShardedParameter | _Alias):
         alias = source.like(result, _Alias, name in _FLAT)
-        cast(ShardedParameter, source.unit.leaves[source.place]).aliases.append(weakref.ref(alias))
+        cast(ShardedParameter, source.unit.leaves[source.place]).aliases[alias] = None
         return alias
     joined, elements = isinstance(args[0], list | tuple), kind is Reads.ELEMENTS and source.complete
     if not (name in VIEWS or name.endswith("_like") or elements) or (not joined and result.numel() != source.numel()):

@@ -128,8 +128,7 @@ def keep(blocks: Sequence[Block], mine: Collection[nn.Module], device: torch.dev
     values however it is divided. What is not kept here stays on the meta device.
     """
     whole = nn.ModuleList(block.module for block in blocks)
-    on_meta = {id(p) for p in whole.parameters() if p.device.type == "meta"}
-    if not on_meta:
+    if not any(p.device.type == "meta" for p in whole.parameters()):
         return
     check_resettable(whole)
     kept = {id(p) for module in mine for p in module.parameters()}
@@ -139,7 +138,7 @@ def keep(blocks: Sequence[Block], mine: Collection[nn.Module], device: torch.dev
             made = nn.Parameter(value.detach().to(device), parameter.requires_grad)
             torch.utils.swap_tensors(parameter, made)  # type: ignore[no-untyped-call]
 
-    materialize(whole, on_meta, settle)
+    materialize(whole, settle)
 
 
 @dataclass(frozen=True)

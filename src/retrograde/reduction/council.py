@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from retrograde.reduction.reducer import Reducer
 
 Offers = dict[Part, Offer]
-URGENCY = tuple(Kind)
 
 
 class Council:
@@ -46,13 +45,13 @@ class Council:
         actions: dict[Kind, Callable[[dict[int, Offers]], None]] = {
             Kind.BACKWARD: self._member.join,
             Kind.FENCE: lambda _: self._member.gate.advance(kind if kind is Kind.FENCE else None),
-            Kind.FLUSH: self._member.flush,
+            Kind.FLUSH: self._member.join,
             Kind.STEP: self._member.step,
             Kind.TOTAL: lambda _: None,
         }
         while True:
             positions = self._meet(Position(kind, label, (self._member.offers(), value())))
-            first = min((p.kind for p in positions), key=URGENCY.index)
+            first = min((p.kind for p in positions), key=tuple(Kind).index)
             if first in (Kind.STEP, Kind.TOTAL):
                 self._require_same(positions)
             backward = first is Kind.BACKWARD  # then only what was put in one counts

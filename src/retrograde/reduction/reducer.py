@@ -216,22 +216,16 @@ class Reducer:
         return {Part(i): Offer(Key(i, meeting, 0), _uses_of(bucket)) for i, bucket in sorted(self.pending.items())}
 
     def join(self, offers: dict[int, Offers]) -> None:
-        """Another rank ended a backward that this one did not do."""
+        """Take part in what other ranks end, with what is pending here if this rank has offered it."""
         for part, by_rank in _by_part(offers).items():
-            unit = self._units[part.unit]
-            self._deliver(unit, self._exchange.total(unit, by_rank), accumulated(by_rank))
-
-    def flush(self, offers: dict[int, Offers]) -> None:
-        """Reduce what is pending on any rank."""
-        for part, by_rank in _by_part(offers).items():
-            unit, bucket = self._units[part.unit], self.pending.pop(part.unit, None)
-            launch = None if bucket is None else self._exchange.launch(bucket, by_rank[unit.rank])
+            unit, mine = self._units[part.unit], by_rank.get(self._station.mesh.rank)
+            launch = None if mine is None else self._exchange.launch(self.pending.pop(part.unit), mine)
             self._deliver(unit, self._exchange.total(unit, by_rank, launch), accumulated(by_rank))
         self._exchange.settle_sending()
 
     def step(self, offers: dict[int, Offers]) -> None:
         """All ranks are at a step."""
-        self.flush(offers)
+        self.join(offers)
         self._backwards = 0
         self._station.discard_arrivals()
         self.gate.advance(Kind.STEP)

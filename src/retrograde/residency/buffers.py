@@ -27,8 +27,7 @@ class BufferPool:
         for index, (buffer, _) in enumerate(self._free):
             if buffer.numel() == numel and buffer.dtype == dtype and buffer.device == device:
                 return self._free.pop(index)
-        while self._free and self._held > self.limit:
-            self.ledger.hold(-self._free.pop(0).data.nbytes)
+        self.trim(self.limit)
         self.ledger.hold(need)
         current = self.streams.current()
         return Loan(current.empty(numel, dtype), current.record())
@@ -40,9 +39,10 @@ class BufferPool:
         else:
             self.ledger.hold(-buffer.nbytes)
 
-    def trim(self) -> None:
-        while self._free:
-            self.ledger.hold(-self._free.pop().data.nbytes)
+    def trim(self, limit: float = -1) -> None:
+        """Let go of free buffers, the oldest first, until what is held fits in `limit` bytes; of all by default."""
+        while self._free and self._held > limit:
+            self.ledger.hold(-self._free.pop(0).data.nbytes)
 
     @property
     def _held(self) -> int:

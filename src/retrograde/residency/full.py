@@ -17,8 +17,6 @@ set_data = cast(Any, torch.Tensor.data).__set__
 get_requires_grad, set_requires_grad = (getattr(torch.Tensor.requires_grad, name) for name in ("__get__", "__set__"))
 
 
-_ARITHMETIC = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
-_OPERATORS = {f"__i{name}__" for name in _ARITHMETIC}
 _NOT_EDITS = {"requires_grad_", "detach_", "share_memory_", "rename_"}
 
 
@@ -30,10 +28,11 @@ def overloads(name: str) -> list[Any]:
     return [getattr(packet, overload) for overload in packet.overloads()]  # type: ignore[no-untyped-call]
 
 
+@functools.cache
 def edits(name: str) -> bool:
     """Does a method or function of this name change its first argument in place?"""
-    if name.endswith("__"):
-        return name in _OPERATORS or name == "__setitem__"
+    if name.endswith("__"):  # `__iadd__` beside `__add__`; there is no `__nit__`
+        return name == "__setitem__" or (name.startswith("__i") and hasattr(torch.Tensor, f"__{name[3:]}"))
     return name.endswith("_") and name not in _NOT_EDITS
 
 

@@ -51,7 +51,6 @@ class Gate:
         """Around an edit of parameters in place, given as unit and slot."""
         if self._phase is None or any(slot in dict(unit.undo) for unit, slot in targets):
             self._fence(what)
-        marks = {unit: len(unit.undo) for unit, _ in targets}
         with self._station.mesh.changed:
             for unit, slot in targets if self._phase is Kind.FENCE else ():
                 unit.undo.append((slot, unit.pieces[slot].clone()))
@@ -59,28 +58,26 @@ class Gate:
             yield
         except BaseException:
             with self._station.mesh.changed:
-                for unit, mark in marks.items():
-                    del unit.undo[mark:]
+                for unit, _ in targets:
+                    del unit.undo[unit.edits :]
             raise
         with self._station.mesh.changed:
-            for unit in marks:
-                unit.edits = unit.fenced + len(unit.undo)
+            for unit, _ in targets:
+                unit.edits = len(unit.undo)
         self._station.answer_waiting()
 
     def advance(self, phase: Kind | None) -> None:
         """A fence was passed by all ranks; this one is about to write, or not."""
         with self._station.mesh.changed:
             self.clock += 1
-            self._phase = phase
             for unit in self._units:
-                unit.undo, unit.fenced = [], unit.edits
-                unit.settled = unit.version
-        self._station.answer_waiting()
+                unit.undo, unit.edits = [], 0
+            self.settle(phase)
 
-    def settle(self) -> None:
+    def settle(self, phase: Kind | None = None) -> None:
         """The step or the edits have ended; or, in a hook after a step, once more: it has read the new weights."""
         with self._station.mesh.changed:
-            self._phase = None
+            self._phase = phase
             for unit in self._units:
                 unit.settled = unit.version
         self._station.answer_waiting()

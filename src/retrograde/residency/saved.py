@@ -15,7 +15,7 @@ import bisect
 import operator
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import torch
 
@@ -27,22 +27,11 @@ _pop = torch._C._autograd._pop_saved_tensors_default_hooks
 _top = torch._C._autograd._top_saved_tensors_default_hooks
 _forbidden = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
 
-Hook = Callable[[Any], Any]
-
 # torch's own words, so that what searches for them finds them
 _MODIFIED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: "
     "[{}] is at version {}; expected version {} instead."
 )
-
-
-class Handle(NamedTuple):
-    unit: Unit
-    slot: int
-    version: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
 
 
 class SavedTensors:
@@ -56,14 +45,12 @@ class SavedTensors:
         """Activate the hooks; False (and nothing to leave) where they are active, useless or forbidden."""
         if not torch.is_grad_enabled() or _forbidden() is not None:
             return False
-        outer: tuple[Hook, Hook] | None = _top(True)
-        pack, unpack = outer or (_keep, _kept)
+        pack, unpack = cast(Any, _top(True)) or (_keep, _kept)
         if getattr(pack, "of", None) is self:
             return False
 
         def packed(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-            handle = self._handle(tensor)
-            return partial(unpack, pack(tensor)) if handle is None else partial(self._page_in, handle)
+            return self._handle(tensor) or partial(unpack, pack(tensor))
 
         packed.of = self  # type: ignore[attr-defined]
         _push(packed, operator.call)
@@ -71,7 +58,8 @@ class SavedTensors:
 
     leave = staticmethod(_pop)
 
-    def _handle(self, tensor: torch.Tensor) -> Handle | None:
+    def _handle(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+        """For a tensor that aliases a page: where to find it again."""
         paged = self.live and tensor.layout is torch.strided
         unit = self.live.get(tensor.untyped_storage()._cdata) if paged else None
         if unit is None or tensor.dtype is not unit.layout.dtype:
@@ -80,18 +68,17 @@ class SavedTensors:
             unit.write_back_if_edited()
         offset = int(tensor.storage_offset())
         slot = bisect.bisect_right(unit.layout.offsets, offset) - 1
-        return Handle(unit, slot, unit.pieces[slot]._version, tensor.size(), tensor.stride(), offset)
+        return partial(self._page_in, unit, slot, unit.pieces[slot]._version, tensor.size(), tensor.stride(), offset)
 
-    def _page_in(self, handle: Handle) -> torch.Tensor:
-        unit, piece = handle.unit, handle.unit.pieces[handle.slot]
-        if piece._version != handle.version:
+    def _page_in(self, unit: Unit, slot: int, version: int, *where: Any) -> torch.Tensor:
+        if (now := unit.pieces[slot]._version) != version:
             raise RuntimeError(
-                _MODIFIED.format(f"parameter {unit.layout.slots[handle.slot].name}", piece._version, handle.version)
+                _MODIFIED.format(f"parameter {unit.layout.slots[slot].name}", now, version)
                 + " Hint: an optimizer step or an edit of the weights came between forward and backward of this graph"
             )
         self._pager.open(unit)
         with torch.no_grad():
-            return unit.page.as_strided(handle.size, handle.stride, handle.offset)
+            return unit.page.as_strided(*where)
 
 
 def _keep(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -86,8 +86,8 @@ class Unit:
         self.ready = False  # do the full tensors show the page?
         self.buffer: torch.Tensor | None = home if self.at_home else None
         self.arrived = [False] * len(leaves)  # which leaves the last run of Pack had a gradient for
-        self.edits = self.fenced = self._own_references = 0  # edits made so far, and at the last fence (gate.py)
-        self.undo: list[tuple[int, torch.Tensor]] = []  # slots edited since, with their pieces before
+        self.edits = self._own_references = 0  # edits made since the last fence (gate.py)
+        self.undo: list[tuple[int, torch.Tensor]] = []  # slots edited since then, with their pieces before
         self.reading: Reading | None = None
         self._loaded: Event = None
         self._read_at = -1
@@ -102,18 +102,15 @@ class Unit:
         self.outs = tuple(FullTensor.of(stub.clone(), self, i) for i, stub in enumerate(self._stubs))
         self._edits_seen: list[int] = []
         if self.layout.dtype.is_floating_point or self.layout.dtype.is_complex:
-            self._build_graph()
+            with self.accepting(), torch.enable_grad():  # edges for all: a frozen parameter may be unfrozen at any time
+                self.flat: torch.Tensor = Pack.apply(self, *self.leaves)  # type: ignore[no-untyped-call]
+                Gather.apply(self, self.flat)  # type: ignore[no-untyped-call]
+            pack: Any = self.flat.grad_fn
+            gather: Any = self.outs[0].grad_fn
+            self.accumulators = [node for node, _ in pack.next_functions]
+            pack._set_sequence_nr(AFTER_ALL_ELSE)
+            gather._set_sequence_nr(AS_SOON_AS_READY)
         self._point(self._stubs)
-
-    def _build_graph(self) -> None:
-        with self.accepting(), torch.enable_grad():  # edges for all: a frozen parameter may be unfrozen at any time
-            self.flat: torch.Tensor = Pack.apply(self, *self.leaves)  # type: ignore[no-untyped-call]
-            Gather.apply(self, self.flat)  # type: ignore[no-untyped-call]
-        pack: Any = self.flat.grad_fn
-        gather: Any = self.outs[0].grad_fn
-        self.accumulators = [node for node, _ in pack.next_functions]
-        pack._set_sequence_nr(AFTER_ALL_ELSE)
-        gather._set_sequence_nr(AS_SOON_AS_READY)
 
     @property
     def version(self) -> int:
@@ -229,18 +226,15 @@ class Unit:
     def write_back(self, slot: int) -> None:
         """A full tensor was edited: its part on this rank goes into the shard. The page stays valid."""
         place = self.layout.slots[slot]
-        mine = self.page[place.offset : place.end][self.layout.within(place, self.rank)]
-        if self.at_home:
-            torch.autograd.graph.increment_version(self.pieces[slot])
-        else:
-            self.pieces[slot].copy_(mine)
+        # At home both are the same memory: nothing is copied, and the version moves all the same.
+        self.pieces[slot].copy_(self.page[place.offset : place.end][self.layout.within(place, self.rank)])
         self._read_at = self.version
         self._edits_seen = self._edit_counters()
 
     def shard_after(self, edits: int) -> torch.Tensor:
-        """A copy of the shard as it was after so many edits. Also right while another is being made."""
+        """A copy of the shard as it was so many edits after the last fence. Also right while another is being made."""
         old = self.shard.clone()
-        for slot, piece in reversed(self.undo[edits - self.fenced :]):
+        for slot, piece in reversed(self.undo[edits:]):
             old[self.layout.piece(self.layout.slots[slot], self.rank)] = piece
         return old
 
