@@ -222,6 +222,31 @@ def test_a_rank_that_gave_up_is_heard_whatever_it_owes() -> None:
         station.take(key, 1, "a unit")
 
 
+class Stumbling(Station):
+    def _on_put(self, *message: Any) -> None:
+        raise ValueError("stumbled")
+
+
+def _stumbles(rank: int, world: int) -> str:
+    """A service thread that cannot go on says so to those who wait for it."""
+    station = (Stumbling if rank else Station)(Mesh.of(dist.new_group()), 600.0)
+    dist.barrier()
+    said = ""
+    if rank == 0:
+        station.put(Key(0, 0, 2), 1, [torch.ones(2)])
+    else:
+        with pytest.raises(rg.DivergenceError) as caught:
+            station.take(Key(0, 0, 2), 0, "a unit")
+        said = f"{caught.value} because of {caught.value.__cause__!r}"
+    dist.barrier()
+    return said
+
+
+def test_an_error_in_the_service_thread_is_told(ranks: Ranks) -> None:
+    said = ranks(2).run(_stumbles)[1]
+    assert said.startswith("rank 1: the connection to rank 0 was lost") and said.endswith("ValueError('stumbled')")
+
+
 def test_what_nobody_took_is_dropped_at_a_step() -> None:
     station = Station(_Alone(), 0.1)  # type: ignore[arg-type]
     early, late = Key(0, 1, 2), Key(0, 2, 2)

@@ -147,7 +147,7 @@ def _kept_while_it_came(rank: int, world: int) -> bool:
     """A page under way that is to be dropped, and that somebody holds: it stays, and is known to be a page."""
     engine = rg.shard(build(), 3)
     unit = engine.units[1]
-    unit.start()
+    engine.pager._start(unit)
     held = unit.outs[0]
     engine.pager.retire(unit)
     known = unit.ready and engine.pager.live.get(held.untyped_storage()._cdata) is unit

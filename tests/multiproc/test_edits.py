@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import retrograde as rg
 from tests.harness import RankPool
 from tests.multiproc.twin import RATE, Twin
-from tests.small import batch, loss_of
+from tests.small import batch, build, loss_of
 
 Ranks = Callable[[int], RankPool]
 STAGES = pytest.mark.parametrize("stage", (2, 3))  # pages live at stage 1 as they do at stage 2
@@ -257,6 +258,30 @@ def test_ema_with_a_slow_rank(ranks: Ranks, stage: int, swap: str) -> None:
 
 
 # ---- one rank alone
+def _one_edits(rank: int, world: int, stage: int) -> float:
+    """Rank 0 edits what it has of a weight; the others learn of it with the step."""
+    model = build()
+    rg.shard(model, stage, timeout=10.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        loss_of(model, batch(rank, step)).backward()
+        if rank == 0:
+            with torch.no_grad():
+                model.get_parameter("head.weight").mul_(2.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss_of(model, batch(rank, step)).backward()
+    norm = float(model.head.weight.detach().norm())
+    dist.barrier()
+    return norm
+
+
+@STAGES
+def test_an_edit_on_one_rank_only(ranks: Ranks, stage: int) -> None:
+    norms = ranks(2).run(_one_edits, stage)
+    assert norms[0] == norms[1]
+
+
 def _alone(rank: int, world: int, stage: int) -> None:
     """Rank 0 evaluates and saves while the others wait in a barrier that knows nothing of it."""
     twin = Twin(rank, world, stage)

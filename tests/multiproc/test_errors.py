@@ -59,7 +59,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "units number": ({"units": 5}, r"units=5 is not known; give \"auto\", module classes or a predicate"),
     "units class": ({"units": Other}, r"units: no module of class Other in Small; its classes are .*Block.*Small"),
     "units classes": ({"units": (Block, Other)}, r"units: no module of class Other in Small"),
-    "precision": ({"precision": "bf16"}, r"precision='bf16' is not available in this version; leave it None"),
+    "precision": ({"precision": "bf16"}, r"precision='bf16' is not known; give rg\.Precision"),
     "precision name": ({"precision": rg.Precision(reduce="int8")}, r"precision.reduce='int8' is not known; give fp32"),
     "precision of ints": ({"precision": rg.Precision(reduce=torch.int8)}, r"precision.reduce=torch.int8 is not known"),
     "join": ({"join": "few"}, r"join='few' is not a size"),
@@ -241,6 +241,33 @@ def _backwards(rank: int, world: int, stage: int) -> None:
 @STAGES
 def test_backward_refuses_what_torch_refuses(ranks: Ranks, stage: int) -> None:
     ranks(2).run(_backwards, stage)
+
+
+def _norms(rank: int, world: int) -> None:
+    model = nn.Sequential(nn.Embedding(5, 4, max_norm=1.0), nn.Linear(4, 2))
+    with _refused(model, r"module 0 has max_norm=1\.0: .*; make it without, and scale rows down after the step"):
+        rg.shard(model)
+
+
+def test_rows_that_forward_edits(ranks: Ranks) -> None:
+    ranks(2).run(_norms)
+
+
+def _graded(rank: int, world: int) -> None:
+    """Parameters that are added are looked at as closely as the first."""
+    model = build()
+    engine = rg.shard(model)
+    model.extra = nn.Linear(3, 3)
+    model.extra(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(rg.ShardingError, match=r"parameter extra\.weight has a gradient already; call zero_grad\(\)"):
+        model(batch(rank))
+    model.extra.zero_grad()
+    model(batch(rank))
+    assert "extra.weight" in {slot.name for unit in engine.units for slot in unit.layout.slots}
+
+
+def test_added_parameters_with_gradients(ranks: Ranks) -> None:
+    ranks(2).run(_graded)
 
 
 # ---- meta device

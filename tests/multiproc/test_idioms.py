@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import retrograde as rg
+from retrograde.residency import edits
 from tests.harness import RankPool
 
 Loss = Callable[..., Tensor]
@@ -231,11 +232,50 @@ def largest_of_many(model: nn.Module, loss: Loss) -> Tensor:
     return torch.stack(torch._foreach_max([param.grad for param in model.parameters()]))
 
 
+def noise(model: nn.Module, loss: Loss) -> None:
+    loss().backward()
+    torch.manual_seed(7)
+    for param in model.parameters():
+        param.grad.add_(torch.randn_like(param.grad), alpha=0.1)
+
+
+def drawn_anew(model: nn.Module, loss: Loss) -> None:
+    torch.manual_seed(7)
+    for param in model.parameters():
+        nn.init.normal_(param, std=0.02)
+    with torch.no_grad():
+        weight(model).data.uniform_(-1, 1)
+        weight(model).bernoulli_(0.5)
+        model[2].get_parameter("weight").exponential_(generator=torch.Generator().manual_seed(3))
+    trained(model, loss)
+
+
+def kept_before_assigning(model: nn.Module, loss: Loss) -> Tensor:
+    before = weight(model).data
+    for _ in range(30):
+        weight(model).detach()
+    weight(model).data = weight(model).data * 2
+    return before.norm()
+
+
+def reshaped_by_keyword(model: nn.Module, loss: Loss) -> Tensor:
+    with torch.no_grad():
+        return torch.reshape(weight(model), shape=(2, -1)).sum(1)
+
+
+def retained(model: nn.Module, loss: Loss) -> None:
+    model[1][0].weight.retain_grad()
+    loss().backward()
+    sgd(model).zero_grad()
+    assert weight(model).grad is None
+
+
 IDIOMS = [
     closure, evaluating_after_each_step, decay_by_dimensions, frozen_after_a_window, frozen_between_backwards,
     hessian_times_ones, norm_of_the_gradient, squared_gradient, third_derivative, largest_elements, views_of_gradients,
     masks_of_gradients, penalties_of_views, gradients_kept_from_before, clipped_with_a_plain_parameter,
-    a_new_head_called_by_hand, edited_by_operators, tied_afterwards, largest_of_many,
+    a_new_head_called_by_hand, edited_by_operators, tied_afterwards, largest_of_many, noise, drawn_anew,
+    kept_before_assigning, reshaped_by_keyword, retained,
 ]  # fmt: skip
 
 
@@ -253,6 +293,19 @@ class Complex(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x.cfloat() @ self.weight
+
+
+class Hollow(nn.Module):
+    """Its root has no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.nothing = nn.Parameter(torch.empty(0))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1](self.layers[0](x)) + self.nothing.sum()
 
 
 def clipped(model: nn.Module, loss: Loss) -> Tensor:
@@ -290,8 +343,8 @@ def looked_up(model: nn.Module, loss: Loss) -> None:
 @pytest.mark.parametrize("stage", (1, 3))
 @pytest.mark.parametrize(
     ("make", "idiom"),
-    ((Complex, clipped), (sparse_table, looked_up), (weight_norm, trained)),
-    ids=("complex", "sparse", "norm"),
+    ((Complex, clipped), (sparse_table, looked_up), (weight_norm, trained), (Hollow, trained)),
+    ids=("complex", "sparse", "norm", "hollow"),
 )
 def test_models(ranks: Callable[[int], RankPool], make: Callable[[], nn.Module], idiom: Idiom, stage: int) -> None:
     assert ranks(2).run(both, stage, idiom, make) == ["", ""]
@@ -326,7 +379,7 @@ def _before_sharding(rank: int, world: int, stage: int) -> str:
 @STAGES
 def test_graphs_and_gradients_from_before(ranks: Callable[[int], RankPool], stage: int) -> None:
     for said in ranks(2).run(_before_sharding, stage):
-        assert "parameter 0.0.weight has a gradient already" in said and "zero_grad()" in said
+        assert "parameter 2.weight has a gradient already" in said and "zero_grad()" in said
 
 
 def _late(rank: int, world: int, stage: int) -> str:
@@ -375,3 +428,25 @@ def test_parametrizing_a_sharded_model_is_refused(ranks: Callable[[int], RankPoo
     wanted = "ParametrizationList.original: a parameter of a sharded model" if frozen else "parameter 'original'"
     for said in ranks(2).run(_parametrized, frozen):
         assert wanted in said
+
+
+def _inputs(rank: int, world: int, stage: int) -> str:
+    model = net()
+    rg.shard(model, stage)
+    model(batch(rank)).sum().backward(inputs=[model[1][0].weight])
+    try:
+        sgd(model).step()
+    except rg.UnsupportedError as error:
+        return str(error)
+    return "nothing was said"
+
+
+@STAGES
+def test_a_full_tensor_as_an_input_of_backward(ranks: Callable[[int], RankPool], stage: int) -> None:
+    for said in ranks(2).run(_inputs, stage):
+        assert "the full tensor of parameter 1.0.weight" in said and "model.get_parameter('1.0.weight')" in said
+
+
+def test_names_of_edits() -> None:
+    assert all(map(edits, ("__iadd__", "__ilshift__", "__itruediv__", "__setitem__", "mul_", "copy_")))
+    assert not any(map(edits, ("__init__", "__invert__", "__int__", "__index__", "__add__", "detach_", "mul")))

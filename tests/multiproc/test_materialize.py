@@ -52,7 +52,16 @@ class Frozen(nn.Module):
         self.rest = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.PReLU()) for _ in range(2))
 
 
-MODELS = {"small": Small, "tied": Tied, "net": Net, "frozen": Frozen}
+class Shared(nn.Module):
+    """One layer under two names, which draws its numbers once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.again, self.last = self.first, nn.Linear(6, 6)
+
+
+MODELS = {"small": Small, "tied": Tied, "net": Net, "frozen": Frozen, "shared": Shared}
 
 
 def _materialized(rank: int, world: int, name: str, stage: int) -> None:

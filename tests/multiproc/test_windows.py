@@ -318,6 +318,7 @@ def test_explain_tells_what_a_window_costs(ranks: Callable[[int], RankPool]) -> 
         assert cost == 2 * 1025 * 1023 + 2  # padded to two ranks
         assert "holds up to 2.0 MiB of unreduced gradients per rank" in text
         assert "coalesce(budget=...)" in text
+        assert "(root)[bfloat16@cpu]" in text and "(root)[float32@cpu]" in text
 
 
 assert BLOCKS == 4  # ranks_see_different_units picks from four

@@ -60,8 +60,8 @@ def _pool(limit: float) -> tuple[BufferPool, Ledger]:
     return pool, ledger
 
 
-def _take(pool: BufferPool, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return pool.take(numel, dtype, device).data
+def _take(pool: BufferPool, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return pool.take(numel, dtype).data
 
 
 def _give(pool: BufferPool, buffer: torch.Tensor) -> None:
@@ -70,39 +70,39 @@ def _give(pool: BufferPool, buffer: torch.Tensor) -> None:
 
 def test_a_buffer_is_used_again() -> None:
     pool, ledger = _pool(100)
-    first = _take(pool, 10, F32, CPU)
+    first = _take(pool, 10, F32)
     assert first.shape == (10,) and first.dtype is F32 and ledger.resident == 40
     _give(pool, first)
     assert ledger.resident == 40, "a free buffer is memory too"
-    assert _take(pool, 10, F32, CPU) is first
+    assert _take(pool, 10, F32) is first
     assert (ledger.resident, ledger.peak) == (40, 40)
 
 
 def test_only_the_same_kind_is_used_again() -> None:
     pool, ledger = _pool(1000)
-    first = _take(pool, 10, F32, CPU)
+    first = _take(pool, 10, F32)
     _give(pool, first)
-    others = [_take(pool, 11, F32, CPU), _take(pool, 10, torch.float64, CPU), _take(pool, 10, torch.int32, CPU)]
+    others = [_take(pool, 11, F32), _take(pool, 10, torch.float64), _take(pool, 10, torch.int32)]
     assert all(other is not first for other in others)
     assert ledger.resident == 40 + 44 + 80 + 40
 
 
 def test_free_buffers_make_room_within_the_limit() -> None:
     pool, ledger = _pool(100)
-    first, second = _take(pool, 10, F32, CPU), _take(pool, 12, F32, CPU)
+    first, second = _take(pool, 10, F32), _take(pool, 12, F32)
     _give(pool, first)
     _give(pool, second)
     assert ledger.resident == 88
-    _take(pool, 5, F32, CPU)  # 88 + 20 > 100: the oldest free buffer goes
+    _take(pool, 5, F32)  # 88 + 20 > 100: the oldest free buffer goes
     assert ledger.resident == 48 + 20
-    assert _take(pool, 12, F32, CPU) is second
-    _take(pool, 40, F32, CPU)  # what is in use may exceed the limit, with nothing kept beside it
+    assert _take(pool, 12, F32) is second
+    _take(pool, 40, F32)  # what is in use may exceed the limit, with nothing kept beside it
     assert ledger.resident == 20 + 48 + 160
 
 
 def test_what_does_not_fit_is_not_kept() -> None:
     pool, ledger = _pool(50)
-    small, large = _take(pool, 5, F32, CPU), _take(pool, 20, F32, CPU)
+    small, large = _take(pool, 5, F32), _take(pool, 20, F32)
     _give(pool, large)
     assert ledger.resident == 20
     _give(pool, small)
@@ -110,14 +110,14 @@ def test_what_does_not_fit_is_not_kept() -> None:
     pool.trim()
     assert (ledger.resident, ledger.peak) == (0, 100)
     nothing, ledger = _pool(0)
-    _give(nothing, _take(nothing, 3, F32, CPU))
+    _give(nothing, _take(nothing, 3, F32))
     assert ledger.resident == 0
 
 
 def test_trim_leaves_what_is_used() -> None:
     pool, ledger = _pool(1000)
-    used, free = _take(pool, 10, F32, CPU), _take(pool, 20, F32, CPU)
+    used, free = _take(pool, 10, F32), _take(pool, 20, F32)
     _give(pool, free)
     pool.trim()
     assert ledger.resident == used.nbytes
-    assert _take(pool, 20, F32, CPU) is not free
+    assert _take(pool, 20, F32) is not free

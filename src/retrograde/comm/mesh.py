@@ -162,7 +162,7 @@ class Mesh:
                             self.changed.notify_all()  # somebody may wait for this to be sent
                     if ready & selectors.EVENT_READ:
                         line.receive()
-                except OSError as error:
+                except Exception as error:  # whatever it is: those who wait are told
                     line.close()
                     self._lost(f"the connection to rank {peers[line]} was lost, {GONE}", error)
 

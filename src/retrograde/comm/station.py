@@ -31,7 +31,8 @@ class Kind(StrEnum):
 class Position(NamedTuple):
     kind: Kind
     label: str
-    offers: Any = None
+    offers: Any
+    value: Any = None
 
 
 class Stamp(NamedTuple):

@@ -37,7 +37,7 @@ def growth(enlist: Callable[[], None]) -> Callable[[], None]:
 
     def check() -> None:
         if seen != _changes:
-            seen[:] = _changes
             enlist()
+            seen[:] = _changes
 
     return check

@@ -1,6 +1,6 @@
 """`shard()`: turn a model into a sharded one, in place.
 
-The data path from here: `find_units` says which parameters go together (layout), `_home` gives each unit its
+The data path from here: `find_units` says which parameters go together (layout), `_make` gives each unit its
 memory on this rank, `Engine.enlist` connects pages (residency) and gradients (reduction), and `patch` makes
 `module.weight` reach the page. From then on everything is driven by access and by autograd.
 """
@@ -55,6 +55,7 @@ def shard(
         specs = find_units(model, units, least)
         if not specs:
             raise ShardingError(f"{type(model).__name__} has no parameters to shard")
+        _check_plain(specs)
         watch_steps()
         engine = Engine(model, policy, station)
     engine.grow = growth(lambda: _enlist(engine, _added(model, units, least)))
@@ -74,13 +75,14 @@ def _enlist(engine: Engine, specs: list[UnitSpec]) -> None:
         engine.enlist(made)
     for module in engine.model.modules():
         if unpatched(module) or (module is engine.model and not first):
-            patch(module, engine.saved, engine)
+            patch(module, engine)
     mark_regions(engine.model, specs, engine.saved, engine.grow)
 
 
 def _added(model: nn.Module, units: Units, least: float) -> list[UnitSpec]:
     """Parameters that came after `shard()` (LoRA adapters, a new head)."""
     fresh = find_units(model, units, least, lambda param: not isinstance(param, ShardedParameter))
+    _check_plain(fresh)
     return [spec._replace(name=f"{spec.name}+{len(spec.params)} added") for spec in fresh]
 
 
@@ -100,12 +102,13 @@ def _group(process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> 
 
 
 def _check_unsharded(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if getattr(module, "max_norm", None) is not None:
+            raise ShardingError(
+                f"module {name} has max_norm={module.max_norm}: forward would edit the rows that one rank looks up, "
+                f"and the others know nothing of it; make it without, and scale rows down after the step"
+            )
     params = dict(model.named_parameters())
-    for name, param in params.items():
-        if param.device.type not in ("cpu", "meta"):
-            raise ShardingError(f"parameter {name} is on {param.device}; this version wants it on the CPU or on meta")
-        if not isinstance(param, ShardedParameter) and param.grad is not None:
-            raise ShardingError(f"parameter {name} has a gradient already; call model.zero_grad() before shard()")
     sharded = [name for name, param in params.items() if isinstance(param, ShardedParameter)]
     if sharded:
         if len(sharded) == len(params):
@@ -114,6 +117,14 @@ def _check_unsharded(model: nn.Module) -> None:
             f"parameter {sharded[0]} already belongs to another engine; a parameter has one owner: shard the model "
             f"that contains both users of it, once"
         )
+
+
+def _check_plain(specs: list[UnitSpec]) -> None:
+    for name, param in (named for spec in specs for named in spec.params):
+        if param.device.type not in ("cpu", "meta"):
+            raise ShardingError(f"parameter {name} is on {param.device}; this version wants it on the CPU or on meta")
+        if param.grad is not None:
+            raise ShardingError(f"parameter {name} has a gradient already; call zero_grad() before it is sharded")
 
 
 def _check_same(engine: Engine, specs: list[UnitSpec]) -> None:

@@ -68,6 +68,6 @@ class Policy(NamedTuple):
         if reduce not in ("mean", "sum"):
             raise ShardingError(f'reduce={reduce!r} is not known; give "mean" or "sum"')
         if precision is not None and not isinstance(precision, Precision):
-            raise ShardingError(f"precision={precision!r} is not available in this version; leave it None")
+            raise ShardingError(f"precision={precision!r} is not known; give rg.Precision(reduce=...) or None")
         kept = parse_bytes(resident, "resident") if stage == 3 else math.inf
         return Policy(kept, stage == 1, reduce == "mean", prefetch, precision.wire if precision else None, exact)

@@ -31,7 +31,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from retrograde.comm import Kind
 from retrograde.errors import UnsupportedError
 from retrograde.layout import Slot
-from retrograde.optim.reads import VIEWS, Reads, reads
+from retrograde.optim.reads import DRAWS, VIEWS, Reads, reads
 from retrograde.reduction import Reducer
 from retrograde.residency import Leaf, Unit, alive, edits, set_data, set_requires_grad
 
@@ -75,6 +75,10 @@ class Piece(torch.Tensor):
         """All elements of what this is a piece of, in its shape."""
         return whole.reshape(-1 if self.flat else self.slot.shape)
 
+    def piece_of(self, full: torch.Tensor) -> torch.Tensor:
+        """This rank's piece of a full-shaped tensor."""
+        return full.reshape(-1)[self.unit.layout.within(self.slot, self.unit.rank)]
+
     def like(self, data: torch.Tensor, cls: "type[Piece]", flat: bool = False) -> "Piece":
         """`data` as a piece of what this is a piece of."""
         piece = data.as_subclass(cls)
@@ -110,7 +114,7 @@ class Piece(torch.Tensor):
         kind = reads(name, getattr(func, "__module__", "") == "torch.nn.functional")
         pieces = list(_pieces(args))
         recorded = torch.is_grad_enabled() and any(piece.requires_grad for piece in pieces)
-        if _reshapes(name, args) or (recorded and name in VIEWS and name != "detach"):
+        if _reshapes(name, args, kwargs) or (recorded and name in VIEWS and name != "detach"):
             kind = Reads.ALL
         for piece in pieces if edits(name) or kind is not Reads.LOCAL else ():
             if isinstance(piece, ShardedGradient):
@@ -128,7 +132,9 @@ class Piece(torch.Tensor):
                     return func(*_wholes(args, name), **kwargs)
         guard = _writing(name, written) if written else contextlib.nullcontext()
         with guard, torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
+            result = (
+                _drawn(func, args, kwargs) if name in DRAWS and isinstance(args[0], Piece) else func(*args, **kwargs)
+            )
         return _keep(result, name, kind, args)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -207,15 +213,16 @@ class ShardedParameter(Piece, Leaf, nn.Parameter):
     def full(self) -> torch.Tensor:
         return self.reducer.full(self.unit, self.place)
 
-    def piece_of(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's piece of a full-shaped tensor."""
-        return full.reshape(-1)[self.unit.layout.within(self.slot, self.unit.rank)]
-
     @property
     def grad(self) -> torch.Tensor | None:
         if self._unit() is not None:
             self.reducer.settle("p.grad was read")
         raw: torch.Tensor | None = raw_grad(self)
+        if raw is None and self._unit() is not None and self.unit.outs[self.place].retains_grad:
+            raise UnsupportedError(
+                f"backward(inputs=...) was given the full tensor of parameter {self.slot.name} and left the gradient "
+                f"there; give it the parameter itself, model.get_parameter({self.slot.name!r})"
+            )
         if raw is not None and type(raw) is not ShardedGradient:
             raw = self.like(raw, ShardedGradient)
             _set_grad(self, raw)
@@ -308,11 +315,12 @@ _FLAT = {"view", "reshape", "flatten", "ravel"}
 _TRANSPOSED = {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH")}
 
 
-def _reshapes(name: str, args: Any) -> bool:
+def _reshapes(name: str, args: Any, kwargs: Any) -> bool:
     """To a shape that is not this piece's own, so one of the whole's?"""
-    if name not in ("view", "reshape") or len(args) < 2 or isinstance(args[1], torch.dtype):
+    given = [*args[1:], *(kwargs[key] for key in ("shape", "size") if key in kwargs)]
+    if name not in ("view", "reshape") or not given or isinstance(given[0], torch.dtype):
         return False
-    sizes = list(args[1]) if isinstance(args[1], list | tuple) else list(args[1:])
+    sizes = list(given[0]) if isinstance(given[0], list | tuple) else given
     return sizes not in ([-1], list(args[0].shape))
 
 
@@ -357,6 +365,17 @@ def _keep(result: Any, name: str, kind: Reads, args: Any) -> Any:
     piece = source.like(result, cls, name in _FLAT)
     piece.place = JOINED if joined else piece.place
     return piece
+
+
+def _drawn(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Random numbers for a piece: drawn for the whole, as torch does, so that ranks with one seed draw one tensor."""
+    piece = args[0]
+    if not piece.complete or piece.place == JOINED:
+        return func(*args, **kwargs)
+    blank = piece.new_empty(piece.slot.shape, requires_grad=piece.requires_grad)  # torch may refuse to edit a leaf
+    mine = piece.piece_of(func(blank, *args[1:], **kwargs)).detach()
+    with torch.no_grad():
+        return piece.copy_(mine) if edits(func.__name__) else mine
 
 
 def _gradient(grad: torch.Tensor | None, of: Any) -> torch.Tensor | None:

@@ -32,7 +32,9 @@ _ELEMENTS = {"float", "double", "half", "bfloat16", "int", "long", "bool", "type
 _ELEMENTS |= {"byte", "short", "cat", "concat", "concatenate", "hstack"}
 _ALL = {"equal", "allclose", "item"}
 VIEWS = {"detach", "view", "reshape", "flatten", "ravel", "view_as", "narrow", "__getitem__"}
-_LOCAL = {"__get__", "__set__", "grad", "backward", "view_as_real", "view_as_complex", *VIEWS}
+_LOCAL = {"grad", "backward", "view_as_real", "view_as_complex", *VIEWS}
+DRAWS = {"normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_", "geometric_", "log_normal_", "random_"}
+DRAWS |= {"rand_like", "randn_like", "randint_like", "kaiming_uniform_"}
 _SPELLINGS = {"rdiv": "div", "rpow": "pow", "rmod": "remainder", "floordiv": "floor_divide", "invert": "bitwise_not"}
 _SPELLINGS |= {name: f"bitwise_{name}" for name in ("and", "or", "xor")}
 

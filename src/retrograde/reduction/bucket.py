@@ -34,7 +34,7 @@ class Bucket:
         self.present = [False] * len(unit.leaves)
         self._producers: list[_Producer] = []
         numel = unit.layout.padded_numel - sum(grad.numel() for grad in passed.values())
-        self.store, self._free = pool.take(numel, unit.layout.dtype, unit.shard.device)
+        self.store, self._free = pool.take(numel, unit.layout.dtype)
 
     def add(self, grads: Grads) -> None:
         """The gradients of one producer, on its stream."""

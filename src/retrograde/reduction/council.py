@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from retrograde.comm import Kind, Position, Station
-from retrograde.ledger import Kind as Event
+from retrograde.ledger import Kind as Entry
 from retrograde.ledger import Ledger
 from retrograde.reduction.exchange import Offer, Part
 
@@ -33,12 +33,12 @@ class Council:
 
     def end_backward(self, label: str, offers: Offers) -> dict[int, Offers]:
         """Meet at the end of a backward; returns what each rank that is also at one has put."""
-        positions = self._meet(Position(Kind.BACKWARD, label, (offers, None)))
-        return {rank: p.offers[0] for rank, p in enumerate(positions) if p.kind is Kind.BACKWARD}
+        positions = self._meet(Position(Kind.BACKWARD, label, offers))
+        return {rank: p.offers for rank, p in enumerate(positions) if p.kind is Kind.BACKWARD}
 
     def values(self, label: str, value: Callable[[], Any]) -> list[Any]:
         """Everybody's value, by rank. Asked for anew if a flush changed gradients while this rank waited."""
-        return [p.offers[1] for p in self.attend(Kind.TOTAL, label, value)]
+        return [p.value for p in self.attend(Kind.TOTAL, label, value)]
 
     def attend(self, kind: Kind, label: str, value: Callable[[], Any] = lambda: None) -> list[Position]:
         """Meet for `kind`, and for what others came for before it; returns the positions of the last meeting."""
@@ -50,18 +50,18 @@ class Council:
             Kind.TOTAL: lambda _: None,
         }
         while True:
-            positions = self._meet(Position(kind, label, (self._member.offers(), value())))
+            positions = self._meet(Position(kind, label, self._member.offers(), value()))
             first = min((p.kind for p in positions), key=tuple(Kind).index)
             if first in (Kind.STEP, Kind.TOTAL):
                 self._require_same(positions)
             backward = first is Kind.BACKWARD  # then only what was put in one counts
-            actions[first]({r: p.offers[0] for r, p in enumerate(positions) if p.kind is first or not backward})
+            actions[first]({r: p.offers for r, p in enumerate(positions) if p.kind is first or not backward})
             if first is kind:
                 self._member.fresh &= kind not in (Kind.STEP, Kind.TOTAL)
                 return positions
 
     def _meet(self, position: Position) -> list[Position]:
-        self._ledger.record(Event.AGREE, position.kind.name.lower())
+        self._ledger.record(Entry.AGREE, position.kind.name.lower())
         return self._station.meet(position)
 
     def _require_same(self, positions: list[Position]) -> None:

@@ -56,7 +56,7 @@ class Reducer:
         self._steps = self._backwards = 0
         self.fresh = False  # have gradients come since all ranks were last at the same place?
 
-    # ---- autograd calls these (Sink)
+    # ---- autograd calls these
     def gathered(self, unit: Unit, grads: Grads) -> torch.Tensor | None:
         """All gradients of `unit` in this backward have arrived."""
         self.pager.retire(unit)
@@ -209,7 +209,7 @@ class Reducer:
             self.pending[unit.index] = Bucket(unit, self._exchange.pool, {})
         self.pending[unit.index].add(grads)
 
-    # ---- meetings (Member)
+    # ---- meetings
     def offers(self) -> Offers:
         """For the meeting to come, after which they may be launched in turn 0."""
         meeting = self._station.meetings + 1

@@ -107,7 +107,7 @@ def unpatched(module: nn.Module) -> bool:
     return not all(isinstance(getattr(type(module), name, None), property) for name in own)
 
 
-def patch(module: nn.Module, saved: SavedTensors, engine: Any) -> None:
+def patch(module: nn.Module, engine: Any) -> None:
     """Give `module` the generated class: properties for its own parameters, hooks around `forward`.
 
     Hooks only where parameters are: torch.func refuses to start while any are active, and what a module without
@@ -115,7 +115,10 @@ def patch(module: nn.Module, saved: SavedTensors, engine: Any) -> None:
     """
     names = [name for name, leaf in module._parameters.items() if isinstance(leaf, Leaf)]
     body: dict[str, Any] = {name: _property(name) for name in names}
-    body |= {"forward": _forward(type(module), saved if names else None, engine.grow), "_retrograde_engine": engine}
+    body |= {
+        "forward": _forward(type(module), engine.saved if names else None, engine.grow),
+        "_retrograde_engine": engine,
+    }
     specialize(module, body, id(engine), *names)
 
 

@@ -21,11 +21,11 @@ class BufferPool:
         self.limit, self._used = 0.0, 0
         self._free: list[Loan] = []
 
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Loan:
+    def take(self, numel: int, dtype: torch.dtype) -> Loan:
         need = numel * dtype.itemsize
         self._used += need
         for index, (buffer, _) in enumerate(self._free):
-            if buffer.numel() == numel and buffer.dtype == dtype and buffer.device == device:
+            if buffer.numel() == numel and buffer.dtype == dtype:
                 return self._free.pop(index)
         self.trim(self.limit)
         self.ledger.hold(need)

@@ -104,6 +104,9 @@ class FullTensor(Aliased):
     # `module.weight.requires_grad = False` is how most people freeze: it is said of the parameter.
     requires_grad = property(lambda self: bool(get_requires_grad(self)), lambda self, on: self.requires_grad_(on))
 
+    def retain_grad(self) -> None:
+        """As torch's for a leaf."""
+
     def requires_grad_(self, requires_grad: bool = True) -> "FullTensor":
         self.leaf.requires_grad_(requires_grad)
         return self

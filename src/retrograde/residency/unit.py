@@ -150,7 +150,7 @@ class Unit:
             self.finish()
         fetching = self._streams.fetching
         if self.buffer is None:
-            self.buffer, free = self._pool.take(self.layout.padded_numel, self.layout.dtype, self.shard.device)
+            self.buffer, free = self._pool.take(self.layout.padded_numel, self.layout.dtype)
             fetching.wait(free)
             # Now and not when the page is ready: a thread that received it may hold views a little longer.
             self._own_references = torch._C._storage_Use_Count(self.buffer.untyped_storage()._cdata) + len(self.outs)
