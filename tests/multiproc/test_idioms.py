@@ -270,12 +270,124 @@ def retained(model: nn.Module, loss: Loss) -> None:
     assert weight(model).grad is None
 
 
+def held_over_steps(model: nn.Module, loss: Loss) -> Tensor:
+    """A weight that is taken once, as people take it who know that it is the parameter."""
+    kept, optimizer = model[1][0].weight, sgd(model)
+    seen = []
+    for step in range(3):
+        optimizer.zero_grad()
+        (loss(step) + kept.pow(2).sum()).backward()
+        optimizer.step()
+        seen.append(kept.detach().norm())
+        optimizer.zero_grad()
+        kept.pow(2).sum().backward()
+        optimizer.step()
+    with torch.no_grad():
+        weight(model).mul_(0.5)
+        kept.mul_(1.0)
+    return torch.stack([*seen, kept.detach().norm()])
+
+
+def rows_of_gradients(model: nn.Module, loss: Loss) -> Tensor:
+    loss().backward()
+    grad = weight(model).grad
+    found = [grad[0].norm(), grad[:, 1].sum(), grad[grad > 0].sum(), grad.narrow(0, 0, 2).norm()]
+    found.append(grad.flatten()[:5].sum())
+    grad[0] = 0
+    grad[[2, 3]] = grad[[2, 3]] * 2
+    grad[grad > 0.01] = 0.5
+    model[2].weight.grad.index_fill_(0, torch.tensor([1]), 0.25)
+    model[0][0].bias.grad[:] = 0.125
+    model[0][0].bias.grad[...] += 1
+    return torch.stack(found)
+
+
+def rows_of_parameters(model: nn.Module, loss: Loss) -> Tensor:
+    matrix = weight(model)
+    with torch.no_grad():
+        matrix[0] = 0
+        matrix.data[1].fill_(2.0)
+        matrix.data.view(-1)[60:] = 0.5
+        matrix.data.t()[3].mul_(3.0)
+        matrix.scatter_(0, torch.tensor([[5, 6]]), 7.0)
+        return torch.stack([matrix[0].norm(), matrix.data[1].sum(), matrix.data.T[2].norm()])
+
+
+def shapes_of_gradients(model: nn.Module, loss: Loss) -> list[int]:
+    loss().backward()
+    for param in model.parameters():
+        if param.grad.dim() > 1:
+            param.grad.add_(-param.grad.mean(dim=1, keepdim=True))
+    grad = weight(model).grad
+    return [grad.dim(), weight(model).data.ndim, weight(model).ndimension(), grad.flatten().dim()]
+
+
+def along_dimensions(model: nn.Module, loss: Loss) -> Tensor:
+    loss().backward()
+    grad = weight(model).grad
+    found = [grad.norm(dim=0), grad.max(-1).values, grad.abs().min(dim=1, keepdim=True)[0].squeeze(1), grad.amax(dim=0)]
+    counts = [torch.where(grad > 0)[0].numel(), torch.unique(grad).numel(), *[0] * 6]
+    return torch.stack([*found, torch.tensor(counts, dtype=torch.float32)])
+
+
+def beside_full_tensors(model: nn.Module, loss: Loss) -> Tensor:
+    """Masks, averages and values in the shape of the whole."""
+    mask = torch.arange(64.0).view(8, 8) % 3
+    average = torch.zeros(8, 8)
+    weight(model).register_hook(lambda grad: grad * mask)
+    loss().backward()
+    model[0][0].weight.grad.mul_(torch.arange(6.0))
+    model[2].weight.grad = model[2].weight.grad * torch.ones(3, 8) * 2
+    average.lerp_(weight(model).detach(), 0.25)
+    average.add_(weight(model).grad)
+    with torch.no_grad():
+        weight(model).mul_(mask)
+        model[2].get_parameter("weight").copy_(torch.ones(3, 8))
+        model[0][0].get_parameter("bias").data = torch.arange(8.0)
+        model[0][0].weight -= 0.5 * model[0][0].weight.grad
+    return average + (mask - weight(model).detach()).abs().sum()
+
+
+def thin(model: nn.Module, loss: Loss) -> Tensor:
+    """A column: its pieces broadcast with it."""
+    column = model[0].get_parameter("weight")
+    return ((column.detach() - torch.ones(8, 1)) ** 2).sum()
+
+
+def weighted_by_gradients(model: nn.Module, loss: Loss) -> Tensor:
+    """A penalty with weights from an earlier backward (elastic weight consolidation)."""
+    loss().backward()
+    fisher = {name: param.grad.clone().pow(2) for name, param in model.named_parameters()}
+    old = {name: torch.zeros_like(param) for name, param in model.named_parameters()}
+    model.zero_grad()
+    penalty = sum((fisher[name] * (param - old[name]) ** 2).sum() for name, param in model.named_parameters())
+    penalty.backward()
+    return penalty.detach()
+
+
+def joined_with_plain(model: nn.Module, loss: Loss) -> Tensor:
+    loss().backward()
+    return torch.cat([*(param.grad.flatten() for param in model.parameters()), torch.ones(3)]).norm()
+
+
+def hooks_in_turn(model: nn.Module, loss: Loss) -> Tensor:
+    for param in model.parameters():
+        param.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+    loss(0).backward()
+    loss(1).backward()
+    handle = weight(model).register_hook(lambda grad: grad * 0)
+    loss(2).backward()
+    handle.remove()
+    return weight(model).grad.norm()
+
+
 IDIOMS = [
     closure, evaluating_after_each_step, decay_by_dimensions, frozen_after_a_window, frozen_between_backwards,
     hessian_times_ones, norm_of_the_gradient, squared_gradient, third_derivative, largest_elements, views_of_gradients,
     masks_of_gradients, penalties_of_views, gradients_kept_from_before, clipped_with_a_plain_parameter,
     a_new_head_called_by_hand, edited_by_operators, tied_afterwards, largest_of_many, noise, drawn_anew,
-    kept_before_assigning, reshaped_by_keyword, retained,
+    kept_before_assigning, reshaped_by_keyword, retained, held_over_steps, rows_of_gradients, rows_of_parameters,
+    shapes_of_gradients, along_dimensions, beside_full_tensors, weighted_by_gradients, joined_with_plain, hooks_in_turn,
 ]  # fmt: skip
 
 
@@ -306,6 +418,11 @@ class Hollow(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers[1](self.layers[0](x)) + self.nothing.sum()
+
+
+def column() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(1, 8, bias=False))
 
 
 def clipped(model: nn.Module, loss: Loss) -> Tensor:
@@ -343,8 +460,8 @@ def looked_up(model: nn.Module, loss: Loss) -> None:
 @pytest.mark.parametrize("stage", (1, 3))
 @pytest.mark.parametrize(
     ("make", "idiom"),
-    ((Complex, clipped), (sparse_table, looked_up), (weight_norm, trained), (Hollow, trained)),
-    ids=("complex", "sparse", "norm", "hollow"),
+    ((Complex, clipped), (sparse_table, looked_up), (weight_norm, trained), (Hollow, trained), (column, thin)),
+    ids=("complex", "sparse", "norm", "hollow", "column"),
 )
 def test_models(ranks: Callable[[int], RankPool], make: Callable[[], nn.Module], idiom: Idiom, stage: int) -> None:
     assert ranks(2).run(both, stage, idiom, make) == ["", ""]
@@ -450,3 +567,21 @@ def test_a_full_tensor_as_an_input_of_backward(ranks: Callable[[int], RankPool],
 def test_names_of_edits() -> None:
     assert all(map(edits, ("__iadd__", "__ilshift__", "__itruediv__", "__setitem__", "mul_", "copy_")))
     assert not any(map(edits, ("__init__", "__invert__", "__int__", "__index__", "__add__", "detach_", "mul")))
+
+
+def _written_views(rank: int, world: int) -> list[str]:
+    """What torch would write through a view of a gradient is refused: here the view is one of a copy."""
+    model = net()
+    rg.shard(model, 3)
+    model(batch(rank)).sum().backward()
+    said = []
+    for view in (lambda g: g[0], lambda g: g.t(), lambda g: g.T, lambda g: g.narrow(0, 0, 1), lambda g: g.unbind()[0]):
+        with pytest.raises(RuntimeError, match="inference tensor") as refused:
+            view(weight(model).grad).zero_()
+        said.append(str(refused.value))
+    dist.barrier()
+    return said
+
+
+def test_views_of_gradients_are_not_written_to(ranks: Callable[[int], RankPool]) -> None:
+    assert all(len(said) == 5 for said in ranks(2).run(_written_views))

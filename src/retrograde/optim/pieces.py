@@ -31,9 +31,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from retrograde.comm import Kind
 from retrograde.errors import UnsupportedError
 from retrograde.layout import Slot
-from retrograde.optim.reads import DRAWS, VIEWS, Reads, reads
+from retrograde.optim.reads import DRAWS, JOINS, POSITIONAL, VIEWS, Reads, reads
 from retrograde.reduction import Reducer
-from retrograde.residency import Leaf, Unit, alive, edits, set_data, set_requires_grad
+from retrograde.residency import Leaf, Unit, alive, edits, set_data, set_requires_grad, views
 
 _set_grad = cast(Any, torch.Tensor.grad).__set__
 raw_grad = cast(Any, torch.Tensor.grad).__get__  # without what reading `.grad` does
@@ -66,14 +66,15 @@ class Piece(torch.Tensor):
         return "several parameters" if self.place == JOINED else self.slot.name
 
     @property
-    def complete(self) -> bool:
-        """All of this rank's piece: not a slice of it, on which torch's functions are local."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.place == JOINED or self.numel() == self.unit.pieces[self.place].numel()
+    def whole(self) -> torch.Size:
+        """The shape of what this is a piece of."""
+        return torch.Size([self.slot.numel]) if self.flat else self.slot.shape
 
-    def shaped(self, whole: torch.Tensor) -> torch.Tensor:
-        """All elements of what this is a piece of, in its shape."""
-        return whole.reshape(-1 if self.flat else self.slot.shape)
+    def dim(self) -> int:
+        """The whole's, by which people choose what decays."""
+        return 1 if self.place == JOINED else len(self.whole)
+
+    ndimension, ndim = dim, property(dim)
 
     def piece_of(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's piece of a full-shaped tensor."""
@@ -103,18 +104,23 @@ class Piece(torch.Tensor):
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
+        if name in ("__getitem__", "__setitem__") and isinstance(args[0], Piece) and _everything(args[1]):
+            return args[0] if name == "__getitem__" else args[0].copy_(torch.as_tensor(args[2]))
         if name in ("__get__", "__set__"):  # attributes are this piece's own; asked for all the time
             if func in _TRANSPOSED:
-                return func(*_wholes(args, "transposed"))
+                return _on_wholes(func, "transposed", args, kwargs)
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if not args and (first := kwargs.keys() & _FIRST):
             args = (kwargs.pop(first.pop()),)
         written = _written(name, args, kwargs)
         kind = reads(name, getattr(func, "__module__", "") == "torch.nn.functional")
-        pieces = list(_pieces(args))
-        recorded = torch.is_grad_enabled() and any(piece.requires_grad for piece in pieces)
-        if _reshapes(name, args, kwargs) or (recorded and name in VIEWS and name != "detach"):
+        pieces, beside = (
+            list(_pieces(args)),
+            [t for t in args if isinstance(t, torch.Tensor) and not isinstance(t, Piece)],
+        )
+        recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*pieces, *beside))
+        if _asks_for_all(name, args, kwargs) or (recorded and name in VIEWS and name != "detach"):
             kind = Reads.ALL
         for piece in pieces if edits(name) or kind is not Reads.LOCAL else ():
             if isinstance(piece, ShardedGradient):
@@ -124,17 +130,18 @@ class Piece(torch.Tensor):
         if name in _OVER_ALL or (kind is not Reads.LOCAL and not edits(name)):
             if recorded:
                 return func(*_wholes(args, name), **kwargs)  # part of a loss: it must be differentiable
-            if all(piece.complete for piece in pieces):
-                result = _OVER_ALL[name](func, args, kwargs) if name in _OVER_ALL else NotImplemented
-                if result is not NotImplemented:
-                    return result
-                if kind is Reads.ALL:
-                    return func(*_wholes(args, name), **kwargs)
+            result = _OVER_ALL[name](func, args, kwargs) if name in _OVER_ALL else NotImplemented
+            if result is not NotImplemented:
+                return result
+            if kind is Reads.ALL or (name in _OVER_ALL and not any(isinstance(arg, torch.Tensor) for arg in args[1:])):
+                return _on_wholes(func, name, args, kwargs)
+        if edits(name) and (name in POSITIONAL or any(args[0] is t and t.shape != pieces[0].shape for t in beside)):
+            return _edited(func, name, args, kwargs)
+        args = [_aligned(arg, pieces[0]) if isinstance(arg, torch.Tensor) else arg for arg in args] if beside else args
         guard = _writing(name, written) if written else contextlib.nullcontext()
         with guard, torch._C.DisableTorchFunctionSubclass():
-            result = (
-                _drawn(func, args, kwargs) if name in DRAWS and isinstance(args[0], Piece) else func(*args, **kwargs)
-            )
+            draws = name in DRAWS and isinstance(args[0], Piece) and args[0].place != JOINED
+            result = _drawn(func, args, kwargs) if draws else func(*args, **kwargs)
         return _keep(result, name, kind, args)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -146,6 +153,10 @@ class Piece(torch.Tensor):
 
 class _Alias(Piece):
     """A view of a sharded parameter (`p.data`, `p.detach()`, `p.view(-1)`): writing it writes the parameter."""
+
+    @property
+    def param(self) -> "ShardedParameter":
+        return cast(ShardedParameter, self.unit.leaves[self.place])
 
 
 class ShardedGradient(Piece):
@@ -181,12 +192,6 @@ class ShardedParameter(Piece, Leaf, nn.Parameter):
     def requires_grad(self, value: bool) -> None:
         set_requires_grad(self, value)
         self.unit.trained[self.place] = bool(value)
-
-    def dim(self) -> int:
-        """The whole's, by which people choose what decays."""
-        return len(self.slot.shape)
-
-    ndim = property(dim)
 
     def requires_grad_(self, requires_grad: bool = True) -> "ShardedParameter":
         self.requires_grad = requires_grad
@@ -273,17 +278,18 @@ def _pieces(args: Any) -> Iterator[Piece]:
 def _wholes(args: Any, name: str) -> Any:
     """The arguments with everything that is a piece made whole, in one meeting."""
     leaves, spec = tree_flatten(list(args))
-    pieces = [p for p in leaves if type(p) in (Piece, ShardedGradient, _Alias) and p.complete]
+    pieces = [leaf for leaf in leaves if type(leaf) in (Piece, ShardedGradient)]
     if any(piece.place == JOINED for piece in pieces):
         raise UnsupportedError(
             f"{name} of several parameters: this rank's parts of them were put together, on which torch would give "
             f"a local answer here. Use p.full() or engine.full_grad(p) for each"
         )
     recorded = [piece for piece in pieces if torch.is_grad_enabled() and piece.requires_grad]
-    wholes = {id(p): p.shaped(p.reducer.regather(p.unit, p.place, p.as_subclass(torch.Tensor))) for p in recorded}
+    wholes = {id(p): p.reducer.regather(p.unit, p.place, p.as_subclass(torch.Tensor)).view(p.whole) for p in recorded}
     if rest := [piece for piece in pieces if id(piece) not in wholes]:
         wholes |= zip(map(id, rest), whole(name, rest, lambda: map(plain, rest)), strict=True)
     wholes |= {id(leaf): leaf.full() for leaf in leaves if isinstance(leaf, ShardedParameter)}
+    wholes |= {id(leaf): leaf.param.full().detach().view(leaf.whole) for leaf in leaves if isinstance(leaf, _Alias)}
     return tree_unflatten([wholes.get(id(leaf), leaf) for leaf in leaves], spec)
 
 
@@ -293,7 +299,7 @@ def whole(what: str, pieces: Sequence[Piece], local: Callable[[], Iterable[Any]]
     def put_together(piece: Piece, *parts: Any) -> torch.Tensor | None:
         if any(part is None for part in parts):
             return None
-        return piece.shaped(torch.cat([torch.from_numpy(part) for part in parts]).view(piece.dtype))
+        return torch.cat([torch.from_numpy(part) for part in parts]).view(piece.dtype).view(piece.whole)
 
     # As bytes: a tensor in a message would take a hundred times as long.
     by_rank = _everybodys(what, pieces, lambda: [t if t is None else t.view(torch.uint8).numpy() for t in local()])
@@ -310,13 +316,47 @@ def plain(piece: torch.Tensor) -> torch.Tensor:
         return piece.detach().as_subclass(torch.Tensor).reshape(-1).clone()
 
 
+def _everything(index: Any) -> bool:
+    return index is Ellipsis or (isinstance(index, slice) and index == slice(None))
+
+
 _FIRST = {"input", "self", "tensor"}  # names of a first argument
 _FLAT = {"view", "reshape", "flatten", "ravel"}
 _TRANSPOSED = {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH")}
 
 
-def _reshapes(name: str, args: Any, kwargs: Any) -> bool:
-    """To a shape that is not this piece's own, so one of the whole's?"""
+def _on_wholes(func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
+    """A view of a parameter is one of its full tensor. One of a gradient is of a copy, to which nobody may write."""
+    if isinstance(args[0], ShardedParameter | _Alias):
+        full, *rest = _wholes(args, name)
+        return getattr(full, name, functools.partial(func, full))(*rest, **kwargs)
+    graph = torch.is_grad_enabled() and any(piece.requires_grad for piece in _pieces(args))
+    with contextlib.nullcontext() if graph or not (views(name) or func in _TRANSPOSED) else torch.inference_mode():
+        return func(*_wholes(args, name), **kwargs)
+
+
+def _edited(func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
+    """An edit that asks where in the whole an element is, or one of a plain tensor by a piece."""
+    full, *rest = _wholes(args, name)
+    if not isinstance(args[0], Piece):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(full, *rest, **kwargs)
+    getattr(full, name)(*rest, **kwargs)
+    return args[0] if isinstance(args[0], ShardedParameter | _Alias) else args[0].copy_(args[0].piece_of(full))
+
+
+def _aligned(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """What lies beside a piece: of a tensor like the whole, the part that belongs there."""
+    if isinstance(tensor, Piece) or tensor.dim() == 0 or tensor.shape == piece.shape or piece.place == JOINED:
+        return tensor
+    fits = all(size in (1, whole) for size, whole in zip(tensor.shape[::-1], piece.whole[::-1], strict=False))
+    return piece.piece_of(tensor.expand(piece.whole)) if fits and tensor.dim() <= len(piece.whole) else tensor
+
+
+def _asks_for_all(name: str, args: Any, kwargs: Any) -> bool:
+    """Because of its arguments: a shape that is not this piece's own is one of the whole's."""
+    if name == "where" or name in JOINS:
+        return len(args) == 1 if name == "where" else not all(isinstance(each, Piece) for each in args[0])
     given = [*args[1:], *(kwargs[key] for key in ("shape", "size") if key in kwargs)]
     if name not in ("view", "reshape") or not given or isinstance(given[0], torch.dtype):
         return False
@@ -354,13 +394,13 @@ def _keep(result: Any, name: str, kind: Reads, args: Any) -> Any:
         result = result.as_subclass(torch.Tensor)  # torch returns what has one dimension already as it is
     if type(result) is not torch.Tensor or (source := next(_pieces(args), None)) is None:
         return result
-    if name in VIEWS and isinstance(source, ShardedParameter | _Alias):
-        alias = source.like(result, _Alias, name in _FLAT)
-        cast(ShardedParameter, source.unit.leaves[source.place]).aliases[alias] = None
-        return alias
-    joined, elements = isinstance(args[0], list | tuple), kind is Reads.ELEMENTS and source.complete
-    if not (name in VIEWS or name.endswith("_like") or elements) or (not joined and result.numel() != source.numel()):
+    joined, like = isinstance(args[0], list | tuple), kind is Reads.ELEMENTS or name.endswith("_like") or name in VIEWS
+    if not like or (not joined and result.numel() != source.numel()):
         return result
+    if name in VIEWS and isinstance(source, ShardedParameter | _Alias):
+        alias = cast(_Alias, source.like(result, _Alias, name in _FLAT))
+        alias.param.aliases[alias] = None
+        return alias
     cls = ShardedGradient if name in VIEWS and isinstance(source, ShardedGradient) else Piece
     piece = source.like(result, cls, name in _FLAT)
     piece.place = JOINED if joined else piece.place
@@ -370,8 +410,6 @@ def _keep(result: Any, name: str, kind: Reads, args: Any) -> Any:
 def _drawn(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Random numbers for a piece: drawn for the whole, as torch does, so that ranks with one seed draw one tensor."""
     piece = args[0]
-    if not piece.complete or piece.place == JOINED:
-        return func(*args, **kwargs)
     blank = piece.new_empty(piece.slot.shape, requires_grad=piece.requires_grad)  # torch may refuse to edit a leaf
     mine = piece.piece_of(func(blank, *args[1:], **kwargs)).detach()
     with torch.no_grad():
@@ -398,7 +436,7 @@ def _norms(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     many = isinstance(args[0], list | tuple)
     tensors = list(args[0]) if many else [args[0]]
     beside = [value for name, value in kwargs.items() if name not in ("p", "ord", "dtype")]
-    along = not many and (len(args) > 2 or any(value not in (None, False) for value in beside))
+    along = not many and (len(args) > 2 or any(value is not None and value is not False for value in beside))
     given = args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord", 2))
     order = float({"fro": 2.0, None: 2.0}.get(given, given))
     if many and len({getattr(tensor, "_unit", None) and tensor.reducer for tensor in tensors}) > 1:

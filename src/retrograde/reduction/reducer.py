@@ -178,7 +178,7 @@ class Reducer:
 
     def end_step(self) -> None:
         self.gate.settle()
-        self.pager.release()
+        self.pager.renew()
 
     # ---- pending gradients
     def _make_room(self, unit: Unit) -> bool:

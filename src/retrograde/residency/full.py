@@ -125,6 +125,8 @@ def _reporting(name: str) -> Callable[..., Any]:
                 f"parameter {unit.layout.slots[self._slot].name} requires grad and is used in an in-place "
                 f"operation ({name}); edit weights under torch.no_grad()"
             )
+        if not unit.valid:
+            unit.sink.pager.open(unit)  # a tensor that was held while others changed
         with unit.gate.writing(f"{name} on {unit.layout.slots[self._slot].name}", [(unit, self._slot)]):
             result = method(self, *args, **kwargs)
             unit.write_back(self._slot)

@@ -118,6 +118,13 @@ class Pager:
                 self._drop(unit)
         self._pool.trim()
 
+    def renew(self) -> None:
+        """After a step: what somebody holds of a page shows the new weights, as torch's parameters do."""
+        self.release()
+        for unit in [unit for unit in self._resident if not unit.valid and unit.held]:
+            self._start(unit)
+            self._finish(unit)
+
     def _expected(self) -> Unit | None:
         """The unit to prefetch."""
         return next(self._forecast.ahead(1), None) if self._policy.prefetch else None

@@ -111,6 +111,11 @@ class Unit:
             pack._set_sequence_nr(AFTER_ALL_ELSE)
             gather._set_sequence_nr(AS_SOON_AS_READY)
         self._point(self._stubs)
+        if self.at_home:
+            self._count_references()
+
+    def _count_references(self) -> None:
+        self._own_references = torch._C._storage_Use_Count(self.page.untyped_storage()._cdata) + len(self.outs)
 
     @property
     def version(self) -> int:
@@ -119,7 +124,7 @@ class Unit:
     @property
     def hooked(self) -> bool:
         """Does somebody wait for the gradients of this unit in the backward that brings them?"""
-        return any(leaf._post_accumulate_grad_hooks for leaf in self.leaves)
+        return any(leaf._post_accumulate_grad_hooks or leaf._backward_hooks for leaf in self.leaves)
 
     @contextlib.contextmanager
     def accepting(self) -> Iterator[None]:
@@ -152,8 +157,7 @@ class Unit:
         if self.buffer is None:
             self.buffer, free = self._pool.take(self.layout.padded_numel, self.layout.dtype)
             fetching.wait(free)
-            # Now and not when the page is ready: a thread that received it may hold views a little longer.
-            self._own_references = torch._C._storage_Use_Count(self.buffer.untyped_storage()._cdata) + len(self.outs)
+            self._count_references()  # not when the page is ready: a thread that received it may hold views longer
         fetching.wait(self._streams.current().record())  # a step may have written the shard there
         buffer, span = self.buffer, self.layout.span(self.rank)
         if not self.at_home:
@@ -185,7 +189,7 @@ class Unit:
         if not self.ready or self.at_home:
             return False
         self.write_back_if_edited()
-        if not self._alone():
+        if self.held:
             return False
         self._point(self._stubs)
         self._pool.give(self.page, self._streams.current().record())
@@ -204,11 +208,12 @@ class Unit:
         for out, data in zip(self.outs, memory, strict=True):
             set_data(out, data)  # its place in the autograd graph stays
 
-    def _alone(self) -> bool:
-        """Does nothing but this unit refer to the page? Counts references in Python, autograd and views."""
+    @property
+    def held(self) -> bool:
+        """Does somebody else refer to the page? Counts references in Python, autograd and views."""
         if torch._C._storage_Use_Count(self.page.untyped_storage()._cdata) > self._own_references:
-            return False
-        return all(sys.getrefcount(out) <= _OUT_REFERENCES and _owners(out) == 1 for out in self.outs)
+            return True
+        return any(sys.getrefcount(out) > _OUT_REFERENCES or _owners(out) > 1 for out in self.outs)
 
     # ---- edits through full tensors
     def _edit_counters(self) -> list[int]:
