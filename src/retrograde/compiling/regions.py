@@ -33,7 +33,7 @@ from retrograde.compiling.inlined import GIVEN, Forward
 from retrograde.layout import UnitSpec
 from retrograde.optim import ShardedParameter
 from retrograde.residency import MADE, SavedTensors, specialize
-from retrograde.residency.access import Sharded, ShardedRNN
+from retrograde.residency.access import Sharded, ShardedRNN, leaves
 
 _REASON = (
     "retrograde pages parameters in between compiled graphs, one unit at a time, so no graph spans units; with "
@@ -100,19 +100,19 @@ class Region:
         trained = [key for key, full in fulls.items() if full.requires_grad]
         aliases = dict(zip(trained, _Enter.apply(*[fulls[key] for key in trained]), strict=True))  # type: ignore[no-untyped-call]
         aliases |= {key: _plain(full) for key, full in fulls.items() if key not in aliases}
-        for module, leaves in self.members:
-            given = {name: aliases[module, name] for name in leaves}
+        for module, own in self.members:
+            given = {name: aliases[module, name] for name in own}
             for alias in given.values():
                 torch._dynamo.mark_static(alias)  # parameters keep their sizes
             module.__dict__[GIVEN] = given
 
     def _publish_edits(self) -> None:
         """Rule 5, for what nothing was saved of after the edit."""
-        for module, leaves in self.members:
+        for module, own in self.members:
             for name, alias in module.__dict__[GIVEN].items():
                 if alias.grad_fn is not None and type(alias.grad_fn) is not _Enter._backward_cls:
                     raise RuntimeError(
-                        f"parameter {leaves[name].slot.name} requires grad and is used in an in-place operation in a "
+                        f"parameter {own[name].slot.name} requires grad and is used in an in-place operation in a "
                         f"compiled forward, or edited there through .data; edit weights under torch.no_grad()"
                     )
         for unit in {leaf.unit: None for member in self.members for leaf in member.leaves.values()}:
@@ -163,7 +163,7 @@ def mark_regions(model: nn.Module, specs: Sequence[UnitSpec], saved: SavedTensor
             if module in regions and REGION not in module.__dict__:
                 module.__dict__[REGION] = Region(saved, _compilable(module), grow)
             _layer(module, _boundary)
-        elif _leaves(module):
+        elif leaves(module):
             _layer(module, inlined.transparent)
     for module in regions:
         module.__dict__[REGION].members = list(_members(module, regions - {module}))
@@ -181,13 +181,9 @@ def _layer(module: nn.Module, forward: Any) -> None:
     """Put what Dynamo is to see on top of what `patch` made of the module, unless it is there."""
     cls = type(module)
     if _LAYER not in vars(cls):
-        body: dict[str, Any] = {name: inlined.given_or(name, getattr(cls, name)) for name in _leaves(module)}
+        body: dict[str, Any] = {name: inlined.given_or(name, getattr(cls, name)) for name in leaves(module)}
         body |= {"forward": forward(cls.forward, _original(cls).forward), GIVEN: None, _LAYER: forward}
         specialize(module, body, _LAYER, forward)
-
-
-def _leaves(module: nn.Module) -> dict[str, ShardedParameter]:
-    return {name: leaf for name, leaf in module._parameters.items() if isinstance(leaf, ShardedParameter)}
 
 
 def _original(cls: type[nn.Module]) -> type[nn.Module]:
@@ -196,8 +192,8 @@ def _original(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _members(module: nn.Module, others: set[nn.Module]) -> Iterator[Member]:
-    if leaves := _leaves(module):
-        yield Member(module, leaves)
+    if own := leaves(module):
+        yield Member(module, own)
     for child in module.children():
         if child not in others:
             yield from _members(child, others)

@@ -27,8 +27,8 @@ def materialize(model: nn.Module, settle: Callable[[nn.Parameter, torch.Tensor],
             module._buffers[key] = torch.empty_like(buffer, device="cpu")
         for key, param in own.items():
             # A scratch parameter: a tied weight draws its random numbers as it would have, and is discarded.
-            like, trained = shapes[id(param)], param.requires_grad
-            module._parameters[key] = nn.Parameter(torch.empty_like(like, device="cpu"), trained)
+            scratch = torch.empty_like(shapes[id(param)], device="cpu")
+            module._parameters[key] = nn.Parameter(scratch, param.requires_grad)
         with torch.no_grad():
             _reset_of(module)()
         for key, param in own.items():

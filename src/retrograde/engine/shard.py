@@ -25,20 +25,11 @@ from retrograde.residency import Unit, patch, set_data, unpatched
 
 
 def shard(
-    model: nn.Module,
-    stage: int = 3,
-    *,
-    units: Units = "auto",
-    join: int | str = 0,
-    process_group: dist.ProcessGroup | None = None,
-    mesh: DeviceMesh | None = None,
-    precision: Precision | None = None,
-    reduce: str = "mean",
-    exact: bool = True,
-    resident: int | str = 0,
-    prefetch: bool = True,
-    timeout: float = 60.0,
-) -> Engine:
+    model: nn.Module, stage: int = 3, *, units: Units = "auto", join: int | str = 0,
+    process_group: dist.ProcessGroup | None = None, mesh: DeviceMesh | None = None,
+    precision: Precision | None = None, reduce: str = "mean", exact: bool = True,
+    resident: int | str = 0, prefetch: bool = True, timeout: float = 60.0,
+) -> Engine:  # fmt: skip
     """Shard `model` over the ranks of a process group, in place. Collective: every rank calls it.
 
     `units`: "auto" (repeated blocks), module classes, or a predicate; `join`: those of fewer bytes become one unit with

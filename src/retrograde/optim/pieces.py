@@ -17,10 +17,9 @@ Full tensors do not come through here, so forward and backward pay nothing.
 
 import contextlib
 import functools
-import math
-import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from types import EllipsisType
 from typing import Any, cast
 
 import torch
@@ -104,21 +103,20 @@ class Piece(torch.Tensor):
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
-        if name in ("__getitem__", "__setitem__") and isinstance(args[0], Piece) and _everything(args[1]):
+        items = name in ("__getitem__", "__setitem__") and isinstance(args[0], Piece)
+        if items and isinstance(args[1], slice | EllipsisType) and args[1] in (..., slice(None)):
             return args[0] if name == "__getitem__" else args[0].copy_(torch.as_tensor(args[2]))
-        if name in ("__get__", "__set__"):  # attributes are this piece's own; asked for all the time
-            if func in _TRANSPOSED:
-                return _on_wholes(func, "transposed", args, kwargs)
+        if func in _TRANSPOSED:
+            return _on_wholes(func, "transposed", args, kwargs)
+        # Attributes are this piece's own, and asked for all the time; pieces of several parameters are vectors.
+        if name in ("__get__", "__set__") or (items and args[0].place == JOINED):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if not args and (first := kwargs.keys() & _FIRST):
             args = (kwargs.pop(first.pop()),)
-        written = _written(name, args, kwargs)
         kind = reads(name, getattr(func, "__module__", "") == "torch.nn.functional")
-        pieces, beside = (
-            list(_pieces(args)),
-            [t for t in args if isinstance(t, torch.Tensor) and not isinstance(t, Piece)],
-        )
+        pieces = list(_pieces(args))
+        beside = [arg for arg in args if isinstance(arg, torch.Tensor) and not isinstance(arg, Piece)]
         recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*pieces, *beside))
         if _asks_for_all(name, args, kwargs) or (recorded and name in VIEWS and name != "detach"):
             kind = Reads.ALL
@@ -138,10 +136,13 @@ class Piece(torch.Tensor):
         if edits(name) and (name in POSITIONAL or any(args[0] is t and t.shape != pieces[0].shape for t in beside)):
             return _edited(func, name, args, kwargs)
         args = [_aligned(arg, pieces[0]) if isinstance(arg, torch.Tensor) else arg for arg in args] if beside else args
-        guard = _writing(name, written) if written else contextlib.nullcontext()
-        with guard, torch._C.DisableTorchFunctionSubclass():
-            draws = name in DRAWS and isinstance(args[0], Piece) and args[0].place != JOINED
-            result = _drawn(func, args, kwargs) if draws else func(*args, **kwargs)
+        if name in DRAWS and isinstance(args[0], Piece) and args[0].place != JOINED:
+            return _drawn(func, args, kwargs)
+        with contextlib.ExitStack() as gates:
+            for leaf in _written(name, args, kwargs):
+                gates.enter_context(leaf.unit.gate.writing(f"{name} on {leaf.title}", leaf.unit, leaf.place))
+            gates.enter_context(torch._C.DisableTorchFunctionSubclass())
+            result = func(*args, **kwargs)
         return _keep(result, name, kind, args)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -153,10 +154,6 @@ class Piece(torch.Tensor):
 
 class _Alias(Piece):
     """A view of a sharded parameter (`p.data`, `p.detach()`, `p.view(-1)`): writing it writes the parameter."""
-
-    @property
-    def param(self) -> "ShardedParameter":
-        return cast(ShardedParameter, self.unit.leaves[self.place])
 
 
 class ShardedGradient(Piece):
@@ -288,8 +285,10 @@ def _wholes(args: Any, name: str) -> Any:
     wholes = {id(p): p.reducer.regather(p.unit, p.place, p.as_subclass(torch.Tensor)).view(p.whole) for p in recorded}
     if rest := [piece for piece in pieces if id(piece) not in wholes]:
         wholes |= zip(map(id, rest), whole(name, rest, lambda: map(plain, rest)), strict=True)
-    wholes |= {id(leaf): leaf.full() for leaf in leaves if isinstance(leaf, ShardedParameter)}
-    wholes |= {id(leaf): leaf.param.full().detach().view(leaf.whole) for leaf in leaves if isinstance(leaf, _Alias)}
+    for leaf in leaves:
+        if isinstance(leaf, ShardedParameter | _Alias):
+            full = leaf.reducer.full(leaf.unit, leaf.place)
+            wholes[id(leaf)] = full if isinstance(leaf, ShardedParameter) else full.detach().view(leaf.whole)
     return tree_unflatten([wholes.get(id(leaf), leaf) for leaf in leaves], spec)
 
 
@@ -314,10 +313,6 @@ def _everybodys(what: str, pieces: Sequence[Piece], value: Callable[[], Any]) ->
 def plain(piece: torch.Tensor) -> torch.Tensor:
     with torch._C.DisableTorchFunctionSubclass():
         return piece.detach().as_subclass(torch.Tensor).reshape(-1).clone()
-
-
-def _everything(index: Any) -> bool:
-    return index is Ellipsis or (isinstance(index, slice) and index == slice(None))
 
 
 _FIRST = {"input", "self", "tensor"}  # names of a first argument
@@ -372,17 +367,6 @@ def _written(name: str, args: Any, kwargs: Any) -> list[Any]:
     return [t for t in found if isinstance(t, ShardedParameter | _Alias)]
 
 
-@contextlib.contextmanager
-def _writing(name: str, leaves: Sequence[Piece]) -> Iterator[None]:
-    by_gate: dict[Any, list[tuple[Unit, int]]] = {}
-    for leaf in leaves:
-        by_gate.setdefault(leaf.unit.gate, []).append((leaf.unit, leaf.place))
-    with contextlib.ExitStack() as gates:
-        for gate, targets in by_gate.items():
-            gates.enter_context(gate.writing(f"{name} on {leaves[0].title}", targets))
-        yield
-
-
 def _keep(result: Any, name: str, kind: Reads, args: Any) -> Any:
     """The result as the piece it is."""
     if isinstance(result, list | tuple) and name.startswith("_foreach_"):
@@ -398,8 +382,8 @@ def _keep(result: Any, name: str, kind: Reads, args: Any) -> Any:
     if not like or (not joined and result.numel() != source.numel()):
         return result
     if name in VIEWS and isinstance(source, ShardedParameter | _Alias):
-        alias = cast(_Alias, source.like(result, _Alias, name in _FLAT))
-        alias.param.aliases[alias] = None
+        alias = source.like(result, _Alias, name in _FLAT)
+        cast(ShardedParameter, source.unit.leaves[source.place]).aliases[alias] = None
         return alias
     cls = ShardedGradient if name in VIEWS and isinstance(source, ShardedGradient) else Piece
     piece = source.like(result, cls, name in _FLAT)
@@ -413,7 +397,7 @@ def _drawn(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     blank = piece.new_empty(piece.slot.shape, requires_grad=piece.requires_grad)  # torch may refuse to edit a leaf
     mine = piece.piece_of(func(blank, *args[1:], **kwargs)).detach()
     with torch.no_grad():
-        return piece.copy_(mine) if edits(func.__name__) else mine
+        return piece.copy_(mine) if edits(func.__name__) else piece.like(mine, Piece)
 
 
 def _gradient(grad: torch.Tensor | None, of: Any) -> torch.Tensor | None:
@@ -443,17 +427,12 @@ def _norms(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return [torch.linalg.vector_norm(tensor, order) for tensor in tensors]  # of several engines, or of none
     if along or not all(isinstance(tensor, Piece) for tensor in tensors):
         return NotImplemented
-    summed = not math.isinf(order)
 
-    def local(piece: torch.Tensor) -> float:
-        wide = piece.abs().double()
-        powers = wide.ne(0) if order == 0 else wide.pow(order) if summed else wide
-        return float(powers.sum() if summed else powers.max() if order > 0 else powers.min())
+    def norm(values: torch.Tensor) -> Any:
+        return torch.linalg.vector_norm(values.abs().double(), order)
 
-    combine = operator.add if summed else max if order > 0 else min
-    root = 1.0 / order if summed and order else 1.0
-    wholes = _folded(tensors, f"norm {order:g}", local, combine)
-    norms = [t.new_tensor(whole**root, dtype=t.dtype.to_real()) for t, whole in zip(tensors, wholes, strict=True)]
+    wholes = _folded(tensors, f"norm {order:g}", norm, lambda *two: norm(torch.stack(two)) if order else sum(two))
+    norms = [whole.to(tensor.dtype.to_real()) for tensor, whole in zip(tensors, wholes, strict=True)]
     return norms if many else norms[0]
 
 

@@ -54,8 +54,8 @@ class Council:
             first = min((p.kind for p in positions), key=tuple(Kind).index)
             if first in (Kind.STEP, Kind.TOTAL):
                 self._require_same(positions)
-            backward = first is Kind.BACKWARD  # then only what was put in one counts
-            actions[first]({r: p.offers for r, p in enumerate(positions) if p.kind is first or not backward})
+            # At the end of a backward only what was put in one counts.
+            actions[first]({r: p.offers for r, p in enumerate(positions) if first in (p.kind, Kind.FLUSH, Kind.STEP)})
             if first is kind:
                 self._member.fresh &= kind not in (Kind.STEP, Kind.TOTAL)
                 return positions

@@ -166,8 +166,7 @@ class Exchange:
         for rank in sorted(offers):
             if rank not in launch.added:
                 self._add(launch, rank, offers[rank].key)
-        wrong = [r for r, key in launch.added.items() if r not in offers or offers[r].key != key]
-        if wrong:
+        if wrong := [r for r, key in launch.added.items() if r not in offers or offers[r].key != key]:
             self._station.fail(
                 f"rank {self._station.mesh.rank}: rank {wrong[0]} gave up a backward in which it had already sent its "
                 f"gradient of unit {unit.name}, and this rank did not; let all ranks give up a backward, or none"

@@ -236,8 +236,7 @@ class Reducer:
         alone = Task()
         launch = alone.launches[Part(unit.index)] = self._exchange.send(unit, grads, uses)
         offered = self._end_backward(alone)
-        only = {Part(unit.index)}
-        if any(set(parts) != only for parts in offered.values()) or len(offered) < self._station.mesh.world:
+        if any(set(p) != {Part(unit.index)} for p in offered.values()) or len(offered) < self._station.mesh.world:
             self._station.fail(
                 f"rank {unit.rank}: a backward with create_graph=True reduces unit {unit.name} at once, which needs "
                 f"every rank to reach it at the same point; others were elsewhere"

@@ -26,13 +26,15 @@ class Leaf:
     full: Callable[[], torch.Tensor]
 
 
+def leaves(module: nn.Module) -> dict[str, Any]:
+    """The sharded parameters that a module has itself."""
+    return {name: leaf for name, leaf in module._parameters.items() if isinstance(leaf, Leaf)}
+
+
 class Sharded(nn.Module):
     """What a module with sharded parameters does otherwise than a plain one; ahead of its own class."""
 
     _retrograde_engine: Any  # so that it lives as long as the model
-
-    def _sharded(self) -> dict[str, Any]:
-        return {name: leaf for name, leaf in self._parameters.items() if isinstance(leaf, Leaf)}
 
     def get_parameter(self, target: str) -> nn.Parameter:
         """As torch's, which looks for a Parameter by reading the attribute."""
@@ -61,14 +63,14 @@ class Sharded(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, leaf in self._sharded().items():
+        for name, leaf in leaves(self).items():
             if prefix + name in destination:
                 full = leaf.full()
                 destination[prefix + name] = full if keep_vars else full.detach().clone()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: Any, *rest: Any) -> None:
         errors: list[str] = rest[-1]
-        sharded = self._sharded()
+        sharded = leaves(self)
         if sharded and metadata.get("assign_to_params_buffers", False):
             first = prefix + next(iter(sharded))
             errors.append(f"{first}: assign=True would replace sharded parameters; load with assign=False")
@@ -103,8 +105,7 @@ class ShardedRNN:
 
 def unpatched(module: nn.Module) -> bool:
     """Has it sharded parameters without a property?"""
-    own = [name for name, leaf in module._parameters.items() if isinstance(leaf, Leaf)]
-    return not all(isinstance(getattr(type(module), name, None), property) for name in own)
+    return not all(isinstance(getattr(type(module), name, None), property) for name in leaves(module))
 
 
 def patch(module: nn.Module, engine: Any) -> None:
@@ -113,7 +114,7 @@ def patch(module: nn.Module, engine: Any) -> None:
     Hooks only where parameters are: torch.func refuses to start while any are active, and what a module without
     parameters of its own saves is, but for weights it takes from its children, activations.
     """
-    names = [name for name, leaf in module._parameters.items() if isinstance(leaf, Leaf)]
+    names = tuple(leaves(module))
     body: dict[str, Any] = {name: _property(name) for name in names}
     body |= {
         "forward": _forward(type(module), engine.saved if names else None, engine.grow),

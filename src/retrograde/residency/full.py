@@ -96,11 +96,8 @@ class FullTensor(Aliased):
         return alive(self._unit).leaves[self._slot]
 
     # The parameter's, whose gradient is this rank's piece: the object that `p.grad` is.
-    grad = property(
-        lambda self: self.leaf.grad,
-        lambda self, value: setattr(self.leaf, "grad", value),
-        lambda self: setattr(self.leaf, "grad", None),
-    )
+    grad = property(lambda self: self.leaf.grad, lambda self, value: setattr(self.leaf, "grad", value))
+    grad = grad.deleter(lambda self: setattr(self.leaf, "grad", None))
     # `module.weight.requires_grad = False` is how most people freeze: it is said of the parameter.
     requires_grad = property(lambda self: bool(get_requires_grad(self)), lambda self, on: self.requires_grad_(on))
 
@@ -127,7 +124,7 @@ def _reporting(name: str) -> Callable[..., Any]:
             )
         if not unit.valid:
             unit.sink.pager.open(unit)  # a tensor that was held while others changed
-        with unit.gate.writing(f"{name} on {unit.layout.slots[self._slot].name}", [(unit, self._slot)]):
+        with unit.gate.writing(f"{name} on {unit.layout.slots[self._slot].name}", unit, self._slot):
             result = method(self, *args, **kwargs)
             unit.write_back(self._slot)
         return result

@@ -20,7 +20,7 @@ Rule 4: an edit nobody reported (through an alias of a leaf) still moves the lea
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,23 +47,21 @@ class Gate:
         return self._station.read(unit.index, unit.name, stamp, into)
 
     @contextlib.contextmanager
-    def writing(self, what: str, targets: Sequence[tuple["Unit", int]]) -> Iterator[None]:
-        """Around an edit of parameters in place, given as unit and slot."""
-        if self._phase is None or any(slot in dict(unit.undo) for unit, slot in targets):
+    def writing(self, what: str, unit: "Unit", slot: int) -> Iterator[None]:
+        """Around an edit of a parameter in place."""
+        if self._phase is None or slot in dict(unit.undo):
             self._fence(what)
         with self._station.mesh.changed:
-            for unit, slot in targets if self._phase is Kind.FENCE else ():
+            if self._phase is Kind.FENCE:
                 unit.undo.append((slot, unit.pieces[slot].clone()))
         try:
             yield
         except BaseException:
             with self._station.mesh.changed:
-                for unit, _ in targets:
-                    del unit.undo[unit.edits :]
+                del unit.undo[unit.edits :]
             raise
         with self._station.mesh.changed:
-            for unit, _ in targets:
-                unit.edits = len(unit.undo)
+            unit.edits = len(unit.undo)
         self._station.answer_waiting()
 
     def advance(self, phase: Kind | None) -> None:

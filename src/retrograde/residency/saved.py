@@ -60,8 +60,7 @@ class SavedTensors:
 
     def _handle(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
         """For a tensor that aliases a page: where to find it again."""
-        paged = self.live and tensor.layout is torch.strided
-        unit = self.live.get(tensor.untyped_storage()._cdata) if paged else None
+        unit = self.live.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
         if unit is None or tensor.dtype is not unit.layout.dtype:
             return None
         if self.compiled:

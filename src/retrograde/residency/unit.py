@@ -224,8 +224,8 @@ class Unit:
         if self.ready and (now := self._edit_counters()) != (seen := self._edits_seen):
             self._edits_seen = now  # a fence looks for edits too
             slots = [slot for slot in range(len(self.leaves)) if now[slot] != seen[slot] or now[-1] != seen[-1]]
-            with self.gate.writing(f"an edit of unit {self.name}", [(self, slot) for slot in slots]):
-                for slot in slots:
+            for slot in slots:
+                with self.gate.writing(f"an edit of {self.layout.slots[slot].name}", self, slot):
                     self.write_back(slot)
 
     def write_back(self, slot: int) -> None:
