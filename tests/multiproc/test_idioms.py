@@ -266,6 +266,7 @@ def reshaped_by_keyword(model: nn.Module, loss: Loss) -> Tensor:
 def retained(model: nn.Module, loss: Loss) -> None:
     model[1][0].weight.retain_grad()
     loss().backward()
+    weight(model).grad.detach_()
     sgd(model).zero_grad()
     assert weight(model).grad is None
 
@@ -326,6 +327,8 @@ def along_dimensions(model: nn.Module, loss: Loss) -> Tensor:
     loss().backward()
     grad = weight(model).grad
     found = [grad.norm(dim=0), grad.max(-1).values, grad.abs().min(dim=1, keepdim=True)[0].squeeze(1), grad.amax(dim=0)]
+    with torch.no_grad():
+        found += [F.softmax(weight(model), dim=1)[0], F.normalize(weight(model).data, dim=0)[1]]
     counts = [torch.where(grad > 0)[0].numel(), torch.unique(grad).numel(), *[0] * 6]
     return torch.stack([*found, torch.tensor(counts, dtype=torch.float32)])
 
@@ -365,6 +368,13 @@ def weighted_by_gradients(model: nn.Module, loss: Loss) -> Tensor:
     return penalty.detach()
 
 
+def gradients_of_a_matrix(model: nn.Module, loss: Loss) -> Tensor:
+    """An output in the shape of a parameter, with a gradient for it."""
+    out = torch.ones(8, 8) @ (loss() * torch.ones(8, 8))
+    grads = torch.autograd.grad(out, list(model.parameters()), torch.full((8, 8), 0.5))
+    return torch.stack([grad.norm() for grad in grads])
+
+
 def joined_with_plain(model: nn.Module, loss: Loss) -> Tensor:
     loss().backward()
     return torch.cat([*(param.grad.flatten() for param in model.parameters()), torch.ones(3)]).norm()
@@ -388,6 +398,7 @@ IDIOMS = [
     a_new_head_called_by_hand, edited_by_operators, tied_afterwards, largest_of_many, noise, drawn_anew,
     kept_before_assigning, reshaped_by_keyword, retained, held_over_steps, rows_of_gradients, rows_of_parameters,
     shapes_of_gradients, along_dimensions, beside_full_tensors, weighted_by_gradients, joined_with_plain, hooks_in_turn,
+    gradients_of_a_matrix,
 ]  # fmt: skip
 
 

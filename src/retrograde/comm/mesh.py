@@ -83,8 +83,7 @@ class _Line:
     def receive(self) -> None:
         with contextlib.suppress(BlockingIOError):
             for _ in range(_PARTS):  # then it is another line's turn
-                got = self.socket.recv_into(self._into)
-                if not got:
+                if not (got := self.socket.recv_into(self._into)):
                     raise ConnectionResetError("the other side has closed the connection")
                 self._into = self._into[got:] if got < len(self._into) else memoryview(b"")
                 self._into = self._into or next(self._messages)  # delivers what is complete: its memory is let go of

@@ -107,9 +107,8 @@ class Engine:
 
     def full_grads(self) -> dict[str, torch.Tensor | None]:
         """All gradients by name, whole, on every rank. For looking at a model, not for training it."""
-        named = [(name, leaf) for name, leaf in self.model.named_parameters() if isinstance(leaf, ShardedParameter)]
-        whole = self._whole_grads([leaf for _, leaf in named])
-        return {name: grad for (name, _), grad in zip(named, whole, strict=True)}
+        leaves = {name: leaf for name, leaf in self.model.named_parameters() if isinstance(leaf, ShardedParameter)}
+        return dict(zip(leaves, self._whole_grads(list(leaves.values())), strict=True))
 
     def _whole_grads(self, leaves: list[ShardedParameter]) -> list[torch.Tensor | None]:
         self.reducer.settle("a gradient was read")

@@ -135,7 +135,8 @@ class Piece(torch.Tensor):
                 return _on_wholes(func, name, args, kwargs)
         if edits(name) and (name in POSITIONAL or any(args[0] is t and t.shape != pieces[0].shape for t in beside)):
             return _edited(func, name, args, kwargs)
-        args = [_aligned(arg, pieces[0]) if isinstance(arg, torch.Tensor) else arg for arg in args] if beside else args
+        if beside and (edits(name) or kind is Reads.ELEMENTS):
+            args = [_aligned(arg, pieces[0]) if isinstance(arg, torch.Tensor) else arg for arg in args]
         if name in DRAWS and isinstance(args[0], Piece) and args[0].place != JOINED:
             return _drawn(func, args, kwargs)
         with contextlib.ExitStack() as gates:
@@ -144,6 +145,9 @@ class Piece(torch.Tensor):
             gates.enter_context(torch._C.DisableTorchFunctionSubclass())
             result = func(*args, **kwargs)
         return _keep(result, name, kind, args)
+
+    def detach_(self) -> Any:
+        return super().detach_() if self.requires_grad else self  # torch refuses it for any view
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
@@ -322,11 +326,12 @@ _TRANSPOSED = {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", 
 
 def _on_wholes(func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
     """A view of a parameter is one of its full tensor. One of a gradient is of a copy, to which nobody may write."""
-    if isinstance(args[0], ShardedParameter | _Alias):
+    view = views(name) or func in _TRANSPOSED
+    if view and isinstance(args[0], ShardedParameter | _Alias):
         full, *rest = _wholes(args, name)
         return getattr(full, name, functools.partial(func, full))(*rest, **kwargs)
     graph = torch.is_grad_enabled() and any(piece.requires_grad for piece in _pieces(args))
-    with contextlib.nullcontext() if graph or not (views(name) or func in _TRANSPOSED) else torch.inference_mode():
+    with torch.inference_mode() if view and not graph else contextlib.nullcontext():
         return func(*_wholes(args, name), **kwargs)
 
 
@@ -342,7 +347,7 @@ def _edited(func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
 
 def _aligned(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
     """What lies beside a piece: of a tensor like the whole, the part that belongs there."""
-    if isinstance(tensor, Piece) or tensor.dim() == 0 or tensor.shape == piece.shape or piece.place == JOINED:
+    if isinstance(tensor, Piece) or tensor.shape in ((), (1,), piece.shape) or piece.place == JOINED:
         return tensor
     fits = all(size in (1, whole) for size, whole in zip(tensor.shape[::-1], piece.whole[::-1], strict=False))
     return piece.piece_of(tensor.expand(piece.whole)) if fits and tensor.dim() <= len(piece.whole) else tensor
@@ -446,11 +451,10 @@ def _found_inf(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """GradScaler's check: inf on one rank is inf on all."""
     grads, found = args[0], args[1]
     with torch._C.DisableTorchFunctionSubclass():
-        result = func(*args, **kwargs)
+        func(*args, **kwargs)
     if (piece := next(_pieces(grads), None)) is not None:
         by_rank = piece.reducer.council.values("found_inf", found.clone)
         found.copy_(functools.reduce(torch.maximum, by_rank))
-    return result
 
 
 # How the ranks' answers make the answer for the whole.

@@ -4,9 +4,10 @@
 |----------|------------------------------------------|-------------------------------------------------------|
 | ELEMENTS | `mul`, `abs`, `isfinite`, `lerp`         | works as it is; the result is a piece again            |
 | ALL      | `norm`, `sum`, `topk`, `equal`, `t`      | would be a silent error: answered for the whole tensor |
-| LOCAL    | `numel`, `p[2:4]`, `numpy`, `zeros_like` | plain torch on this rank's memory (the last: a piece)  |
+| LOCAL    | `numel`, `size`, `numpy`, `zeros_like`   | plain torch on this rank's memory (the last: a piece)  |
 
-Views are local where they leave a piece a piece (`VIEWS`), if no graph records them.
+Views are local where they leave a piece a piece (`VIEWS`), if no graph records them. Edits that ask where in the whole
+an element is (`POSITIONAL`) are made on the whole, and random numbers (`DRAWS`) are drawn for the whole.
 
 torch itself knows which of its functions are pointwise (their tag) and which are views (their schema), so there is no
 list to keep. What is unknown counts as ALL: slow is better than wrong.

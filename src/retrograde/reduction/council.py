@@ -65,7 +65,6 @@ class Council:
         return self._station.meet(position)
 
     def _require_same(self, positions: list[Position]) -> None:
-        wanted = {(p.kind, p.label if p.kind is Kind.TOTAL else "") for p in positions}
-        if len(wanted) > 1:
+        if len({(p.kind, p.label if p.kind is Kind.TOTAL else "") for p in positions}) > 1:
             places = "; ".join(f"rank {r} is at {p.kind} ({p.label})" for r, p in enumerate(positions))
             self._station.fail(f"rank {self._station.mesh.rank}: ranks cannot be reconciled: {places}")
