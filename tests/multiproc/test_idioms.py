@@ -336,19 +336,29 @@ def along_dimensions(model: nn.Module, loss: Loss) -> Tensor:
 def beside_full_tensors(model: nn.Module, loss: Loss) -> Tensor:
     """Masks, averages and values in the shape of the whole."""
     mask = torch.arange(64.0).view(8, 8) % 3
-    average = torch.zeros(8, 8)
+    average, mean = torch.zeros(8, 8), torch.zeros(8)
     weight(model).register_hook(lambda grad: grad * mask)
     loss().backward()
     model[0][0].weight.grad.mul_(torch.arange(6.0))
     model[2].weight.grad = model[2].weight.grad * torch.ones(3, 8) * 2
     average.lerp_(weight(model).detach(), 0.25)
-    average.add_(weight(model).grad)
+    average = average + weight(model).grad
     with torch.no_grad():
         weight(model).mul_(mask)
         model[2].get_parameter("weight").copy_(torch.ones(3, 8))
         model[0][0].get_parameter("bias").data = torch.arange(8.0)
-        model[0][0].weight -= 0.5 * model[0][0].weight.grad
-    return average + (mask - weight(model).detach()).abs().sum()
+        for layer in (model[0][0], model[2]):  # also a bias that is on one rank alone
+            layer.weight -= 0.5 * layer.weight.grad
+            layer.bias -= 0.5 * layer.bias.grad
+            mean[:8].lerp_(model[0][0].get_parameter("bias"), 0.5)
+        flat = torch.zeros(sum(param.numel() for param in model.parameters()))
+        place = 0
+        for param in model.parameters():
+            flat[place : place + param.numel()] = param.grad.view(-1)
+            flat[place : place + param.numel()].mul_(2.0)
+            param.grad.copy_(flat[place : place + param.numel()].view_as(param))
+            place += param.numel()
+    return average.norm() + mean.sum() + (mask - weight(model).detach()).abs().sum()
 
 
 def thin(model: nn.Module, loss: Loss) -> Tensor:
@@ -553,7 +563,7 @@ def _parametrized(rank: int, world: int, frozen: bool) -> str:
 
 @pytest.mark.parametrize("frozen", (False, True))
 def test_parametrizing_a_sharded_model_is_refused(ranks: Callable[[int], RankPool], frozen: bool) -> None:
-    wanted = "ParametrizationList.original: a parameter of a sharded model" if frozen else "parameter 'original'"
+    wanted = "ParametrizationList.original: a full tensor of a sharded parameter" if frozen else "parameter 'original'"
     for said in ranks(2).run(_parametrized, frozen):
         assert wanted in said
 
@@ -596,3 +606,18 @@ def _written_views(rank: int, world: int) -> list[str]:
 
 def test_views_of_gradients_are_not_written_to(ranks: Callable[[int], RankPool]) -> None:
     assert all(len(said) == 5 for said in ranks(2).run(_written_views))
+
+
+def _into_plain(rank: int, world: int) -> str:
+    """In place there is no telling what is meant, and ranks would not agree on whether to meet."""
+    model = nn.Sequential(nn.Linear(6, 2, bias=False))
+    rg.shard(model, 3)
+    model(batch(rank)).sum().backward()
+    with pytest.raises(rg.UnsupportedError) as refused:
+        torch.zeros(2, 6).add_(model.get_parameter("0.weight").grad)
+    return str(refused.value)
+
+
+def test_a_part_of_a_gradient_into_a_plain_tensor(ranks: Callable[[int], RankPool]) -> None:
+    for said in ranks(2).run(_into_plain):
+        assert said == "add_ with a part of a gradient: write x = x + p.grad, or use engine.full_grad(p)"

@@ -20,10 +20,8 @@ _changes = [0]  # parameters and submodules registered, by any module of the pro
 def _start_counting() -> None:
     def count(module: Any, name: str, value: Any) -> None:
         if isinstance(value, FullTensor):  # a frozen one: others are no leaves, which torch refuses itself
-            raise UnsupportedError(
-                f"{type(module).__name__}.{name}: a parameter of a sharded model cannot be given to a plain module as "
-                f"a full tensor; tie or parametrize before rg.shard(), or assign model.get_parameter(...)"
-            )
+            what = f"{type(module).__name__}.{name}: a full tensor of a sharded parameter"
+            raise UnsupportedError(f"{what}; tie or parametrize before rg.shard(), or assign model.get_parameter(...)")
         _changes[0] += 1
 
     modules.register_module_parameter_registration_hook(count)

@@ -32,7 +32,7 @@ from retrograde.errors import UnsupportedError
 from retrograde.layout import Slot
 from retrograde.optim.reads import DRAWS, JOINS, POSITIONAL, VIEWS, Reads, reads
 from retrograde.reduction import Reducer
-from retrograde.residency import Leaf, Unit, alive, edits, set_data, set_requires_grad, views
+from retrograde.residency import Aliased, Leaf, Unit, alive, edits, set_data, set_requires_grad, views
 
 _set_grad = cast(Any, torch.Tensor.grad).__set__
 raw_grad = cast(Any, torch.Tensor.grad).__get__  # without what reading `.grad` does
@@ -133,7 +133,7 @@ class Piece(torch.Tensor):
                 return result
             if kind is Reads.ALL or (name in _OVER_ALL and not any(isinstance(arg, torch.Tensor) for arg in args[1:])):
                 return _on_wholes(func, name, args, kwargs)
-        if edits(name) and (name in POSITIONAL or any(args[0] is t and t.shape != pieces[0].shape for t in beside)):
+        if edits(name) and (name in POSITIONAL if isinstance(args[0], Piece) else _takes_wholes(name, args)):
             return _edited(func, name, args, kwargs)
         if beside and (edits(name) or kind is Reads.ELEMENTS):
             args = [_aligned(arg, pieces[0]) if isinstance(arg, torch.Tensor) else arg for arg in args]
@@ -281,10 +281,7 @@ def _wholes(args: Any, name: str) -> Any:
     leaves, spec = tree_flatten(list(args))
     pieces = [leaf for leaf in leaves if type(leaf) in (Piece, ShardedGradient)]
     if any(piece.place == JOINED for piece in pieces):
-        raise UnsupportedError(
-            f"{name} of several parameters: this rank's parts of them were put together, on which torch would give "
-            f"a local answer here. Use p.full() or engine.full_grad(p) for each"
-        )
+        raise UnsupportedError(f"{name} of parts of several parameters: use p.full() or engine.full_grad(p) for each")
     recorded = [piece for piece in pieces if torch.is_grad_enabled() and piece.requires_grad]
     wholes = {id(p): p.reducer.regather(p.unit, p.place, p.as_subclass(torch.Tensor)).view(p.whole) for p in recorded}
     if rest := [piece for piece in pieces if id(piece) not in wholes]:
@@ -335,10 +332,18 @@ def _on_wholes(func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> A
         return func(*_wholes(args, name), **kwargs)
 
 
+def _takes_wholes(name: str, args: Any) -> bool:
+    """Is a plain tensor edited that is not of a piece's size? A full tensor is not, whatever its size."""
+    place = args[0][args[1]] if name == "__setitem__" else args[0]
+    return isinstance(place, torch.Tensor) and (isinstance(place, Aliased) or place.shape != next(_pieces(args)).shape)
+
+
 def _edited(func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
     """An edit that asks where in the whole an element is, or one of a plain tensor by a piece."""
+    if not isinstance(args[0], Aliased | Piece) and not all(isinstance(p, Leaf | _Alias) for p in _pieces(args)):
+        raise UnsupportedError(f"{name} with a part of a gradient: write x = x + p.grad, or use engine.full_grad(p)")
     full, *rest = _wholes(args, name)
-    if not isinstance(args[0], Piece):
+    if full is args[0]:
         with torch._C.DisableTorchFunctionSubclass():
             return func(full, *rest, **kwargs)
     getattr(full, name)(*rest, **kwargs)
