@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import retrograde as rg
 from tests.harness import RankPool
 from tests.multiproc.twin import Twin
 from tests.small import DIM, Block, batch
@@ -110,3 +111,55 @@ def _put(params: list[torch.Tensor], values: list[torch.Tensor], swap: str) -> N
 @STAGES
 def test_one_rank_evaluates_between_edits(ranks: Ranks, stage: int, swap: str) -> None:
     ranks(2).run(_one_evaluates, stage, swap)
+
+
+def _read_between(rank: int, world: int, stage: int) -> bool:
+    """One of two weights was edited before, so the edit of both needs a fence, which must not forget the other."""
+    model = _stack()
+    engine = rg.shard(model, stage, timeout=20.0)
+    first, *_, second = model.parameters()
+    assert first.unit is not second.unit
+    wanted = first.full().detach() * 0.5
+    fence = engine.reducer.gate._fence
+
+    def slow(what: str) -> None:
+        fence(what)
+        time.sleep(0.5 * (rank == 0 and "foreach" in what))
+
+    engine.reducer.gate._fence = slow
+    with torch.no_grad():
+        second.mul_(3.0)
+        torch._foreach_mul_([first, second], 0.5)
+    found = torch.equal(first.full().detach(), wanted)
+    dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_a_fence_in_an_edit_of_several(ranks: Ranks, stage: int) -> None:
+    assert ranks(2).run(_read_between, stage) == [True, True]
+
+
+def _in_another_order(rank: int, world: int, stage: int) -> None:
+    """The same edit on both ranks, before and after another meeting."""
+    model = _stack()
+    engine = rg.shard(model, stage, timeout=10.0)
+    weight, optimizer = list(model.parameters())[-1], torch.optim.SGD(model.parameters(), lr=0.1)
+    with engine.no_sync():
+        model(torch.ones(2, DIM)).sum().backward()
+    for action in ("edit", "read") if rank == 0 else ("read", "edit", "use"):
+        if action == "edit":
+            with torch.no_grad():
+                weight.mul_(0.5)
+        elif action == "read":
+            assert weight.grad is not None
+        else:
+            model(torch.ones(2, DIM))
+    optimizer.step()
+    model(torch.ones(2, DIM))
+    dist.barrier()
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_the_same_edit_in_another_order(ranks: Ranks, stage: int) -> None:
+    ranks(2).run(_in_another_order, stage)

@@ -320,14 +320,25 @@ def shapes_of_gradients(model: nn.Module, loss: Loss) -> list[int]:
         if param.grad.dim() > 1:
             param.grad.add_(-param.grad.mean(dim=1, keepdim=True))
     grad = weight(model).grad
-    return [grad.dim(), weight(model).data.ndim, weight(model).ndimension(), grad.flatten().dim()]
+    return [grad.dim(), weight(model).data.ndim, grad.abs().ndim, grad.flatten().dim()]
+
+
+def norms_in_double(model: nn.Module, loss: Loss) -> list[bool]:
+    """Sums over the ranks are wider than the gradients."""
+    loss().backward()
+    grad = weight(model).grad
+    flat = grad.flatten().double().abs()
+    exact = {0: (flat > 0).double().sum(), 1: flat.sum(), 2: flat.pow(2).sum().sqrt(), 3: flat.pow(3).sum() ** (1 / 3)}
+    return [float((grad.double().norm(order) - norm).abs()) < 1e-14 for order, norm in exact.items()]
 
 
 def along_dimensions(model: nn.Module, loss: Loss) -> Tensor:
     loss().backward()
     grad = weight(model).grad
     found = [grad.norm(dim=0), grad.max(-1).values, grad.abs().min(dim=1, keepdim=True)[0].squeeze(1), grad.amax(dim=0)]
+    found.append(torch.max(grad, other=grad.abs())[0])
     with torch.no_grad():
+        assert torch.arange(8.0).to(weight(model).data).shape == torch.arange(8).type_as(weight(model)).shape == (8,)
         found += [F.softmax(weight(model), dim=1)[0], F.normalize(weight(model).data, dim=0)[1]]
     counts = [torch.where(grad > 0)[0].numel(), torch.unique(grad).numel(), *[0] * 6]
     return torch.stack([*found, torch.tensor(counts, dtype=torch.float32)])
@@ -408,7 +419,7 @@ IDIOMS = [
     a_new_head_called_by_hand, edited_by_operators, tied_afterwards, largest_of_many, noise, drawn_anew,
     kept_before_assigning, reshaped_by_keyword, retained, held_over_steps, rows_of_gradients, rows_of_parameters,
     shapes_of_gradients, along_dimensions, beside_full_tensors, weighted_by_gradients, joined_with_plain, hooks_in_turn,
-    gradients_of_a_matrix,
+    gradients_of_a_matrix, norms_in_double,
 ]  # fmt: skip
 
 

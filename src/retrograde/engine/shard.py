@@ -94,14 +94,10 @@ def _group(process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> 
 
 def _check_unsharded(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if getattr(module, "max_norm", None) is not None:
-            raise ShardingError(
-                f"module {name} has max_norm={module.max_norm}: forward would edit the rows that one rank looks up, "
-                f"and the others know nothing of it; make it without, and scale rows down after the step"
-            )
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise ShardingError(f"module {name}: max_norm edits rows that other ranks have; scale rows after the step")
     params = dict(model.named_parameters())
-    sharded = [name for name, param in params.items() if isinstance(param, ShardedParameter)]
-    if sharded:
+    if sharded := [name for name, param in params.items() if isinstance(param, ShardedParameter)]:
         if len(sharded) == len(params):
             raise ShardingError(f"{type(model).__name__} is already sharded; keep the engine of the first shard() call")
         raise ShardingError(

@@ -73,7 +73,7 @@ class Piece(torch.Tensor):
         """The whole's, by which people choose what decays."""
         return 1 if self.place == JOINED else len(self.whole)
 
-    ndimension, ndim = dim, property(dim)
+    ndim = property(dim)
 
     def piece_of(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's piece of a full-shaped tensor."""
@@ -131,11 +131,12 @@ class Piece(torch.Tensor):
             result = _OVER_ALL[name](func, args, kwargs) if name in _OVER_ALL else NotImplemented
             if result is not NotImplemented:
                 return result
-            if kind is Reads.ALL or (name in _OVER_ALL and not any(isinstance(arg, torch.Tensor) for arg in args[1:])):
+            others = (*args[1:], *kwargs.values())
+            if kind is Reads.ALL or (name in _OVER_ALL and not any(isinstance(arg, torch.Tensor) for arg in others)):
                 return _on_wholes(func, name, args, kwargs)
         if edits(name) and (name in POSITIONAL if isinstance(args[0], Piece) else _takes_wholes(name, args)):
             return _edited(func, name, args, kwargs)
-        if beside and (edits(name) or kind is Reads.ELEMENTS):
+        if beside and (edits(name) or kind is Reads.ELEMENTS) and name not in ("to", "type_as"):
             args = [_aligned(arg, pieces[0]) if isinstance(arg, torch.Tensor) else arg for arg in args]
         if name in DRAWS and isinstance(args[0], Piece) and args[0].place != JOINED:
             return _drawn(func, args, kwargs)
@@ -316,7 +317,7 @@ def plain(piece: torch.Tensor) -> torch.Tensor:
         return piece.detach().as_subclass(torch.Tensor).reshape(-1).clone()
 
 
-_FIRST = {"input", "self", "tensor"}  # names of a first argument
+_FIRST = {"input", "self", "tensor", "tensors"}  # names of a first argument
 _FLAT = {"view", "reshape", "flatten", "ravel"}
 _TRANSPOSED = {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH")}
 
@@ -370,11 +371,12 @@ def _asks_for_all(name: str, args: Any, kwargs: Any) -> bool:
 
 
 def _written(name: str, args: Any, kwargs: Any) -> list[Any]:
-    """The sharded parameters a function is about to change."""
+    """The sharded parameters a function is about to change; first those edited before, whose fence forgets the rest."""
     out = kwargs.get("out")
     targets = out if out is not None else args[0] if args and edits(name) else ()
     found = targets if isinstance(targets, list | tuple) else (targets,)
-    return [t for t in found if isinstance(t, ShardedParameter | _Alias)]
+    leaves = {id(t.unit.leaves[t.place]): t for t in found if isinstance(t, ShardedParameter | _Alias)}
+    return sorted(leaves.values(), key=lambda leaf: leaf.place not in dict(leaf.unit.undo))
 
 
 def _keep(result: Any, name: str, kind: Reads, args: Any) -> Any:
@@ -405,7 +407,7 @@ def _drawn(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Random numbers for a piece: drawn for the whole, as torch does, so that ranks with one seed draw one tensor."""
     piece = args[0]
     blank = piece.new_empty(piece.slot.shape, requires_grad=piece.requires_grad)  # torch may refuse to edit a leaf
-    mine = piece.piece_of(func(blank, *args[1:], **kwargs)).detach()
+    mine = piece.piece_of(func(blank, *args[1:], **kwargs))
     with torch.no_grad():
         return piece.copy_(mine) if edits(func.__name__) else piece.like(mine, Piece)
 
@@ -438,11 +440,12 @@ def _norms(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if along or not all(isinstance(tensor, Piece) for tensor in tensors):
         return NotImplemented
 
-    def norm(values: torch.Tensor) -> Any:
-        return torch.linalg.vector_norm(values.abs().double(), order)
+    def norm(*parts: Any) -> float:
+        values = parts[0].abs().double() if len(parts) == 1 else torch.tensor(parts, dtype=torch.double)
+        return float(torch.linalg.vector_norm(values, order))
 
-    wholes = _folded(tensors, f"norm {order:g}", norm, lambda *two: norm(torch.stack(two)) if order else sum(two))
-    norms = [whole.to(tensor.dtype.to_real()) for tensor, whole in zip(tensors, wholes, strict=True)]
+    wholes = _folded(tensors, f"norm {order:g}", norm, norm if order else float.__add__)
+    norms = [t.new_tensor(whole, dtype=t.dtype.to_real()) for t, whole in zip(tensors, wholes, strict=True)]
     return norms if many else norms[0]
 
 

@@ -58,10 +58,10 @@ class Gate:
             yield
         except BaseException:
             with self._station.mesh.changed:
-                del unit.undo[unit.edits :]
+                del unit.undo[unit.edits - unit.fenced :]
             raise
         with self._station.mesh.changed:
-            unit.edits = len(unit.undo)
+            unit.edits = unit.fenced + len(unit.undo)
         self._station.answer_waiting()
 
     def advance(self, phase: Kind | None) -> None:
@@ -69,7 +69,8 @@ class Gate:
         with self._station.mesh.changed:
             self.clock += 1
             for unit in self._units:
-                unit.undo, unit.edits = [], 0
+                unit.edits = 0 if phase is Kind.STEP else unit.edits  # all ranks are here, whatever each has edited
+                unit.undo, unit.fenced = [], unit.edits
             self.settle(phase)
 
     def settle(self, phase: Kind | None = None) -> None:
@@ -88,7 +89,7 @@ class Gate:
             return f"it has moved on to fence {self.clock} while the reader is still at fence {stamp.clock}"
         if stamp.clock > self.clock or self._phase is Kind.STEP:
             return f"it has not finished the step or edit that the reader has finished (fence {self.clock})"
-        if unit.edits < stamp.edits:
+        if not unit.fenced <= stamp.edits <= unit.edits:
             return f"it has made {unit.edits} edits of this unit where the reader has made {stamp.edits}"
         if self._phase is Kind.FENCE or unit.edits > stamp.edits:
             return unit.shard_after(stamp.edits)

@@ -86,7 +86,7 @@ class Unit:
         self.ready = False  # do the full tensors show the page?
         self.buffer: torch.Tensor | None = home if self.at_home else None
         self.arrived = [False] * len(leaves)  # which leaves the last run of Pack had a gradient for
-        self.edits = self._own_references = 0  # edits made since the last fence (gate.py)
+        self.edits = self.fenced = self._own_references = 0  # edits since a step, and at the last fence (gate.py)
         self.undo: list[tuple[int, torch.Tensor]] = []  # slots edited since then, with their pieces before
         self.reading: Reading | None = None
         self._loaded: Event = None
@@ -237,9 +237,9 @@ class Unit:
         self._edits_seen = self._edit_counters()
 
     def shard_after(self, edits: int) -> torch.Tensor:
-        """A copy of the shard as it was so many edits after the last fence. Also right while another is being made."""
+        """A copy of the shard as it was after so many edits. Also right while another is being made."""
         old = self.shard.clone()
-        for slot, piece in reversed(self.undo[edits:]):
+        for slot, piece in reversed(self.undo[edits - self.fenced :]):
             old[self.layout.piece(self.layout.slots[slot], self.rank)] = piece
         return old
 
