@@ -35,13 +35,14 @@ done; \
 echo "Python 3.11 or newer is needed (python3.11 or python3 on PATH)" >&2; exit 1
 endef
 
-# torch goes first and alone, so that its version is ours and not what the other requirements resolve to.
+# torch goes first and alone, so that its version is ours and not what the other requirements resolve to. Bytecode is made
+# of what is used: of all of torch it takes longer than the rest of the installation.
 $(READY): pyproject.toml
 	@python=$$($(find_python)); echo "creating $(VENV) with $$($$python --version)"; $$python -m venv $(VENV)
 	@echo "installing $(TORCH)"
-	@$(PIP) install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH)"
+	@$(PIP) install --quiet --no-compile $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH)"
 	@echo "installing retrograde and its development tools"
-	@$(PIP) install --quiet "$(TORCH)" --editable ".[dev]"
+	@$(PIP) install --quiet --no-compile "$(TORCH)" --editable ".[dev]"
 	@touch $@
 
 # DeepSpeed's build imports the installed torch, hence no isolation. The benchmark runs without it too.
