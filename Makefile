@@ -35,8 +35,10 @@ done; \
 echo "Python 3.11 or newer is needed (python3.11 or python3 on PATH)" >&2; exit 1
 endef
 
-# torch goes first and alone, so that its version is ours and not what the other requirements resolve to. Bytecode is made
-# of what is used: of all of torch it takes longer than the rest of the installation.
+# Bytecode is made, and kept, of what is used: of all of torch it takes longer than the rest of the installation.
+unexport PYTHONDONTWRITEBYTECODE
+
+# torch goes first and alone, so that its version is ours and not what the other requirements resolve to.
 $(READY): pyproject.toml
 	@python=$$($(find_python)); echo "creating $(VENV) with $$($$python --version)"; $$python -m venv $(VENV)
 	@echo "installing $(TORCH)"
