@@ -35,18 +35,9 @@ _ELEMENTS |= {"byte", "short", *JOINS}
 _ALL = {"equal", "allclose", "item", "unique", "unique_consecutive", "__getitem__"}
 VIEWS = {"detach", "view", "reshape", "flatten", "ravel", "view_as"}
 # Edits in which it matters where in the whole an element is.
-POSITIONAL = {
-    "__setitem__",
-    "index_add_",
-    "index_copy_",
-    "index_fill_",
-    "index_put_",
-    "index_reduce_",
-    "put_",
-    "renorm_",
-}
+POSITIONAL = {"index_add_", "index_copy_", "index_fill_", "index_put_", "index_reduce_", "put_", "renorm_", "addmm_"}
 POSITIONAL |= {"scatter_", "scatter_add_", "scatter_reduce_", "masked_scatter_", "tril_", "triu_", "fill_diagonal_"}
-POSITIONAL |= {"cumsum_", "cumprod_", "addmm_", "addmv_", "addr_", "addbmm_", "baddbmm_"}
+POSITIONAL |= {"__setitem__", "cumsum_", "cumprod_", "addmv_", "addr_", "addbmm_", "baddbmm_"}
 _LOCAL = {"grad", "backward", "view_as_real", "view_as_complex", *VIEWS}
 DRAWS = {"normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_", "geometric_", "log_normal_", "random_"}
 DRAWS |= {"rand_like", "randn_like", "randint_like", "kaiming_uniform_"}

@@ -115,11 +115,8 @@ def patch(module: nn.Module, engine: Any) -> None:
     parameters of its own saves is, but for weights it takes from its children, activations.
     """
     names = tuple(leaves(module))
-    body: dict[str, Any] = {name: _property(name) for name in names}
-    body |= {
-        "forward": _forward(type(module), engine.saved if names else None, engine.grow),
-        "_retrograde_engine": engine,
-    }
+    forward = _forward(type(module), engine.saved if names else None, engine.grow)
+    body = {name: _property(name) for name in names} | {"forward": forward, "_retrograde_engine": engine}
     specialize(module, body, id(engine), *names)
 
 
