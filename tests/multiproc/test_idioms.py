@@ -271,155 +271,12 @@ def retained(model: nn.Module, loss: Loss) -> None:
     assert weight(model).grad is None
 
 
-def held_over_steps(model: nn.Module, loss: Loss) -> Tensor:
-    """A weight that is taken once, as people take it who know that it is the parameter."""
-    kept, optimizer = model[1][0].weight, sgd(model)
-    seen = []
-    for step in range(3):
-        optimizer.zero_grad()
-        (loss(step) + kept.pow(2).sum()).backward()
-        optimizer.step()
-        seen.append(kept.detach().norm())
-        optimizer.zero_grad()
-        kept.pow(2).sum().backward()
-        optimizer.step()
-    with torch.no_grad():
-        weight(model).mul_(0.5)
-        kept.mul_(1.0)
-    return torch.stack([*seen, kept.detach().norm()])
-
-
-def rows_of_gradients(model: nn.Module, loss: Loss) -> Tensor:
-    loss().backward()
-    grad = weight(model).grad
-    found = [grad[0].norm(), grad[:, 1].sum(), grad[grad > 0].sum(), grad.narrow(0, 0, 2).norm()]
-    found.append(grad.flatten()[:5].sum())
-    grad[0] = 0
-    grad[[2, 3]] = grad[[2, 3]] * 2
-    grad[grad > 0.01] = 0.5
-    model[2].weight.grad.index_fill_(0, torch.tensor([1]), 0.25)
-    model[0][0].bias.grad[:] = 0.125
-    model[0][0].bias.grad[...] += 1
-    return torch.stack(found)
-
-
-def rows_of_parameters(model: nn.Module, loss: Loss) -> Tensor:
-    matrix = weight(model)
-    with torch.no_grad():
-        matrix[0] = 0
-        matrix.data[1].fill_(2.0)
-        matrix.data.view(-1)[60:] = 0.5
-        matrix.data.t()[3].mul_(3.0)
-        matrix.scatter_(0, torch.tensor([[5, 6]]), 7.0)
-        return torch.stack([matrix[0].norm(), matrix.data[1].sum(), matrix.data.T[2].norm()])
-
-
-def shapes_of_gradients(model: nn.Module, loss: Loss) -> list[int]:
-    loss().backward()
-    for param in model.parameters():
-        if param.grad.dim() > 1:
-            param.grad.add_(-param.grad.mean(dim=1, keepdim=True))
-    grad = weight(model).grad
-    return [grad.dim(), weight(model).data.ndim, grad.abs().ndim, grad.flatten().dim()]
-
-
-def norms_in_double(model: nn.Module, loss: Loss) -> list[bool]:
-    """Sums over the ranks are wider than the gradients."""
-    loss().backward()
-    grad = weight(model).grad
-    flat = grad.flatten().double().abs()
-    exact = {0: (flat > 0).double().sum(), 1: flat.sum(), 2: flat.pow(2).sum().sqrt(), 3: flat.pow(3).sum() ** (1 / 3)}
-    return [float((grad.double().norm(order) - norm).abs()) < 1e-14 for order, norm in exact.items()]
-
-
-def along_dimensions(model: nn.Module, loss: Loss) -> Tensor:
-    loss().backward()
-    grad = weight(model).grad
-    found = [grad.norm(dim=0), grad.max(-1).values, grad.abs().min(dim=1, keepdim=True)[0].squeeze(1), grad.amax(dim=0)]
-    found.append(torch.max(grad, other=grad.abs())[0])
-    with torch.no_grad():
-        assert torch.arange(8.0).to(weight(model).data).shape == torch.arange(8).type_as(weight(model)).shape == (8,)
-        found += [F.softmax(weight(model), dim=1)[0], F.normalize(weight(model).data, dim=0)[1]]
-    counts = [torch.where(grad > 0)[0].numel(), torch.unique(grad).numel(), *[0] * 6]
-    return torch.stack([*found, torch.tensor(counts, dtype=torch.float32)])
-
-
-def beside_full_tensors(model: nn.Module, loss: Loss) -> Tensor:
-    """Masks, averages and values in the shape of the whole."""
-    mask = torch.arange(64.0).view(8, 8) % 3
-    average, mean = torch.zeros(8, 8), torch.zeros(8)
-    weight(model).register_hook(lambda grad: grad * mask)
-    loss().backward()
-    model[0][0].weight.grad.mul_(torch.arange(6.0))
-    model[2].weight.grad = model[2].weight.grad * torch.ones(3, 8) * 2
-    average.lerp_(weight(model).detach(), 0.25)
-    average = average + weight(model).grad
-    with torch.no_grad():
-        weight(model).mul_(mask)
-        model[2].get_parameter("weight").copy_(torch.ones(3, 8))
-        model[0][0].get_parameter("bias").data = torch.arange(8.0)
-        for layer in (model[0][0], model[2]):  # also a bias that is on one rank alone
-            layer.weight -= 0.5 * layer.weight.grad
-            layer.bias -= 0.5 * layer.bias.grad
-            mean[:8].lerp_(model[0][0].get_parameter("bias"), 0.5)
-        flat = torch.zeros(sum(param.numel() for param in model.parameters()))
-        place = 0
-        for param in model.parameters():
-            flat[place : place + param.numel()] = param.grad.view(-1)
-            flat[place : place + param.numel()].mul_(2.0)
-            param.grad.copy_(flat[place : place + param.numel()].view_as(param))
-            place += param.numel()
-    return average.norm() + mean.sum() + (mask - weight(model).detach()).abs().sum()
-
-
-def thin(model: nn.Module, loss: Loss) -> Tensor:
-    """A column: its pieces broadcast with it."""
-    column = model[0].get_parameter("weight")
-    return ((column.detach() - torch.ones(8, 1)) ** 2).sum()
-
-
-def weighted_by_gradients(model: nn.Module, loss: Loss) -> Tensor:
-    """A penalty with weights from an earlier backward (elastic weight consolidation)."""
-    loss().backward()
-    fisher = {name: param.grad.clone().pow(2) for name, param in model.named_parameters()}
-    old = {name: torch.zeros_like(param) for name, param in model.named_parameters()}
-    model.zero_grad()
-    penalty = sum((fisher[name] * (param - old[name]) ** 2).sum() for name, param in model.named_parameters())
-    penalty.backward()
-    return penalty.detach()
-
-
-def gradients_of_a_matrix(model: nn.Module, loss: Loss) -> Tensor:
-    """An output in the shape of a parameter, with a gradient for it."""
-    out = torch.ones(8, 8) @ (loss() * torch.ones(8, 8))
-    grads = torch.autograd.grad(out, list(model.parameters()), torch.full((8, 8), 0.5))
-    return torch.stack([grad.norm() for grad in grads])
-
-
-def joined_with_plain(model: nn.Module, loss: Loss) -> Tensor:
-    loss().backward()
-    return torch.cat([*(param.grad.flatten() for param in model.parameters()), torch.ones(3)]).norm()
-
-
-def hooks_in_turn(model: nn.Module, loss: Loss) -> Tensor:
-    for param in model.parameters():
-        param.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
-    loss(0).backward()
-    loss(1).backward()
-    handle = weight(model).register_hook(lambda grad: grad * 0)
-    loss(2).backward()
-    handle.remove()
-    return weight(model).grad.norm()
-
-
 IDIOMS = [
     closure, evaluating_after_each_step, decay_by_dimensions, frozen_after_a_window, frozen_between_backwards,
     hessian_times_ones, norm_of_the_gradient, squared_gradient, third_derivative, largest_elements, views_of_gradients,
     masks_of_gradients, penalties_of_views, gradients_kept_from_before, clipped_with_a_plain_parameter,
     a_new_head_called_by_hand, edited_by_operators, tied_afterwards, largest_of_many, noise, drawn_anew,
-    kept_before_assigning, reshaped_by_keyword, retained, held_over_steps, rows_of_gradients, rows_of_parameters,
-    shapes_of_gradients, along_dimensions, beside_full_tensors, weighted_by_gradients, joined_with_plain, hooks_in_turn,
-    gradients_of_a_matrix, norms_in_double,
+    kept_before_assigning, reshaped_by_keyword, retained,
 ]  # fmt: skip
 
 
@@ -450,6 +307,12 @@ class Hollow(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers[1](self.layers[0](x)) + self.nothing.sum()
+
+
+def thin(model: nn.Module, loss: Loss) -> Tensor:
+    """A column: its pieces broadcast with it."""
+    column = model[0].get_parameter("weight")
+    return ((column.detach() - torch.ones(8, 1)) ** 2).sum()
 
 
 def column() -> nn.Module:
@@ -599,36 +462,3 @@ def test_a_full_tensor_as_an_input_of_backward(ranks: Callable[[int], RankPool],
 def test_names_of_edits() -> None:
     assert all(map(edits, ("__iadd__", "__ilshift__", "__itruediv__", "__setitem__", "mul_", "copy_")))
     assert not any(map(edits, ("__init__", "__invert__", "__int__", "__index__", "__add__", "detach_", "mul")))
-
-
-def _written_views(rank: int, world: int) -> list[str]:
-    """What torch would write through a view of a gradient is refused: here the view is one of a copy."""
-    model = net()
-    rg.shard(model, 3)
-    model(batch(rank)).sum().backward()
-    said = []
-    for view in (lambda g: g[0], lambda g: g.t(), lambda g: g.T, lambda g: g.narrow(0, 0, 1), lambda g: g.unbind()[0]):
-        with pytest.raises(RuntimeError, match="inference tensor") as refused:
-            view(weight(model).grad).zero_()
-        said.append(str(refused.value))
-    dist.barrier()
-    return said
-
-
-def test_views_of_gradients_are_not_written_to(ranks: Callable[[int], RankPool]) -> None:
-    assert all(len(said) == 5 for said in ranks(2).run(_written_views))
-
-
-def _into_plain(rank: int, world: int) -> str:
-    """In place there is no telling what is meant, and ranks would not agree on whether to meet."""
-    model = nn.Sequential(nn.Linear(6, 2, bias=False))
-    rg.shard(model, 3)
-    model(batch(rank)).sum().backward()
-    with pytest.raises(rg.UnsupportedError) as refused:
-        torch.zeros(2, 6).add_(model.get_parameter("0.weight").grad)
-    return str(refused.value)
-
-
-def test_a_part_of_a_gradient_into_a_plain_tensor(ranks: Callable[[int], RankPool]) -> None:
-    for said in ranks(2).run(_into_plain):
-        assert said == "add_ with a part of a gradient: write x = x + p.grad, or use engine.full_grad(p)"
