@@ -442,23 +442,6 @@ def test_parametrizing_a_sharded_model_is_refused(ranks: Callable[[int], RankPoo
         assert wanted in said
 
 
-def _inputs(rank: int, world: int, stage: int) -> str:
-    model = net()
-    rg.shard(model, stage)
-    model(batch(rank)).sum().backward(inputs=[model[1][0].weight])
-    try:
-        sgd(model).step()
-    except rg.UnsupportedError as error:
-        return str(error)
-    return "nothing was said"
-
-
-@STAGES
-def test_a_full_tensor_as_an_input_of_backward(ranks: Callable[[int], RankPool], stage: int) -> None:
-    for said in ranks(2).run(_inputs, stage):
-        assert "the full tensor of parameter 1.0.weight" in said and "model.get_parameter('1.0.weight')" in said
-
-
 def test_names_of_edits() -> None:
     assert all(map(edits, ("__iadd__", "__ilshift__", "__itruediv__", "__setitem__", "mul_", "copy_")))
     assert not any(map(edits, ("__init__", "__invert__", "__int__", "__index__", "__add__", "detach_", "mul")))

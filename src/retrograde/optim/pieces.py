@@ -61,10 +61,6 @@ class Piece(torch.Tensor):
         return self.unit.layout.slots[self.place]
 
     @property
-    def title(self) -> str:
-        return "several parameters" if self.place == JOINED else self.slot.name
-
-    @property
     def whole(self) -> torch.Size:
         """The shape of what this is a piece of."""
         return torch.Size([self.slot.numel]) if self.flat else self.slot.shape
@@ -142,7 +138,7 @@ class Piece(torch.Tensor):
             return _drawn(func, args, kwargs)
         with contextlib.ExitStack() as gates:
             for leaf in _written(name, args, kwargs):
-                gates.enter_context(leaf.unit.gate.writing(f"{name} on {leaf.title}", leaf.unit, leaf.place))
+                gates.enter_context(leaf.unit.gate.writing(f"{name} on {leaf.slot.name}", leaf.unit, leaf.place))
             gates.enter_context(torch._C.DisableTorchFunctionSubclass())
             result = func(*args, **kwargs)
         return _keep(result, name, kind, args)
@@ -225,11 +221,6 @@ class ShardedParameter(Piece, Leaf, nn.Parameter):
         if self._unit() is not None:
             self.reducer.settle("p.grad was read")
         raw: torch.Tensor | None = raw_grad(self)
-        if raw is None and self._unit() is not None and self.unit.outs[self.place].retains_grad:
-            raise UnsupportedError(
-                f"backward(inputs=...) was given the full tensor of parameter {self.slot.name} and left the gradient "
-                f"there; give it the parameter itself, model.get_parameter({self.slot.name!r})"
-            )
         if raw is not None and type(raw) is not ShardedGradient:
             raw = self.like(raw, ShardedGradient)
             _set_grad(self, raw)
@@ -244,9 +235,7 @@ class ShardedParameter(Piece, Leaf, nn.Parameter):
             value = self.piece_of(value)
         _set_grad(self, value)
 
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None
+    grad = grad.deleter(lambda self: setattr(self, "grad", None))  # type: ignore[attr-defined]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         where = f"piece {tuple(self.shape)} of {tuple(self.slot.shape)} on rank {self.unit.rank}"
@@ -308,7 +297,8 @@ def whole(what: str, pieces: Sequence[Piece], local: Callable[[], Iterable[Any]]
 
 
 def _everybodys(what: str, pieces: Sequence[Piece], value: Callable[[], Any]) -> list[Any]:
-    label = f"{what} of {pieces[0].title}" + f" and {len(pieces) - 1} more" * (len(pieces) > 1)
+    of = "several parameters" if pieces[0].place == JOINED else pieces[0].slot.name
+    label = f"{what} of {of}" + f" and {len(pieces) - 1} more" * (len(pieces) > 1)
     return pieces[0].reducer.council.values(label, value)
 
 

@@ -131,10 +131,12 @@ class SplitBackward:
         parameter = parameter_of(target)
         if parameter is None or not self._deferring or torch.is_grad_enabled():
             return False
-        if id(parameter) in self._elsewhere or parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        if id(parameter) in self._elsewhere:
             return False
         if isinstance(parameter, FullTensor):
             return True  # its leaf is behind nodes that sum however often they run
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            return False
         try:
             return _executes(node if target is parameter else get_gradient_edge(parameter).node)
         except RuntimeError:  # torch says so when autograd.grad() wants this leaf

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from retrograde.comm import Key, Kind, Station
+from retrograde.errors import UnsupportedError
 from retrograde.ledger import Ledger
 from retrograde.reduction.bucket import Bucket, Grads
 from retrograde.reduction.council import Council, Offers
@@ -60,7 +61,7 @@ class Reducer:
     def gathered(self, unit: Unit, grads: Grads) -> torch.Tensor | None:
         """All gradients of `unit` in this backward have arrived."""
         self.pager.retire(unit)
-        uses = tuple(map(_use, unit.accumulators, grads, unit.trained))
+        uses = tuple(map(_use, unit.accumulators, grads, unit.trained, unit.outs))
         grads = [grad.to_dense() if grad is not None and use else None for grad, use in zip(grads, uses, strict=True)]
         self.fresh |= Use.ACCUMULATED in uses
         if torch.is_grad_enabled():
@@ -84,6 +85,13 @@ class Reducer:
             present = task.launches[Part(unit.index)].present
         layout, rank = unit.layout, unit.rank
         return [grad[layout.piece(s, rank)] if p else None for s, p in zip(layout.slots, present, strict=True)]
+
+    def captured(self, unit: Unit, slot: int, grad: torch.Tensor) -> torch.Tensor:
+        """`torch.autograd.grad` asks for the gradient of a full tensor: reduced, and all of it."""
+        uses = tuple(Use.CAPTURED if index == slot else Use.NONE for index in range(len(unit.leaves)))
+        grads = [grad.to_dense() if use else None for use in uses]
+        shard = _Reduce.apply(self, unit, uses, None, *grads)  # type: ignore[no-untyped-call]
+        return _Regather.apply(self, unit, uses, shard)[slot]  # type: ignore[no-any-return, no-untyped-call]
 
     # ---- a backward
     def _task(self) -> Task:
@@ -238,8 +246,8 @@ class Reducer:
         offered = self._end_backward(alone)
         if any(set(p) != {Part(unit.index)} for p in offered.values()) or len(offered) < self._station.mesh.world:
             self._station.fail(
-                f"rank {unit.rank}: a backward with create_graph=True reduces unit {unit.name} at once, which needs "
-                f"every rank to reach it at the same point; others were elsewhere"
+                f"rank {unit.rank}: a backward with create_graph=True, or for module.weight itself, reduces unit "
+                f"{unit.name} at once, which needs every rank to reach it at the same point; others were elsewhere"
             )
         if task is not None:
             task.met = True
@@ -255,11 +263,15 @@ class Reducer:
         return _Regather.apply(self, unit, present, shard)[slot]  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _use(accumulator: Any, grad: torch.Tensor | None, trained: bool) -> Use:
+def _use(accumulator: Any, grad: torch.Tensor | None, trained: bool, out: Any) -> Use:
     try:
         wanted = trained and grad is not None and torch._C._will_engine_execute_node(accumulator)
     except RuntimeError:  # torch says so when the leaf is captured by autograd.grad()
         return Use.CAPTURED
+    if grad is not None and not wanted and out.retains_grad:  # torch sets it for what backward() is given
+        where = f"rank {out.leaf.unit.rank}: backward(inputs=...) was given the full tensor of parameter"
+        name = out.leaf.slot.name
+        raise UnsupportedError(f"{where} {name}; give it the parameter itself, model.get_parameter({name!r})")
     return Use.ACCUMULATED if wanted else Use.NONE
 
 

@@ -98,6 +98,10 @@ class FullTensor(Aliased):
     # The parameter's, whose gradient is this rank's piece: the object that `p.grad` is.
     grad = property(lambda self: self.leaf.grad, lambda self, value: setattr(self.leaf, "grad", value))
     grad = grad.deleter(lambda self: setattr(self.leaf, "grad", None))
+    # Hooks too: they see what the parameter's see.
+    register_hook = property(lambda self: self.leaf.register_hook)
+    register_post_accumulate_grad_hook = property(lambda self: self.leaf.register_post_accumulate_grad_hook)
+    is_leaf = True  # to optimizers, which get the parameter for it (optim/steps.py)
     # `module.weight.requires_grad = False` is how most people freeze: it is said of the parameter.
     requires_grad = property(lambda self: bool(get_requires_grad(self)), lambda self, on: self.requires_grad_(on))
 

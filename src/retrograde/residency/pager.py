@@ -36,20 +36,16 @@ class Forecast:
 
     def __init__(self) -> None:
         self._next: dict[Place, tuple[Unit, bool]] = {}
-        self._at = NOWHERE
+        self.at = NOWHERE
 
     def use(self, unit: Unit, backward: bool) -> None:
-        if self._at is not NOWHERE:
-            self._next[self._at] = unit, backward
-        self._at = Place(self._at.unit, unit, backward)
-
-    def forget_position(self) -> None:
-        """The weights change now: what comes after is not what follows."""
-        self._at = NOWHERE
+        if self.at is not NOWHERE:
+            self._next[self.at] = unit, backward
+        self.at = Place(self.at.unit, unit, backward)
 
     def ahead(self, limit: int) -> Iterator[Unit]:
         """Units expected next. Stops at the end of a backward: a step may come before the next forward."""
-        at = self._at
+        at = self.at
         for _ in range(limit):
             following, backward = self._next.get(at, (None, False))
             if following is None or (at.backward and not backward):
@@ -106,7 +102,7 @@ class Pager:
         for unit in self._resident:
             self._finish(unit)
             unit.write_back_if_edited()
-        self._forecast.forget_position()
+        self._forecast.at = NOWHERE  # what comes after is not what follows
 
     def release(self) -> None:
         """Let go of every page that is not kept: after a step they are stale, after a failure they are leftovers."""

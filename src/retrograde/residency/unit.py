@@ -23,7 +23,8 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -67,6 +68,12 @@ class Gather(torch.autograd.Function):
         return None, unit.sink.gathered(unit, grads)
 
 
+def _captured(unit: "weakref.ref[Unit]", slot: int, pack: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
+    """`torch.autograd.grad(loss, module.weight)` takes a gradient in front of Gather, and nothing behind it runs."""
+    behind = grad is None or torch._C._will_engine_execute_node(pack)
+    return None if behind else alive(unit).sink.captured(alive(unit), slot, grad)
+
+
 # A page outlives an inference_mode() in which it may be made.
 _for_all_modes = torch.inference_mode(mode=False)
 
@@ -100,7 +107,6 @@ class Unit:
         self.pieces = tuple(leaf.detach() for leaf in self.leaves)
         self.settled = self.version
         self.outs = tuple(FullTensor.of(stub.clone(), self, i) for i, stub in enumerate(self._stubs))
-        self._edits_seen: list[int] = []
         if self.layout.dtype.is_floating_point or self.layout.dtype.is_complex:
             with self.accepting(), torch.enable_grad():  # edges for all: a frozen parameter may be unfrozen at any time
                 self.flat: torch.Tensor = Pack.apply(self, *self.leaves)  # type: ignore[no-untyped-call]
@@ -110,6 +116,8 @@ class Unit:
             self.accumulators = [node for node, _ in pack.next_functions]
             pack._set_sequence_nr(AFTER_ALL_ELSE)
             gather._set_sequence_nr(AS_SOON_AS_READY)
+            for slot, out in enumerate(self.outs):
+                cast(Any, torch.Tensor).register_hook(out, partial(_captured, weakref.ref(self), slot, pack))
         self._point(self._stubs)
         if self.at_home:
             self._count_references()
