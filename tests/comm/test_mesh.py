@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import pickle
 import selectors
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -21,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 import retrograde as rg
-from retrograde.comm import Key, Mesh, Station, mesh
+from retrograde.comm import Key, Kind, Mesh, Position, Station, mesh
 from retrograde.comm.mesh import _bytes_of, _Line
 from tests.comm.hosts import apart
 from tests.harness import RankPool
@@ -153,6 +155,20 @@ def _groups_that_end(rank: int, world: int) -> tuple[int, int, int]:
 def test_a_group_that_ends_takes_its_thread_along(ranks: Ranks) -> None:
     for before, during, after in ranks(2).run(_groups_that_end):
         assert during > before and after == before
+
+
+def _forks(rank: int, world: int) -> list[str]:
+    station = _station()
+    if (child := os.fork()) == 0:
+        weakref.finalize._exitfunc()  # type: ignore[attr-defined]  # as Python does when a process ends
+        os._exit(0)
+    os.waitpid(child, 0)
+    dist.barrier()
+    return [position.label for position in station.meet(Position(Kind.TOTAL, f"rank {rank}", {}))]
+
+
+def test_a_forked_process_ends_without_its_parents_connections(ranks: Ranks) -> None:
+    assert ranks(2).run(_forks) == [["rank 0", "rank 1"]] * 2
 
 
 def _references(tensor: torch.Tensor) -> int:

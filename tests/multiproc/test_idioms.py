@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -271,12 +272,32 @@ def retained(model: nn.Module, loss: Loss) -> None:
     assert weight(model).grad is None
 
 
+# ---- threads, which number their nodes from zero
+def forward_in_a_thread(model: nn.Module, loss: Loss) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        value, again = pool.submit(loss).result(), loss(1)
+    (value + again).backward()
+
+
+def all_of_it_in_a_thread(model: nn.Module, loss: Loss) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: loss().backward()).result()
+        pool.submit(lambda: sgd(model).step()).result()
+
+
+def captured_in_a_thread(model: nn.Module, loss: Loss) -> Tensor:
+    with ThreadPoolExecutor(1) as pool:
+        value = pool.submit(loss).result()
+    return torch.stack([grad.norm() for grad in torch.autograd.grad(value, list(model.parameters()))])
+
+
 IDIOMS = [
     closure, evaluating_after_each_step, decay_by_dimensions, frozen_after_a_window, frozen_between_backwards,
     hessian_times_ones, norm_of_the_gradient, squared_gradient, third_derivative, largest_elements, views_of_gradients,
     masks_of_gradients, penalties_of_views, gradients_kept_from_before, clipped_with_a_plain_parameter,
     a_new_head_called_by_hand, edited_by_operators, tied_afterwards, largest_of_many, noise, drawn_anew,
-    kept_before_assigning, reshaped_by_keyword, retained,
+    kept_before_assigning, reshaped_by_keyword, retained, forward_in_a_thread, all_of_it_in_a_thread,
+    captured_in_a_thread,
 ]  # fmt: skip
 
 

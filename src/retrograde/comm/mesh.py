@@ -104,7 +104,7 @@ class Mesh:
     def of(cls, group: dist.ProcessGroup) -> "Mesh":
         if group not in cls._meshes:
             cls._meshes[group] = mesh = cls(group)
-            weakref.finalize(group, mesh._leave)  # or when the process ends
+            weakref.finalize(group, mesh._leave, os.getpid())  # or when the process ends
         return cls._meshes[group]
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -200,8 +200,10 @@ class Mesh:
                     receiver.on_lost(cause, error)
             self.changed.notify_all()
 
-    def _leave(self) -> None:
+    def _leave(self, process: int) -> None:
         """The group or the process ends: what others were promised is sent first."""
+        if os.getpid() != process:
+            return  # forked: the connections are its parent's
         marks = [(dst, line.queued) for dst, line in self._lines.items()]
         with self.changed:
             self.changed.wait_for(lambda: all(self.sent(*mark) for mark in marks), 5.0)

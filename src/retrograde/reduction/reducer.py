@@ -5,7 +5,8 @@ Gather's backward hands over the full gradients of a unit. Either they are *laun
 and put to their owners while backward goes on, or they are *pending*: added up in a local bucket until a step, a
 flush or the next backward outside a window launches them. The first Pack of a backward (all Gathers have run) is
 its end: ranks meet, each learns who put what, sums its shard's part and hands the pieces to autograd, so that
-hooks, `inputs=`, `autograd.grad` and accumulation into `.grad` are torch's own.
+hooks, `inputs=`, `autograd.grad` and accumulation into `.grad` are torch's own. (Threads number their nodes from 0, as
+Pack is: a graph made in a new thread may have a Gather left then, which is the occasion of another end.)
 
 Rule 1: a backward is a graph task. Nested backwards have their own and meet at their own end.
 Rule 2: nothing waits for another rank's main thread before the end of the backward.
@@ -37,11 +38,10 @@ _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
 @dataclass(slots=True)
 class Task:
-    """One backward of ours: what it launched and whether its end has been met."""
+    """One backward of ours: what it launched, and what came from others."""
 
     launches: dict[Part, Launch] = field(default_factory=dict)
     joined: list[tuple[Unit, torch.Tensor, tuple[bool, ...]]] = field(default_factory=list)
-    met: bool = False
     accepting: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # what was frozen since it came
 
 
@@ -79,10 +79,10 @@ class Reducer:
         """The pieces of a reduced gradient, for the leaves."""
         present = self._delivering.get(unit.index)
         if present is None:
-            task = self._task()
-            if not task.met:
-                self._end_backward(task)
-            present = task.launches[Part(unit.index)].present
+            launch = self._task().launches[Part(unit.index)]
+            if not launch.present:
+                self._end_backward(self._task())
+            present = launch.present
         layout, rank = unit.layout, unit.rank
         return [grad[layout.piece(s, rank)] if p else None for s, p in zip(layout.slots, present, strict=True)]
 
@@ -113,20 +113,19 @@ class Reducer:
         return self._launched(part, self._exchange.launch(bucket, Offer(self._exchange.key(part), _uses_of(bucket))))
 
     def _end_backward(self, task: Task) -> dict[int, Offers]:
-        task.met = True
         self._exchange.settle_sending()
         self._backwards += 1
-        offers = self.council.end_backward(
-            f"backward {self._backwards} since the last step", {i: launch.offer for i, launch in task.launches.items()}
-        )
+        waiting = {part: launch for part, launch in task.launches.items() if not launch.present}
+        mine = {part: launch.offer for part, launch in waiting.items()}
+        offers = self.council.end_backward(f"backward {self._backwards} since the last step", mine)
         for part, by_rank in _by_part(offers).items():
-            launch, unit = task.launches.get(part), self._units[part.unit]
+            launch, unit = waiting.get(part), self._units[part.unit]
             total = self._exchange.total(unit, by_rank, launch)
-            if launch is not None and not part.early:
+            if launch is not None:
                 # What another rank captures is its own affair; what it accumulates belongs in `.grad` here too.
                 both = zip(launch.offer.uses, accumulated(by_rank), strict=True)
-                launch.present = tuple(bool(mine) or theirs for mine, theirs in both)
-            else:
+                launch.present = tuple(bool(use) or theirs for use, theirs in both)
+            if launch is None or part.early:
                 task.joined.append((unit, total, accumulated(by_rank)))
         return offers
 
@@ -134,7 +133,7 @@ class Reducer:
         if (task := self._tasks.pop(number, None)) is None:
             return  # it raised, and the next entry has cleaned up
         task.accepting.close()
-        if not task.met and task.launches:  # no Pack ran: all that was launched had only to make room
+        if not all(launch.present for launch in task.launches.values()):  # no Pack ran: it had only to make room
             self._end_backward(task)
         for unit, total, present in task.joined:
             self._deliver(unit, total, present)
@@ -250,7 +249,6 @@ class Reducer:
                 f"{unit.name} at once, which needs every rank to reach it at the same point; others were elsewhere"
             )
         if task is not None:
-            task.met = True
             task.launches[Part(unit.index)] = launch
             task.joined += alone.joined
         return launch.own
