@@ -18,25 +18,28 @@ from retrograde.residency import BufferPool, Unit
 from retrograde.simulated import Corrupted, SimulatedDevice, Site, explore
 from retrograde.simulated.explore import Check
 
-VALUES = (1.0, 2.0, 3.0)  # the gradients of three parameters of two elements
+VALUES = (1.0, 2.0, 3.0)  # the gradients of three parameters
+SIZE = 16  # elements of each
 
 
 def program(device: SimulatedDevice) -> Check:
     """Three streams compute a gradient each; the third is not copied but sent from where it lies."""
-    layout = Layout([(f"p{i}", torch.Size([2])) for i in range(3)], torch.float32, world=1)
-    unit = Unit(0, "block", layout, [nn.Parameter(torch.zeros(2)) for _ in VALUES], torch.zeros(6), rank=0)
+    layout = Layout([(f"p{i}", torch.Size([SIZE])) for i in range(3)], torch.float32, world=1)
+    leaves = [nn.Parameter(torch.zeros(SIZE)) for _ in VALUES]
+    unit = Unit(0, "block", layout, leaves, torch.zeros(layout.padded_numel), rank=0)
     producers = [device.stream(f"producer {number}") for number in range(3)]
-    grads = [device.memory(2) for _ in VALUES]
+    grads = [device.memory(SIZE) for _ in VALUES]
     bucket = Bucket(unit, BufferPool(Ledger(), device), passed={2: grads[2]})
     for slot, (stream, grad, value) in enumerate(zip(producers, grads, VALUES, strict=True)):
         stream.run(lambda grad=grad, value=value: grad.fill_(value))
         with device.on(stream):
             bucket.add([grad if index == slot else None for index in range(3)])
-    sent = device.memory(6)
+    sent = device.memory(layout.padded_numel)
     bucket.close(device.reducing)
     device.reducing.run(lambda: torch.cat(bucket.parts(0), out=sent))
-    wanted = [value for value in VALUES for _ in range(2)]
-    return lambda: [] if sent.tolist() == wanted else [f"the reduction sends {sent.tolist()} instead of {wanted}"]
+    wanted = torch.tensor(VALUES).repeat_interleave(SIZE)
+    said = f"instead of {list(VALUES)}"
+    return lambda: [] if torch.equal(sent, wanted) else [f"the reduction sends {sent[::SIZE].tolist()} {said}"]
 
 
 def waits() -> list[Site]:

@@ -84,7 +84,7 @@ class Tiles(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tiles = nn.ModuleList(nn.Linear(3, 2 + index) for index in range(6))
+        self.tiles = nn.ModuleList(nn.Linear(16, 2 + index) for index in range(6))
 
 
 def _play(model: Tiles, plan: list[list[tuple[int, int]]], after: Callable[[int], None] = lambda _: None) -> None:

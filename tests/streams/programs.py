@@ -19,7 +19,7 @@ from retrograde.residency import BufferPool, Unit
 from retrograde.simulated import SimulatedDevice, SimulatedStream
 
 Check = Callable[[], list[str]]
-SHAPES = (2, 2, 5)  # two small parameters and one that is sent from where it is; padded to 10 over 2 ranks
+SHAPES = (16, 16, 47)  # two small parameters and one that is sent from where it is; 80 elements over 2 ranks
 PEER = 64.0  # what the other rank's gradient consists of
 
 
@@ -84,7 +84,7 @@ class Rank:
         used = self.device.memory(total.numel())
         self.device.current().run(lambda: used.copy_(total))
         flat = torch.cat([torch.full((n,), v) for n, v in zip(SHAPES, values, strict=True)] + [torch.zeros(1)])
-        mine, theirs = flat[:5], flat[5:]
+        mine, theirs = flat.chunk(2)
         self.expect(f"reduced gradient {number}", used, (mine + PEER) / 2)
         self.expect(f"what rank 1 got of gradient {number}", self.peer.sent[number - 1], theirs)
 
@@ -147,7 +147,7 @@ def _use(rank: Rank, number: int) -> None:
     used, page = rank.device.memory(rank.layout.padded_numel), unit.buffer
     assert page is not None
     rank.device.current().run(lambda: used.copy_(page))
-    rank.expect(f"page {number}", used, torch.tensor([float(number)] * 5 + [PEER] * 5))
+    rank.expect(f"page {number}", used, torch.tensor([float(number)] * 40 + [PEER] * 40))
     assert unit.drop()
 
 

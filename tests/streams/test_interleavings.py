@@ -28,7 +28,7 @@ SOURCES = {path.name for room in ("reduction", "residency") for path in Path(ret
 
 @pytest.fixture(autouse=True)
 def huge() -> Iterator[None]:
-    before, buckets.HUGE = buckets.HUGE, 20
+    before, buckets.HUGE = buckets.HUGE, 4 * 47
     yield
     buckets.HUGE = before
 

@@ -43,14 +43,24 @@ def test_shards_tile_the_page(name: str, world: int) -> None:
     layout = _layout(name, world)
     assert layout.numel == sum(math.prod(shape) for shape in SHAPES[name])
     assert layout.padded_numel == layout.shard_numel * world
-    assert 0 <= layout.padded_numel - layout.numel < world
+    rooms = sum(-(-math.prod(shape) // 16) * 16 for shape in SHAPES[name])
+    assert 0 <= layout.padded_numel - rooms < world
     spans = [layout.span(rank) for rank in range(world)]
     assert [i for span in spans for i in range(span.start, span.stop)] == list(range(layout.padded_numel))
+    covered = []
     for rank in range(world):
         pieces = [layout.piece(slot, rank) for slot in layout.slots]
-        covered = sorted(i for piece in pieces for i in range(piece.start, piece.stop))
-        real = max(0, min(layout.numel, (rank + 1) * layout.shard_numel) - rank * layout.shard_numel)
-        assert covered == list(range(real)), "pieces of a shard overlap or leave a hole"
+        covered += [rank * layout.shard_numel + i for piece in pieces for i in range(piece.start, piece.stop)]
+    assert covered == [i for slot in layout.slots for i in range(slot.offset, slot.end)]
+    assert len(set(covered)) == layout.numel, "pieces overlap"
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float64, torch.complex128))
+@pytest.mark.parametrize("name", SHAPES)
+def test_parameters_begin_where_torch_might_have_put_them(name: str, dtype: torch.dtype) -> None:
+    layout = _layout(name, 3, dtype)
+    page = torch.empty(layout.padded_numel, dtype=dtype)
+    assert all(view.data_ptr() % 64 == 0 for view in layout.views(page))
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -72,14 +82,16 @@ def test_scatter_and_view_are_inverse(name: str, world: int) -> None:
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float64))
 def test_bytes(dtype: torch.dtype) -> None:
-    layout = _layout("plain", 4, dtype)  # 25 elements: 7 a rank, 28 with padding
-    assert (layout.numel, layout.shard_numel, layout.padded_numel) == (25, 7, 28)
-    assert layout.shard_bytes == 7 * dtype.itemsize and layout.page_bytes == 28 * dtype.itemsize
+    layout = _layout("plain", 3, dtype)  # 12, 5 and 8 elements, each in its own 64 bytes or more
+    rooms = {2: 3 * 32, 4: 3 * 16, 8: 16 + 8 + 8}[dtype.itemsize]
+    share = -(-rooms // 3)
+    assert (layout.numel, layout.shard_numel, layout.padded_numel) == (25, share, 3 * share)
+    assert layout.shard_bytes == share * dtype.itemsize and layout.page_bytes == 3 * share * dtype.itemsize
 
 
 def test_slots() -> None:
     layout = _layout("large first", 2)
     assert [(slot.name, slot.offset, slot.end) for slot in layout.slots] == [
-        ("p0", 0, 527), ("p1", 527, 528), ("p2", 528, 529), ("p3", 529, 529), ("p4", 529, 531),
+        ("p0", 0, 527), ("p1", 528, 529), ("p2", 544, 545), ("p3", 560, 560), ("p4", 560, 562),
     ]  # fmt: skip
     assert layout.slots[2].shape == () and layout.slots[2].numel == 1 and layout.slots[3].numel == 0

@@ -1,7 +1,8 @@
 """Where a unit's parameters lie in its flat buffer, and which part of each is on which rank.
 
-A unit's flat buffer is its parameters end to end, padded to a multiple of the world size and cut into
-equal shards. A parameter's *piece* on a rank is the overlap of the parameter with that rank's shard; it
+A unit's flat buffer is its parameters one after the other, padded to a multiple of the world size and cut into
+equal shards. Each begins where torch's own allocator might have put it: some kernels (products with a vector) add up
+in another order elsewhere. A parameter's *piece* on a rank is the overlap of the parameter with that rank's shard; it
 may be empty, and it may be the whole parameter.
 """
 
@@ -26,14 +27,14 @@ class Slot(NamedTuple):
 
 
 class Layout:
-    """A unit's parameters end to end, for a number of ranks."""
+    """A unit's parameters one after the other, for a number of ranks."""
 
     def __init__(self, named_shapes: Sequence[tuple[str, torch.Size]], dtype: torch.dtype, world: int) -> None:
-        ends = list(itertools.accumulate((shape.numel() for _, shape in named_shapes), initial=0))
-        places = zip(named_shapes, ends[:-1], ends[1:], strict=True)
-        self.slots = tuple(Slot(name, shape, offset, end) for (name, shape), offset, end in places)
-        self.offsets, self.numel, self.dtype, self.world = ends[:-1], ends[-1], dtype, world
-        self.shard_numel = -(-self.numel // world)
+        step = 64 // dtype.itemsize  # bytes, as torch's allocator
+        ends = list(itertools.accumulate((-(-shape.numel() // step) * step for _, shape in named_shapes), initial=0))
+        self.slots = tuple(Slot(n, s, at, at + s.numel()) for (n, s), at in zip(named_shapes, ends, strict=False))
+        self.numel = sum(slot.numel for slot in self.slots)
+        self.offsets, self.dtype, self.world, self.shard_numel = ends[:-1], dtype, world, -(-ends[-1] // world)
         self.padded_numel = self.shard_numel * world
         self.shard_bytes, self.page_bytes = self.shard_numel * dtype.itemsize, self.padded_numel * dtype.itemsize
 

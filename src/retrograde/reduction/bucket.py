@@ -61,11 +61,11 @@ class Bucket:
         """The last producer has come, and `stream` reads from now on. What nobody wrote travels as zeros."""
         for producer in self._producers:
             stream.wait(producer.event)
-        for index, present in enumerate(self.present):
-            if not present:
-                stream.run(self.place(index).zero_)
-        if padding := self.unit.layout.padded_numel - self.unit.layout.numel:
-            stream.run(self.store[-padding:].zero_)
+        at, written = 0, [self.place(i) for i, p in enumerate(self.present) if p and i not in self._passed]
+        for place in [*written, self.store[self.store.numel() :]]:
+            if at < (start := int(place.storage_offset())):
+                stream.run(self.store[at:start].zero_)
+            at = start + place.numel()
 
     def parts(self, rank: int) -> list[torch.Tensor]:
         """What `rank` owns of this gradient, in order, as pieces of memory."""
