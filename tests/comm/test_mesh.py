@@ -157,6 +157,25 @@ def test_a_group_that_ends_takes_its_thread_along(ranks: Ranks) -> None:
         assert during > before and after == before
 
 
+def _drops(rank: int, world: int) -> str:
+    model: Any = build()
+    rg.shard(model, 3)
+    if rank == 1:
+        del model
+        gc.collect()
+    dist.barrier()
+    if rank == 0:
+        with pytest.raises(rg.DivergenceError) as told:
+            model.state_dict()
+        return str(told.value)
+    return ""
+
+
+def test_a_model_that_another_rank_has_let_go_of(ranks: Ranks) -> None:
+    said = ranks(2).run(_drops, timeout=20.0)[0]  # less than the engine's own time-out
+    assert said.startswith("rank 1 has let go of this model, which rank 0 ") and "dist.barrier()" in said
+
+
 def _forks(rank: int, world: int) -> list[str]:
     station = _station()
     if (child := os.fork()) == 0:

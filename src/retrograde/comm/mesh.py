@@ -38,7 +38,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-GONE = "so a process ended or gave up; its own output says why"
+WAIT = "ranks keep the model until all have read it: let them wait for each other (dist.barrier()) before they end"
+GONE = f"so a process ended or gave up; its own output says why. If it had merely finished: {WAIT}"
 _HEAD = struct.Struct("<QQ")  # bytes of the pickled part, bytes of the tensors
 _HELLO = struct.Struct("<16sQ")  # the secret of the rank that is called, the rank that calls
 _PARTS = 64  # pieces of memory for one system call
@@ -190,8 +191,8 @@ class Mesh:
             self._early[number].append((src, op, args))
         elif (receiver := self._receivers[number]()) is not None:
             receiver.on_message(src, op, args)
-        elif op == "ask":
-            self.send(src, "tell", number, "without this model: it has let go of it")
+        elif op in ("read", "meet", "ask"):  # what needs an answer
+            self.send(src, "fail", number, f"rank {self.rank} has let go of this model, which rank {src} needs; {WAIT}")
 
     def _lost(self, cause: str, error: Exception) -> None:
         with self.changed:
