@@ -56,5 +56,5 @@ def _table(title: str, columns: str, rows: Sequence[Sequence[str]]) -> str:
     table = Table(*headers, title=title, title_justify="left")
     for row in rows:
         table.add_row(*row)
-    console = Console(width=120, markup=False)  # names of units have brackets
-    return "".join(segment.text for segment in console.render(table))
+    # No markup: names of units have brackets.
+    return "".join(segment.text for segment in Console(width=120, markup=False).render(table))

@@ -184,9 +184,22 @@ def _raises_then_trains(rank: int, world: int) -> tuple[int, int]:
     return left, engine._buckets._used
 
 
+def _raises_at_a_leaf(rank: int, world: int) -> int:
+    """The same, where what was launched has been reduced already."""
+    model = build()
+    engine = rg.shard(model, 3, exact=False)
+    hook = next(model.parameters()).register_hook(_fail)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(model, batch(rank)).backward()
+    hook.remove()
+    model.zero_grad()
+    return engine._buckets._used
+
+
 def _fail(grad: Tensor) -> None:
     raise ZeroDivisionError
 
 
 def test_backwards_that_raise_leave_no_buckets(ranks: Ranks) -> None:
     assert ranks(2).run(_raises_then_trains) == [(0, 0)] * 2
+    assert ranks(2).run(_raises_at_a_leaf) == [0, 0]

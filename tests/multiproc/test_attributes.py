@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -24,6 +25,19 @@ def gradient(model: nn.Module, loss: Loss) -> Tensor:
 def gradients_of_several(model: nn.Module, loss: Loss) -> Tensor:
     weights = [model[1][0].weight, model[1][0].bias, model[0][0].bias, model[1][0].weight]
     return torch.cat([grad.flatten() for grad in torch.autograd.grad(loss(), weights)])
+
+
+def beside_parameters(model: nn.Module, loss: Loss) -> Tensor:
+    """Full tensors and parameters of the same unit in one call, and one of them twice."""
+    asked = [model[1][0].weight, model.get_parameter("1.0.bias"), model.get_parameter("1.0.weight"), model[0][0].bias]
+    weight, *others = torch.autograd.grad(loss(), asked)
+    return torch.cat([weight.flatten(), *(grad.norm().view(1) for grad in others)])
+
+
+def beside_parameters_again(model: nn.Module, loss: Loss) -> None:
+    asked = [model[1][0].weight, model.get_parameter("1.0.bias")]
+    grads = torch.autograd.grad(loss(), asked, create_graph=True)
+    sum(grad.pow(2).sum() for grad in grads).backward()
 
 
 def by_its_edge(model: nn.Module, loss: Loss) -> Tensor:
@@ -98,54 +112,22 @@ def norms_in_hooks(model: nn.Module, loss: Loss) -> Tensor:
 
 
 def step_in_a_hook(model: nn.Module, loss: Loss) -> None:
-    for weight in (model[1][0].weight, model[2].weight):
-        optimizer = torch.optim.SGD([weight], lr=0.1)
+    for name in ("1.0", "2"):
+        optimizer = torch.optim.SGD([model.get_parameter(f"{name}.weight")], lr=0.1)
 
         def step(_: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-        weight.register_post_accumulate_grad_hook(step)
+        model.get_submodule(name).weight.register_post_accumulate_grad_hook(step)
     for number in range(2):
         loss(number).backward()
 
 
-# ---- optimizers
-def optimized(model: nn.Module, loss: Loss) -> int:
-    groups = [{"params": [model[1][0].weight], "lr": 0.1}, {"params": [model[2].weight, model[2].bias]}]
-    optimizer = torch.optim.AdamW(groups)
-    for step in range(3):
-        optimizer.zero_grad()
-        loss(step).backward()
-        torch.nn.utils.clip_grad_norm_([model[1][0].weight, model[2].weight], 0.1)
-        optimizer.step()
-    return len(optimizer.state)
-
-
-def resumed(model: nn.Module, loss: Loss) -> None:
-    """What an optimizer is given before its first step is not lost."""
-    first, second = (torch.optim.SGD([model[1][0].weight], lr=0.1, momentum=0.9) for _ in range(2))
-    for step in range(2):
-        loss(step).backward()
-        first.step()
-    second.load_state_dict(first.state_dict())
-    second.step()
-
-
-def optimized_once_unfrozen(model: nn.Module, loss: Loss) -> None:
-    model[1][0].weight.requires_grad = False
-    optimizer = torch.optim.SGD([model[1][0].weight, model[0][0].weight], lr=0.1, momentum=0.9)
-    model[1][0].weight.requires_grad = True
-    for step in range(2):
-        optimizer.zero_grad(set_to_none=False)
-        loss(step).backward()
-        optimizer.step()
-
-
 IDIOMS = [
-    gradient, gradients_of_several, by_its_edge, adaptive_weight, by_hand, projected, penalty, third_derivative,
-    inner_step, and_then_backward, clamping_hook, norms_in_hooks, step_in_a_hook, optimized, resumed,
-    optimized_once_unfrozen,
+    gradient, gradients_of_several, beside_parameters, beside_parameters_again, by_its_edge,
+    adaptive_weight, by_hand, projected, penalty, third_derivative,
+    inner_step, and_then_backward, clamping_hook, norms_in_hooks, step_in_a_hook,
 ]  # fmt: skip
 
 
@@ -188,6 +170,54 @@ def _alone(rank: int, world: int) -> str:
 def test_a_rank_that_asks_alone(ranks: Callable[[int], RankPool]) -> None:
     for said in ranks(2).run(_alone):
         assert "for module.weight itself, reduces unit 1" in said
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.shared, self.b = (nn.Linear(6, 6) for _ in range(3))
+
+
+def _routed(rank: int, world: int) -> str:
+    """Ranks that use other parameters of the unit: their gradients must not be added up as if they were one."""
+    model = Experts()
+    rg.shard(model, 3, timeout=5.0)
+    expert = model.a if rank == 0 else model.b
+    with pytest.raises(rg.DivergenceError) as told:
+        torch.autograd.grad(model.shared(expert(batch(rank))).pow(2).mean(), model.shared.weight)
+        model.state_dict()
+    return str(told.value)
+
+
+def test_ranks_that_use_other_parameters_of_the_unit(ranks: Callable[[int], RankPool]) -> None:
+    for said in ranks(2).run(_routed):
+        assert "for module.weight itself, reduces unit (root)" in said
+
+
+def _ends(rank: int, world: int) -> str:
+    """A graph made in new threads may bring a unit after the end at which the others brought it (reducer.py)."""
+    model = net()
+    rg.shard(model, 3, timeout=5.0)
+
+    def losses() -> Tensor:
+        return model(batch(rank)).pow(2).mean()
+
+    def in_a_thread() -> Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(losses).result()
+
+    found = losses() if rank else in_a_thread()
+    try:
+        grads = torch.autograd.grad(found, list(model.parameters()))
+        return str([grad.norm() for grad in grads])
+    except rg.DivergenceError as told:
+        return str(told)
+
+
+def test_ranks_that_end_a_backward_at_different_points(ranks: Callable[[int], RankPool]) -> None:
+    for said in ranks(2).run(_ends):
+        assert "others ended this backward before unit" in said
 
 
 def _inputs(rank: int, world: int, stage: int, others: bool) -> str:

@@ -397,6 +397,11 @@ def _refusals(rank: int, world: int, stage: int) -> None:
                 convert(part)
     for keep in (lambda m: m.float(), lambda m: m.cpu(), lambda m: m.to("cpu"), lambda m: m.to(torch.float32)):
         assert keep(model) is model
+    for frozen in (False, True):
+        model.head.weight.requires_grad_(not frozen)
+        with pytest.raises(ValueError, match="leaf"):
+            torch.optim.SGD([model.head.weight], lr=RATE)
+    model.head.weight.requires_grad_(True)
     twin.train(1)
     twin.check_weights()
     twin.close()

@@ -205,9 +205,8 @@ class Mesh:
         """The group or the process ends: what others were promised is sent first."""
         if os.getpid() != process:
             return  # forked: the connections are its parent's
-        marks = [(dst, line.queued) for dst, line in self._lines.items()]
         with self.changed:
-            self.changed.wait_for(lambda: all(self.sent(*mark) for mark in marks), 5.0)
+            self.changed.wait_for(lambda: all(line.sent >= line.queued for line in self._lines.values()), 5.0)
         for line in self._lines.values():
             with contextlib.suppress(OSError):  # lost already
                 line.socket.shutdown(socket.SHUT_RDWR)  # both service threads find the end

@@ -32,10 +32,10 @@ from retrograde.errors import UnsupportedError
 from retrograde.layout import Slot
 from retrograde.optim.reads import DRAWS, JOINS, POSITIONAL, VIEWS, Reads, reads
 from retrograde.reduction import Reducer
-from retrograde.residency import Aliased, Leaf, Unit, alive, edits, set_data, set_requires_grad, views
+from retrograde.residency import Aliased, FullTensor, Leaf, Unit, alive, edits, set_data, set_requires_grad, views
 
-_set_grad = cast(Any, torch.Tensor.grad).__set__
-raw_grad = cast(Any, torch.Tensor.grad).__get__  # without what reading `.grad` does
+# Without what reading and writing `.grad` does.
+raw_grad, _set_grad = (getattr(torch.Tensor.grad, name) for name in ("__get__", "__set__"))
 _TOGETHER = "computing with gradients"
 JOINED = -1  # the place of a piece that was put together from several
 
@@ -136,12 +136,15 @@ class Piece(torch.Tensor):
             args = [_aligned(arg, pieces[0]) if isinstance(arg, torch.Tensor) else arg for arg in args]
         if name in DRAWS and isinstance(args[0], Piece) and args[0].place != JOINED:
             return _drawn(func, args, kwargs)
+        given = args
+        if name == "grad":  # of a full tensor beside its unit's parameters torch has the gradient before it is reduced
+            args = (args[0], [each.leaf if isinstance(each, FullTensor) else each for each in args[1]], *args[2:])
         with contextlib.ExitStack() as gates:
             for leaf in _written(name, args, kwargs):
                 gates.enter_context(leaf.unit.gate.writing(f"{name} on {leaf.slot.name}", leaf.unit, leaf.place))
             gates.enter_context(torch._C.DisableTorchFunctionSubclass())
             result = func(*args, **kwargs)
-        return _keep(result, name, kind, args)
+        return _keep(result, name, kind, given)
 
     def detach_(self) -> Any:
         return super().detach_() if self.requires_grad else self  # torch refuses it for any view
@@ -403,6 +406,8 @@ def _drawn(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _gradient(grad: torch.Tensor | None, of: Any) -> torch.Tensor | None:
+    if grad is not None and isinstance(of, FullTensor):
+        return cast(torch.Tensor, _wholes([cast(Piece, of.leaf).like(grad, Piece)], "the gradient")[0])
     return of.like(grad, Piece) if grad is not None and isinstance(of, ShardedParameter) else grad
 
 

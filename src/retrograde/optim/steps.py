@@ -9,7 +9,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from retrograde.errors import UnsupportedError
 from retrograde.optim.pieces import Piece, ShardedParameter, raw_grad
 from retrograde.reduction import Reducer
-from retrograde.residency import FullTensor
 
 
 @functools.cache
@@ -32,10 +31,6 @@ _WHOLE = tuple(getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Mu
 
 
 def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for params in [group["params"] for group in optimizer.param_groups]:
-        for index, full in [(i, param) for i, param in enumerate(params) if isinstance(param, FullTensor)]:
-            params[index] = full.leaf  # `module.weight` was meant to be that
-            optimizer.state[full.leaf] = optimizer.state.pop(full, {})
     for reducer, leaves in _by_engine(optimizer).items():
         if isinstance(optimizer, _WHOLE):
             raise UnsupportedError(

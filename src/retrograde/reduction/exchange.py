@@ -123,7 +123,7 @@ class Exchange:
         return torch.div(part, self._station.mesh.world if self.policy.mean else 1, out=launch.own)
 
     def give_up(self, launch: Launch) -> None:
-        if not self.policy.exact:
+        if not self.policy.exact and not launch.present:
             launch.bucket.discard()  # else it has been sent, and is given back by that
 
     def settle_sending(self) -> None:

@@ -122,6 +122,8 @@ class Reducer:
             launch, unit = waiting.get(part), self._units[part.unit]
             total = self._exchange.total(unit, by_rank, launch)
             if launch is not None:
+                if Use.CAPTURED in launch.offer.uses and any(unit is brought for brought, *_ in task.joined):
+                    self._station.fail(f"rank {unit.rank}: others ended this backward before unit {unit.name} came")
                 # What another rank captures is its own affair; what it accumulates belongs in `.grad` here too.
                 both = zip(launch.offer.uses, accumulated(by_rank), strict=True)
                 launch.present = tuple(bool(use) or theirs for use, theirs in both)
@@ -133,7 +135,7 @@ class Reducer:
         if (task := self._tasks.pop(number, None)) is None:
             return  # it raised, and the next entry has cleaned up
         task.accepting.close()
-        if not all(launch.present for launch in task.launches.values()):  # no Pack ran: it had only to make room
+        if not all(launch.present for launch in task.launches.values()):  # of what had only to make room no Pack runs
             self._end_backward(task)
         for unit, total, present in task.joined:
             self._deliver(unit, total, present)
@@ -242,11 +244,12 @@ class Reducer:
         """Launch and collect at once, for a reduction that is itself part of a graph."""
         alone = Task()
         launch = alone.launches[Part(unit.index)] = self._exchange.send(unit, grads, uses)
-        offered = self._end_backward(alone)
-        if any(set(p) != {Part(unit.index)} for p in offered.values()) or len(offered) < self._station.mesh.world:
+        offered, mine = self._end_backward(alone), {Part(unit.index): launch.offer}
+        same = [theirs == mine if task is None else theirs.keys() == mine.keys() for theirs in offered.values()]
+        if not all(same) or len(same) < self._station.mesh.world:
             self._station.fail(
                 f"rank {unit.rank}: a backward with create_graph=True, or for module.weight itself, reduces unit "
-                f"{unit.name} at once, which needs every rank to reach it at the same point; others were elsewhere"
+                f"{unit.name} at once: all ranks must be there, with gradients of the same parameters; some were not"
             )
         if task is not None:
             task.launches[Part(unit.index)] = launch
@@ -266,7 +269,7 @@ def _use(accumulator: Any, grad: torch.Tensor | None, trained: bool, out: Any) -
         wanted = trained and grad is not None and torch._C._will_engine_execute_node(accumulator)
     except RuntimeError:  # torch says so when the leaf is captured by autograd.grad()
         return Use.CAPTURED
-    if grad is not None and not wanted and out.retains_grad:  # torch sets it for what backward() is given
+    if grad is not None and not wanted and out.retains_grad:  # torch has set it, for good: backward() was given `out`
         where = f"rank {out.leaf.unit.rank}: backward(inputs=...) was given the full tensor of parameter"
         name = out.leaf.slot.name
         raise UnsupportedError(f"{where} {name}; give it the parameter itself, model.get_parameter({name!r})")
@@ -303,7 +306,7 @@ class _Regather(torch.autograd.Function):
     def forward(ctx, reducer, unit, present, shard):  # type: ignore[no-untyped-def]
         ctx.set_materialize_grads(False)
         ctx.reducer, ctx.unit = reducer, unit
-        parts = reducer.council.values(f"second derivative of unit {unit.name}", shard.detach().clone)
+        parts = reducer.council.values(f"the whole of unit {unit.name}", shard.detach().clone)
         views = unit.layout.views(torch.cat(parts))
         return tuple(view if p else None for view, p in zip(views, present, strict=True))
 

@@ -101,7 +101,7 @@ class FullTensor(Aliased):
     # Hooks too: they see what the parameter's see.
     register_hook = property(lambda self: self.leaf.register_hook)
     register_post_accumulate_grad_hook = property(lambda self: self.leaf.register_post_accumulate_grad_hook)
-    is_leaf = True  # to optimizers, which get the parameter for it (optim/steps.py)
+    is_leaf = False  # also of a frozen one: optimizers are to be given parameters, and say so
     # `module.weight.requires_grad = False` is how most people freeze: it is said of the parameter.
     requires_grad = property(lambda self: bool(get_requires_grad(self)), lambda self, on: self.requires_grad_(on))
 

@@ -69,7 +69,10 @@ class Gather(torch.autograd.Function):
 
 
 def _captured(unit: "weakref.ref[Unit]", slot: int, pack: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
-    """`torch.autograd.grad(loss, module.weight)` takes a gradient in front of Gather, and nothing behind it runs."""
+    """`torch.autograd.grad(loss, module.weight)` takes a gradient in front of Gather, and nothing behind it runs.
+
+    Called for every parameter of the unit that has a gradient, also for those nobody asked for. (If something behind it
+    runs, a parameter of this unit was asked for too, and optim/pieces.py has seen to it.)"""
     behind = grad is None or torch._C._will_engine_execute_node(pack)
     return None if behind else alive(unit).sink.captured(alive(unit), slot, grad)
 
