@@ -150,9 +150,19 @@ def hooks_in_turn(model: nn.Module, loss: Loss) -> Tensor:
     return weight(model).grad.norm()
 
 
+def norms_in_hooks_of_what_is_asked_for(model: nn.Module, loss: Loss) -> Tensor:
+    param, seen = weight(model), []
+    param.register_hook(lambda grad: grad / grad.norm())
+    param.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.abs().max()))
+    (asked,) = torch.autograd.grad(loss(), [param])
+    loss().backward(inputs=[param])
+    return torch.stack([asked.abs().sum(), *seen])
+
+
 IDIOMS = [
     held_over_steps, rows_of_gradients, rows_of_parameters, shapes_of_gradients, along_dimensions, beside_full_tensors,
     weighted_by_gradients, joined_with_plain, hooks_in_turn, gradients_of_a_matrix, norms_in_double,
+    norms_in_hooks_of_what_is_asked_for,
 ]  # fmt: skip
 
 

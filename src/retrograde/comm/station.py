@@ -204,8 +204,7 @@ class Station:
         """Where the tensors of a message belong; nowhere: nobody wants them any more."""
         if op == "page":
             return [self._reading[args[0]]] if args[0] in self._reading else []
-        dtype: torch.dtype = args[1]
-        return [torch.empty(nbytes // dtype.itemsize, dtype=dtype)]
+        return [torch.empty(nbytes // args[1].itemsize, dtype=args[1])]
 
     def _on_page(self, src: int, shard: tuple[int, int], *data: torch.Tensor) -> None:
         self._reading.pop(shard, None)

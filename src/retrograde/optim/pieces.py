@@ -201,17 +201,21 @@ class ShardedParameter(Piece, Leaf, nn.Parameter):
     def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
         """As torch's. The hook sees this rank's piece of the reduced gradient, once a reduction, and nothing when a
         backward brings no gradient: a unit's node runs for all of its parameters, torch's only for those used."""
+
+        def run(grad: torch.Tensor | None) -> Any:
+            with torch._C._EnableTorchFunction():  # where parameters were given to backward it is off
+                return None if grad is None else hook(self.like(grad, Piece))
+
         with torch._C.DisableTorchFunctionSubclass():
-            return super().register_hook(  # type: ignore[no-untyped-call]
-                lambda grad: None if grad is None else hook(cast(torch.Tensor, _gradient(grad, self)))
-            )
+            return super().register_hook(run)  # type: ignore[no-untyped-call]
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
         """As torch's: runs when a reduced gradient has been added to `.grad`, so at the end of a window."""
 
         def arrived(leaf: torch.Tensor) -> None:
-            if self.unit.arrived[self.place]:
-                hook(leaf)
+            with torch._C._EnableTorchFunction():
+                if self.unit.arrived[self.place]:
+                    hook(leaf)
 
         with torch._C.DisableTorchFunctionSubclass():
             return super().register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]

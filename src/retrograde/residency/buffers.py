@@ -29,8 +29,7 @@ class BufferPool:
                 return self._free.pop(index)
         self.trim(self.limit)
         self.ledger.hold(need)
-        current = self.streams.current()
-        return Loan(current.empty(numel, dtype), current.record())
+        return Loan(self.streams.current().empty(numel, dtype), self.streams.current().record())
 
     def give(self, buffer: torch.Tensor, free: Event) -> None:
         self._used -= buffer.nbytes
