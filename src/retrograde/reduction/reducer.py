@@ -123,7 +123,8 @@ class Reducer:
             total = self._exchange.total(unit, by_rank, launch)
             if launch is not None:
                 if Use.CAPTURED in launch.offer.uses and any(unit is brought for brought, *_ in task.joined):
-                    self._station.fail(f"rank {unit.rank}: others ended this backward before unit {unit.name} came")
+                    late = f"rank {unit.rank}: others ended this backward before unit {unit.name} came"
+                    self._station.fail(f"{late}; make graphs for torch.autograd.grad in the same thread on all ranks")
                 # What another rank captures is its own affair; what it accumulates belongs in `.grad` here too.
                 both = zip(launch.offer.uses, accumulated(by_rank), strict=True)
                 launch.present = tuple(bool(use) or theirs for use, theirs in both)
