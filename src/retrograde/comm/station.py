@@ -29,9 +29,16 @@ class Kind(StrEnum):
 
 
 class Position(NamedTuple):
+    """What a rank brings to a meeting: why it came, and what it has for the others.
+
+    `launched`: gradients that it has put since its last meeting. This one adds them up, whatever the others came for.
+    `pending`: gradients that it would put if this meeting turns out to flush them.
+    """
+
     kind: Kind
     label: str
-    offers: Any
+    launched: Any
+    pending: Any
     value: Any = None
 
 
@@ -44,10 +51,15 @@ class Stamp(NamedTuple):
 
 
 class Key(NamedTuple):
-    """A put gradient: of which unit, after which meeting, and the how-manieth since then (reduction/exchange.py)."""
+    """Names a gradient that is put. Ranks that do the same things since a meeting come to the same keys.
+
+    `meeting`: the last one before it. `attempt`: counts what was given up since then. `turn`: counts the unit's
+    gradients since then (reduction/exchange.py).
+    """
 
     unit: int
     meeting: int
+    attempt: int
     turn: int
 
 
