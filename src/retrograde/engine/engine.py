@@ -115,8 +115,7 @@ class Engine:
         return whole("the gradient", leaves, lambda: (g if g is None else plain(g) for g in map(raw_grad, leaves)))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """`torch.nn.utils.clip_grad_norm_` over this engine's parameters; also where some ranks did no backward."""
-        self.reducer.council.attend(Kind.FLUSH, "clip_grad_norm_")
+        """`torch.nn.utils.clip_grad_norm_` over this engine's parameters."""
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
 
     def explain(self) -> str:

@@ -233,6 +233,12 @@ class Reducer:
         if needed and _graph_task() == -1:
             self.council.attend(kind, why)
 
+    def wait_for_gradients(self, why: str) -> None:
+        """This rank is about to use gradients and has none: the others' backwards, up to the same place, come first."""
+        self.recover()
+        if _graph_task() == -1:
+            self.council.attend(Kind.FLUSH, why)
+
     def fence(self, what: str) -> None:
         """Before an edit of the weights in place."""
         self.pager.quiesce()
