@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from retrograde.errors import PipelineError
 from retrograde.pipeline.parcel import Parcel
 from retrograde.pipeline.schedule import Action, Kind, Schedule
 from retrograde.pipeline.stage import Lesson, Stage
@@ -33,13 +34,15 @@ class Batch:
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong first on this rank."""
+    """What went wrong first on this rank; without an action, before the first of them."""
 
     rank: int
-    action: Action
+    action: Action | None
     text: str
 
     def __str__(self) -> str:
+        if self.action is None:
+            return f"rank {self.rank}: {self.text}"
         place = f"rank {self.rank}, stage {self.action.stage}"
         if self.action.microbatch is not None:
             place += f", microbatch {self.action.microbatch}"
@@ -98,7 +101,18 @@ class Executor:
 
     def run(self, batch: Batch) -> Outcome:
         """All actions of a step. Never raises for what an action does: the outcome tells."""
-        self._batch, self._outcome = batch, Outcome()
+        self._batch = batch
+        outcome = self._play(Outcome())
+        del self._batch
+        return outcome
+
+    def refuse(self, error: Exception) -> Outcome:
+        """A step that cannot start on this rank: the others get void messages from it, and learn why in the end."""
+        text = str(error) if isinstance(error, PipelineError) else traceback.format_exception_only(error)[-1].strip()
+        return self._play(Outcome(failure=Failure(self.rank, None, text), error=error, void=True))
+
+    def _play(self, started: Outcome) -> Outcome:
+        self._outcome = started
         for action in self._actions:
             self._started = time.perf_counter()
             self._do(action)
@@ -106,7 +120,6 @@ class Executor:
             if self.watch is not None:
                 self.watch(action)
         outcome, self._outcome = self._outcome, Outcome()
-        del self._batch
         self._arriving.clear()
         self._here.clear()
         if outcome.void:
