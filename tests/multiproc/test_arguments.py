@@ -244,6 +244,8 @@ WRONG: tuple[Wrong, ...] = (
     Wrong(pipeline("microbatches"), 2.0, ("microbatches=2.0", "give a whole number, 1 or more"), P),
     Wrong(pipeline("microbatches"), True, ("microbatches=True", "give a whole number, 1 or more"), P),
     Wrong(pipeline("loss"), "mse", ("loss='mse'", "give a function of output and target, or None"), P),
+    Wrong(pipeline("loss_reduction"), "max", ("loss_reduction='max'", 'give "mean" or "sum"'), P),
+    Wrong(pipeline("loss_reduction"), None, ("loss_reduction=None", 'give "mean" or "sum"'), P),
     Wrong(pipeline("mesh"), 5, ("mesh=5", "give a DeviceMesh of one dimension or a group"), P),
     Wrong(pipeline("zero"), 3, ("zero=3", "give rg.Zero(stage=...) or None"), P),
     Wrong(pipeline("zero"), rg.Zero(), ("zero.mesh=None", "rank", 'give the other dimension, as mesh["dp"]'), P),
@@ -487,6 +489,7 @@ def test_equal_arguments_in_other_words(ranks: Ranks) -> None:
 DIFFERENT_PIPES: dict[str, tuple[Any, Any, str]] = {
     "microbatches": (2, 4, "microbatches=2 on rank 0, microbatches=4 on rank 1"),
     "schedule": ("1f1b", "gpipe", "schedule='1f1b' on rank 0, schedule='gpipe' on rank 1"),
+    "loss_reduction": ("sum", "mean", "loss_reduction='sum' on rank 0, loss_reduction='mean' on rank 1"),
     "cut": (rg.Cut(at=["1"]), None, "cut at ['1'] on rank 0, cut at ['2'] on rank 1"),
 }
 

@@ -7,29 +7,28 @@ rank is one error on all of them and leaves nobody waiting.
 
 import contextlib
 import json
-import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_leaves, tree_map
 
-from retrograde.arguments import Said, flag, function, instance, said, shown, whole_number, wrong
+from retrograde.arguments import Said, flag, function, instance, one_of, said, shown, whole_number, wrong
 from retrograde.engine import Engine, shard
 from retrograde.errors import PipelineError
 from retrograde.optim import ShardedParameter
 from retrograde.pipeline.agreement import share, together
+from retrograde.pipeline.batches import CallerGradients, copied, microbatches, size
 from retrograde.pipeline.blocks import Block, Chain, Model, Tie, accepted, blocks_of, divide, find_ties, keep, measured
 from retrograde.pipeline.dryrun import check
 from retrograde.pipeline.executor import Batch, Executor, Outcome, total_loss
 from retrograde.pipeline.generators import GENERATORS
 from retrograde.pipeline.lowering import forward_only, lower
-from retrograde.pipeline.options import Cut, Microbatches, Zero, check_apart, group_of
+from retrograde.pipeline.options import Cut, Zero, check_apart, group_of
 from retrograde.pipeline.schedule import Action, Schedule
 from retrograde.pipeline.search import schedule_for
 from retrograde.pipeline.stage import Lesson, Loss, Stage
@@ -39,10 +38,28 @@ from retrograde.pipeline.transport import MeshTransport, Transport
 
 @dataclass(frozen=True)
 class Result:
-    """`loss` is on every rank; `outputs`, one for each microbatch, on the rank of the last stage only."""
+    """`loss` is on every rank; `outputs` and `losses`, one for each microbatch, on the rank of the last stage only.
+
+    `losses` are what the loss function returned for each, detached. `loss` is their sum, or their mean weighted by the
+    number of samples, as `loss_reduction` says.
+    """
 
     loss: Tensor | None
     outputs: tuple[Any, ...]
+    losses: tuple[Tensor, ...]
+
+
+class Given(NamedTuple):
+    """What the caller of a step gave on this rank."""
+
+    args: tuple[Any, ...]
+    target: Any
+    options: dict[str, Any]
+
+
+# The loss travels as a number of 64 bits, which all of these fit into, and the position of its dtype here.
+LOSS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+NO_LOSS = -1
 
 
 class Pipeline:
@@ -53,13 +70,16 @@ class Pipeline:
         schedule: str | Schedule,
         microbatches: int,
         loss: Loss | None = None,
+        loss_reduction: str = "mean",
         mesh: DeviceMesh | dist.ProcessGroup | None = None,
         zero: Zero | None = None,
         cut: Cut | None = None,
     ) -> None:
         """Every rank of `mesh` gives the same model; each keeps its own stages (`parameters()`).
 
-        `loss(output, target)` is the mean over a microbatch; without it the model's output is the loss.
+        `loss(output, target)` is the mean over a microbatch, and the step's loss the mean over all samples. With
+        `loss_reduction="sum"` it is a sum: losses and gradients of microbatches add up. Without `loss` the model's
+        output is the loss.
         """
         self._group = group_of("mesh", mesh)
         self._groups = [self._group] if not isinstance(zero, Zero) else [self._group, group_of("zero.mesh", zero.mesh)]
@@ -67,10 +87,14 @@ class Pipeline:
         self.device = torch.device("cpu")
         with together(self._groups, "Pipeline()") as arguments:
             count = whole_number("microbatches", microbatches, 1, "a whole number, 1 or more", PipelineError)
+            self._loss_reduction = one_of(
+                "loss_reduction", loss_reduction, ("mean", "sum"), '"mean" or "sum"', PipelineError
+            )
             self._check_parts(loss, zero, cut)
             self.schedule = schedule_for(_named(schedule), dist.get_world_size(self._group), count)
             blocks = blocks_of(model)
             costs = self._measured(blocks, cut)
+            arguments.append(said("loss_reduction", loss_reduction, loss_reduction))
             arguments += _arguments(schedule, self.schedule, zero, cut)
         with together(self._groups, "Pipeline()") as arguments:
             groups = divide(blocks, self.schedule.stages, cut.at if cut else None, self._same_costs(costs, cut))
@@ -110,25 +134,34 @@ class Pipeline:
         """Forward and backward of a batch. Returns the loss, detached, on every rank; gradients are in the leaves.
 
         `args` matter on the rank of the first stage, `target` on that of the last; `options` are keyword arguments
-        for whichever blocks accept them.
+        for whichever blocks accept them. Tensors among them that require gradients get theirs on these ranks, and
+        backward goes on into the graph they have.
         """
-        loss = self._train(lambda: self._batch(args, target, options, learn=True)).loss
+        loss = self._train(Given(args, target, options), keep_outputs=False).loss
         assert loss is not None
         return loss
 
     def run(self, *args: Any, target: Any = None, **options: Any) -> Result:
-        """A step that also returns the outputs, detached."""
-        return self._train(lambda: replace(self._batch(args, target, options, learn=True), keep_outputs=True))
+        """A step that also returns the outputs and the losses of the microbatches, detached."""
+        return self._train(Given(args, target, options), keep_outputs=True)
 
-    def _train(self, batch: Callable[[], Batch]) -> Result:
+    def _train(self, given: Given, keep_outputs: bool) -> Result:
+        gradients = CallerGradients()
+
+        def batch() -> Batch:
+            return replace(self._batch(given, learn=True, gradients=gradients), keep_outputs=keep_outputs)
+
         with torch.enable_grad(), self._one_reduction(), self._summed_ties():
-            return self._finish(_executed(self._executor, batch))
+            result = self._finish(_executed(self._executor, batch))
+        gradients.deliver()
+        return result
 
     def evaluate(self, *args: Any, target: Any = None, **options: Any) -> Result:
         """Forward only. The loss is computed if there is a target."""
 
         def batch() -> Batch:
-            return replace(self._batch(args, target, options, learn=target is not None), keep_outputs=True)
+            made = self._batch(Given(args, target, options), learn=target is not None)
+            return replace(made, keep_outputs=True)
 
         with torch.no_grad():
             return self._finish(_executed(self._evaluator, batch))
@@ -196,51 +229,78 @@ class Pipeline:
     def _one_reduction(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.engine is None else self.engine.coalesce()
 
-    def _batch(self, args: tuple[Any, ...], target: Any, options: dict[str, Any], learn: bool) -> Batch:
+    def _batch(self, given: Given, learn: bool, gradients: CallerGradients | None = None) -> Batch:
+        """The microbatches of a step on this rank; with `gradients`, those that the caller wants are delivered."""
         count = self.schedule.microbatches
         first, last = 0 in self.stages, self.schedule.last_stage in self.stages
-        inputs = [tuple(parts) for parts in zip(*(_cut(arg, count, "args") for arg in args), strict=True)]
+        self._check_options(given.options)
+        by_argument = []
+        for arg in given.args:
+            if gradients is not None and first:
+                by_argument.append(microbatches(copied(arg), count, "args", gradients))
+            else:
+                by_argument.append(microbatches(arg, count, "args"))
+        inputs = [tuple(parts) for parts in zip(*by_argument, strict=True)]
         if first and not inputs:
             raise PipelineError("this rank holds the first stage and needs the inputs; give them as in step(x, ...)")
-        for name in options:
+        by_name = {name: microbatches(value, count, name, gradients) for name, value in given.options.items()}
+        kwargs = [{name: parts[number] for name, parts in by_name.items()} for number in range(count)]
+        targets = microbatches(given.target, count, "target", gradients if last else None)
+        if not (learn and last):
+            return Batch(inputs, kwargs, [None] * count)
+        weights = self._weights(targets, inputs or [()] * count)
+        return Batch(inputs, kwargs, list(map(Lesson, targets, weights)))
+
+    def _check_options(self, options: dict[str, Any]) -> None:
+        for name, value in options.items():
             if self._accepted is not None and name not in self._accepted:
                 raise PipelineError(
-                    f"{name}={shown(options[name])}: no block accepts it; give target=... for the loss, or keyword "
+                    f"{name}={shown(value)}: no block accepts it; give target=... for the loss, or keyword "
                     f"arguments of the blocks' forward ({', '.join(sorted(self._accepted))})"
                 )
-        cut = {name: _cut(value, count, name) for name, value in options.items()}
-        kwargs = [{name: parts[number] for name, parts in cut.items()} for number in range(count)]
-        targets = _cut(target, count, "target")
-        sizes = [_size(t) or _size(x) or 1 for t, x in zip(targets, inputs or [()] * count, strict=True)]
-        lessons = [Lesson(t, n / sum(sizes)) if learn and last else None for t, n in zip(targets, sizes, strict=True)]
-        return Batch(inputs, kwargs, lessons)
+
+    def _weights(self, targets: list[Any], inputs: Sequence[Any]) -> list[float]:
+        """With which each microbatch's loss counts: 1 if it is a sum; its share of the samples if it is a mean."""
+        if self._loss_reduction == "sum":
+            return [1.0] * len(targets)
+        sizes = [size(target) or size(own) or 1 for target, own in zip(targets, inputs, strict=True)]
+        return [own / sum(sizes) for own in sizes]
 
     def _finish(self, outcome: Outcome) -> Result:
         """All ranks have come to the end of the step: agree on how it went."""
         self.trace = outcome.trace
-        loss = total_loss(outcome.losses)
-        failed, value = self._agree(outcome, loss)
+        losses = [loss for _, loss in sorted(outcome.losses.items())]
+        mine = total_loss(losses)
+        failed, told = self._agree(outcome, mine)
         if failed:
             raise PipelineError("\n".join(failed)) from outcome.error
-        if loss is None and not math.isnan(value):
-            loss = torch.tensor(value)
-        return Result(loss, tuple(output for _, output in sorted(outcome.outputs.items())))
+        outputs = tuple(output for _, output in sorted(outcome.outputs.items()))
+        return Result(told if mine is None else mine, outputs, tuple(loss.value for loss in losses))
 
-    def _agree(self, outcome: Outcome, loss: Tensor | None) -> tuple[list[str], float]:
-        """The failures of all ranks, and the loss."""
-        value = math.nan if loss is None else float(loss)
+    def _agree(self, outcome: Outcome, loss: Tensor | None) -> tuple[list[str], Tensor | None]:
+        """The failures of all ranks, and the loss, which the rank of the last stage tells the others."""
         failures = [] if outcome.failure is None else [str(outcome.failure)]
         void = outcome.void
+        told = None
         for group in self._groups:
-            mine = torch.tensor([float(void), value if group is self._group else math.nan], dtype=torch.float64)
+            own = loss if group is self._group else None  # replicas have losses of their own
+            kind = NO_LOSS if own is None else _kind(own.dtype)
+            mine = torch.tensor([float(void), kind, 0.0 if own is None else float(own)], dtype=torch.float64)
             everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
             dist.all_gather(everyone, mine, group=group)
             void = any(bool(theirs[0]) for theirs in everyone)
-            value = next((float(theirs[1]) for theirs in everyone if not math.isnan(theirs[1])), value)
+            for theirs in everyone:
+                _, dtype, value = theirs.tolist()
+                if dtype != NO_LOSS:
+                    told = torch.tensor(value, dtype=LOSS_DTYPES[int(dtype)])
             if void:
-                told = [json.loads(text) for text in share(json.dumps(failures), group)]
-                failures = sorted({text for by_rank in told for text in by_rank})
-        return failures, value
+                texts = [json.loads(text) for text in share(json.dumps(failures), group)]
+                failures = sorted({text for by_rank in texts for text in by_rank})
+        return failures, told
+
+
+def _kind(dtype: torch.dtype) -> int:
+    return LOSS_DTYPES.index(dtype) if dtype in LOSS_DTYPES else 0
 
 
 def _named(schedule: Any) -> str | Schedule:
@@ -285,32 +345,6 @@ def _names(blocks: list[Block]) -> Iterator[tuple[str, nn.Parameter]]:
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield name, parameter
-
-
-def _cut(value: Any, count: int, name: str) -> list[Any]:
-    """`value` for each microbatch: tensors are cut along their first dimension, anything else is for all."""
-    if isinstance(value, Microbatches):
-        if len(value) != count:
-            raise PipelineError(f"{name}: {len(value)} microbatches are given, the schedule has {count}; give {count}")
-        return list(value)
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, Tensor) and (leaf.dim() == 0 or leaf.shape[0] < count):
-            raise PipelineError(
-                f"{name}: a tensor of shape {list(leaf.shape)} cannot be cut into {count} microbatches; give at least "
-                f"{count} rows, or rg.Microbatches with the data of each"
-            )
-
-    def part(number: int) -> Any:
-        return tree_map(lambda x: torch.tensor_split(x, count)[number] if isinstance(x, Tensor) else x, value)
-
-    return [part(number) for number in range(count)]
-
-
-def _size(tree: Any) -> int:
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0:
-            return int(leaf.shape[0])
-    return 0
 
 
 @contextlib.contextmanager
