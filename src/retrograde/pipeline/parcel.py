@@ -1,6 +1,6 @@
 """What travels between stages: the tensors of any pytree, and a layout that says how to put it together again."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,10 +59,11 @@ class Parcel:
         return tree_unflatten(leaves, self.layout.spec)
 
     def apart(self) -> "Parcel":
-        """The same memory without a graph. Microbatches are slices of one tensor, whose changes would count for all."""
+        """The same memory without a graph. Microbatches are slices of one tensor, whose changes would count for all.
+
+        The layout still says which of them require gradients."""
         alone = [None if t is None else torch.ops.aten._unsafe_view(t.detach(), t.shape) for t in self.tensors]
-        layouts = tuple(None if one is None else replace(one, requires_grad=False) for one in self.layout.tensors)
-        return Parcel(replace(self.layout, tensors=layouts), alone)
+        return Parcel(self.layout, alone)
 
     def copied(self) -> "Parcel":
         """What a stage on another rank would receive: the same values in memory of its own."""
