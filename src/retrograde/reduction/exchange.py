@@ -74,7 +74,8 @@ class Launch:
     state: State = State.SENT
     sum: torch.Tensor | None = None
     added: list[int] = field(default_factory=list)
-    wanted: tuple[bool, ...] = ()  # when SUMMED: which parameters' gradients go to .grad, on any rank
+    reached: tuple[bool, ...] = ()  # the parameters whose .grad this rank's Pack adds to
+    wanted: tuple[bool, ...] = ()  # when SUMMED: those whose gradients go to .grad, on any rank
 
     def become(self, state: State) -> None:
         if state not in _NEXT.get(self.state, ()):
@@ -83,9 +84,19 @@ class Launch:
         self.state = state
 
     @property
-    def present(self) -> tuple[bool, ...]:
-        """Which parameters get a gradient here: what another rank captures is its own affair."""
-        return tuple(bool(use) or wanted for use, wanted in zip(self.uses, self.wanted, strict=True))
+    def packed(self) -> tuple[bool, ...]:
+        """For which parameters Pack has a gradient: what is captured here, and what it can add to `.grad`."""
+        each = zip(self.uses, self.delivered_by_pack, strict=True)
+        return tuple(use is Use.CAPTURED or delivered for use, delivered in each)
+
+    @property
+    def delivered_by_pack(self) -> tuple[bool, ...]:
+        return tuple(wanted and reached for wanted, reached in zip(self.wanted, self.reached, strict=True))
+
+    @property
+    def left_over(self) -> tuple[bool, ...]:
+        """What goes to `.grad` though Pack does not add to it: `inputs=` leaves it out here, or it is captured."""
+        return tuple(wanted and not reached for wanted, reached in zip(self.wanted, self.reached, strict=True))
 
 
 class Exchange:
@@ -121,7 +132,7 @@ class Exchange:
         """Put every owner's part there; the bucket is given back when it has been sent."""
         layout, stream = bucket.unit.layout, self._streams.reducing
         own = stream.empty(layout.shard_numel, layout.dtype)
-        launch = Launch(bucket.unit, key, uses, own, bucket, early)
+        launch = Launch(bucket.unit, key, uses, own, bucket, early, reached=(False,) * len(uses))
         bucket.close(stream)
         if self.policy.exact:
             self._put(launch, bucket)

@@ -18,7 +18,6 @@ Rule 5: what a backward that raised has launched is given up at the next entry. 
         other ranks have it too. So is what others brought, and what had to make room in a window.
 """
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -53,7 +52,6 @@ class Task:
     launches: list[Launch] = field(default_factory=list)
     packing: dict[int, Launch] = field(default_factory=dict)
     joined: list[Joined] = field(default_factory=list)
-    accepting: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # what was frozen since it came
 
     @property
     def unsettled(self) -> list[Launch]:
@@ -77,19 +75,20 @@ class Reducer:
     def gathered(self, unit: Unit, grads: Grads) -> torch.Tensor | None:
         """All gradients of `unit` in this backward have arrived."""
         self.pager.retire(unit)
-        uses = tuple(map(_use, unit.accumulators, grads, unit.trained, unit.outs))
+        fates = tuple(map(_fate, unit.accumulators, grads, unit.trained, unit.outs))
+        uses = tuple(Use.NONE if grad is None else fate for fate, grad in zip(fates, grads, strict=True))
         grads = [grad.to_dense() if grad is not None and use else None for grad, use in zip(grads, uses, strict=True)]
         self.fresh |= Use.ACCUMULATED in uses
         if torch.is_grad_enabled():
-            return _Reduce.apply(self, unit, uses, True, *grads)  # type: ignore[no-any-return, no-untyped-call]
+            return _Reduce.apply(self, unit, uses, fates, *grads)  # type: ignore[no-any-return, no-untyped-call]
         if Use.CAPTURED not in uses:
             if (self.windows.open or (self._exchange.policy.until_step and not unit.hooked)) and self._make_room(unit):
                 self.keep(unit, grads)
                 return None
             if unit.index in self.pending:
                 self.keep(unit, grads)  # the first backward after `no_sync()` takes along what was kept
-                return self._for_pack(self._launch_pending(unit.index))
-        return self._for_pack(self._launched(self._exchange.send(unit, grads, uses)))
+                return self._for_pack(self._launch_pending(unit.index), fates)
+        return self._for_pack(self._launched(self._exchange.send(unit, grads, uses)), fates)
 
     def packed(self, unit: Unit, grad: torch.Tensor) -> Sequence[torch.Tensor | None]:
         """The pieces of a reduced gradient, for the leaves."""
@@ -99,7 +98,7 @@ class Reducer:
             if launch.state is State.SENT:
                 self._end_backward(self._task())
             launch.become(State.DELIVERED)
-            present = launch.present
+            present = launch.packed
         layout, rank = unit.layout, unit.rank
         return [grad[layout.piece(s, rank)] if p else None for s, p in zip(layout.slots, present, strict=True)]
 
@@ -107,7 +106,7 @@ class Reducer:
         """`torch.autograd.grad` asks for the gradient of a full tensor: reduced, and all of it."""
         uses = tuple(Use.CAPTURED if index == slot else Use.NONE for index in range(len(unit.leaves)))
         grads = [grad.to_dense() if use else None for use in uses]
-        shard = _Reduce.apply(self, unit, uses, False, *grads)  # type: ignore[no-untyped-call]
+        shard = _Reduce.apply(self, unit, uses, None, *grads)  # type: ignore[no-untyped-call]
         return _Regather.apply(self, unit, uses, shard)[slot]  # type: ignore[no-any-return, no-untyped-call]
 
     # ---- a backward
@@ -123,15 +122,15 @@ class Reducer:
         self._task().launches.append(launch)
         return launch
 
-    def _for_pack(self, launch: Launch) -> torch.Tensor:
+    def _for_pack(self, launch: Launch, fates: Uses) -> torch.Tensor:
         """What Gather hands on; Pack gets it when the ranks' parts have been added up in it."""
         self._task().packing[launch.unit.index] = launch
+        launch.reached = tuple(fate is Use.ACCUMULATED for fate in fates)
         return launch.own
 
     def _launch_pending(self, index: int, early: bool = False) -> Launch:
         """What was kept goes with this backward."""
         bucket = self.pending.pop(index)
-        self._task().accepting.enter_context(bucket.unit.accepting())
         key = self._exchange.key(bucket.unit, early)
         return self._launched(self._exchange.launch(bucket, key, _uses_of(bucket), early))
 
@@ -165,9 +164,9 @@ class Reducer:
             total = self._exchange.total(launch, by_rank)
             launch.wanted = wanted
             launch.become(State.SUMMED)
-            if launch.early:
-                launch.become(State.DELIVERED)
-                joined.append(Joined(unit, total, wanted))
+            if any(launch.left_over):
+                apart = total.clone() if Use.CAPTURED in launch.uses else total  # what is captured is the user's
+                joined.append(Joined(unit, apart, launch.left_over))
         return joined
 
     def _check_in_time(self, launch: Launch) -> None:
@@ -185,7 +184,6 @@ class Reducer:
         if task.unsettled:  # of what had only to make room no Pack runs
             self._end_backward(task)
         del self._tasks[number]
-        task.accepting.close()
         for joined in task.joined:
             self._deliver(joined)
 
@@ -209,7 +207,6 @@ class Reducer:
 
     def _abandon(self, task: Task) -> None:
         self._exchange.settle_sending()
-        task.accepting.close()
         for launch in task.launches:
             if launch.state is State.SENT and launch.early:
                 self._orphans.append(launch)  # from backwards that did not raise
@@ -217,7 +214,7 @@ class Reducer:
                 self._exchange.give_up(launch)
             elif launch.state is State.SUMMED:
                 launch.become(State.DELIVERED)
-                task.joined.append(Joined(launch.unit, launch.own, launch.wanted))
+                task.joined.append(Joined(launch.unit, launch.own, launch.delivered_by_pack))
         for joined in task.joined:
             self._deliver(joined)
 
@@ -313,22 +310,22 @@ class Reducer:
         self.gate.advance(Kind.STEP)
 
     # ---- create_graph
-    def reduce_now(self, unit: Unit, grads: Grads, uses: Uses, packed: bool) -> torch.Tensor:
+    def reduce_now(self, unit: Unit, grads: Grads, uses: Uses, fates: Uses | None) -> torch.Tensor:
         """Launch and collect at once, for a reduction that is itself part of a graph.
 
-        `packed`: Pack hands it on; else whoever asks gets it, with what all ranks say about the same parameters."""
+        `fates`: what Pack does with it. Without, whoever asks gets it, and all ranks ask for the same parameters."""
         launch = self._launched(self._exchange.send(unit, grads, uses))
+        own = launch.own if fates is None else self._for_pack(launch, fates)
         offered = self._end_backward(self._task())
         theirs = [of_rank.get(launch.key) for of_rank in offered.values()]
-        if None in theirs or not (packed or all(each == uses for each in theirs)):
+        if None in theirs or (fates is None and any(each != uses for each in theirs)):
             self._station.fail(
                 f"rank {unit.rank}: a backward with create_graph=True, or for module.weight itself, reduces unit "
                 f"{unit.name} at once: all ranks must be there, with gradients of the same parameters; some were not"
             )
-        if packed:
-            return self._for_pack(launch)
-        launch.become(State.DELIVERED)
-        return launch.own
+        if fates is None:
+            launch.become(State.DELIVERED)
+        return own
 
     def regather(self, unit: Unit, slot: int, piece: torch.Tensor) -> torch.Tensor:
         """All of what `piece` is this rank's part of, as part of the graph that `piece` is part of."""
@@ -338,9 +335,10 @@ class Reducer:
         return _Regather.apply(self, unit, present, shard)[slot]  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _use(accumulator: Any, grad: torch.Tensor | None, trained: bool, out: Any) -> Use:
+def _fate(accumulator: Any, grad: torch.Tensor | None, trained: bool, out: Any) -> Use:
+    """What the backward that runs does with this parameter's gradient, if there is one."""
     try:
-        wanted = trained and grad is not None and torch._C._will_engine_execute_node(accumulator)
+        wanted = trained and torch._C._will_engine_execute_node(accumulator)
     except RuntimeError:  # torch says so when the leaf is captured by autograd.grad()
         return Use.CAPTURED
     if grad is not None and not wanted and out.retains_grad:  # torch has set it, for good: backward() was given `out`
@@ -358,10 +356,10 @@ class _Reduce(torch.autograd.Function):
     """The reduction as a differentiable operation: its transpose is a gather."""
 
     @staticmethod
-    def forward(ctx, reducer, unit, uses, packed, *grads):  # type: ignore[no-untyped-def]
+    def forward(ctx, reducer, unit, uses, fates, *grads):  # type: ignore[no-untyped-def]
         ctx.set_materialize_grads(False)
         ctx.reducer, ctx.unit, ctx.present = reducer, unit, [grad is not None for grad in grads]
-        return reducer.reduce_now(unit, grads, uses, packed)
+        return reducer.reduce_now(unit, grads, uses, fates)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
@@ -381,4 +379,4 @@ class _Regather(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
         uses = tuple(Use.NONE if grad is None else Use.CAPTURED for grad in grads)
-        return None, None, None, _Reduce.apply(ctx.reducer, ctx.unit, uses, False, *grads)  # type: ignore[no-untyped-call]
+        return None, None, None, _Reduce.apply(ctx.reducer, ctx.unit, uses, None, *grads)  # type: ignore[no-untyped-call]
