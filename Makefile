@@ -17,12 +17,18 @@ PEERS := $(VENV)/.peers
 export OMP_NUM_THREADS := 1
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE
 
-.PHONY: help demo test lint patterns bench clean
+# Programs of `make fuzz`, and the seed of the first.
+N ?= 1000
+SEED ?= 0
+
+.PHONY: help demo test test-all lint fuzz patterns bench clean
 
 help:
 	@echo "make demo      train a small GPT on 2 ranks, stage 3, and compare it with plain torch"
 	@echo "make test      lint, strict types, all tests"
+	@echo "make test-all  the same, 1,000 random programs and the whole backward matrix"
 	@echo "make lint      ruff and mypy only"
+	@echo "make fuzz      random models and programs against plain torch: N=1000 of them, from SEED=0 on"
 	@echo "make patterns  run the free-form backward matrix and put its table into README.md"
 	@echo "make bench     time retrograde and its peers, and put the table into README.md"
 	@echo "make clean     remove the virtual environment and everything built"
@@ -63,6 +69,14 @@ lint: $(READY)
 # Two at a time: much of a test is one rank waiting for another.
 test: lint
 	@$(PY) -m pytest -n 2 --dist worksteal
+
+test-all: test
+	@$(PY) -m tests.fuzz --count 1000 --seed 50 --delays 1
+	@$(PY) -m tests.patterns.table
+
+fuzz: $(READY)
+	@$(PY) -m tests.fuzz --count $(N) --seed $(SEED)
+	@$(PY) -m tests.fuzz --count $(N) --seed $(SEED) --delays 1
 
 patterns: $(READY)
 	@mkdir -p build

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.fuzz.models import build
 from tests.fuzz.play import RATE, TOGETHER, Player, install_hooks, nothing, sgd
-from tests.fuzz.recipes import Phase, Recipe
+from tests.fuzz.recipes import Act, Phase, Recipe
 from tests.fuzz.traces import Trace, copies
 from tests.patterns.oracle import Recorder, replay
 
@@ -36,7 +36,7 @@ class PlainSide:
         for name, grad in grads.items():
             self.recorder.assign(name, grad)
 
-    def backward(self) -> AbstractContextManager[None]:
+    def backward(self, act: Act) -> AbstractContextManager[None]:
         return nothing()
 
     def record(self, name: str, value: Tensor) -> None:

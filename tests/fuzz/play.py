@@ -26,7 +26,7 @@ class Side(Protocol):
     def assign(self, grads: dict[str, Tensor]) -> None:
         """`p.grad = g`."""
 
-    def backward(self) -> AbstractContextManager[None]:
+    def backward(self, act: Act) -> AbstractContextManager[None]:
         """Around a backward that does not raise."""
 
     def record(self, name: str, value: Tensor) -> None: ...
@@ -122,46 +122,46 @@ class Player:
     # ---- acts
     def backward(self, act: Act) -> None:
         loss = self.loss(act)
-        with self.side.backward():
+        with self.side.backward(act):
             loss.backward()
         self.side.record("loss", loss)
 
     def retained(self, act: Act) -> None:
         loss = self.loss(act)
         for last in (False, True):
-            with self.side.backward():
+            with self.side.backward(act):
                 loss.backward(retain_graph=not last)
 
     def two_losses(self, act: Act) -> None:
         out = self.forward(act)[1]
         main, aux = out[:, 0].sum(), out[:, 1].sum()
-        with self.side.backward():
+        with self.side.backward(act):
             main.backward(retain_graph=True)
-        with self.side.backward():
+        with self.side.backward(act):
             aux.backward()
 
     def forwards_first(self, act: Act) -> None:
         losses = [self.loss(act) for _ in range(2)]
         for loss in losses:
-            with self.side.backward():
+            with self.side.backward(act):
                 loss.backward()
 
     def of_inputs(self, act: Act) -> None:
         loss = self.loss(act)
         wanted = [p for p in self._block(act).parameters() if p.requires_grad]
-        with self.side.backward():
+        with self.side.backward(act):
             loss.backward(inputs=wanted or list(self.side.model.head.parameters()))
 
     def input_gradient(self, act: Act) -> None:
         x, out = self.forward(act)
-        with self.side.backward():
+        with self.side.backward(act):
             (grad,) = torch.autograd.grad(out.sum(), x)
         self.side.record("input gradient", grad)
 
     def penalty(self, act: Act) -> None:
         x, out = self.forward(act)
         (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        with self.side.backward():
+        with self.side.backward(act):
             (grad.pow(2).sum() + out.sum()).backward()
 
     def evaluate(self, act: Act) -> None:
@@ -183,7 +183,7 @@ class Player:
     def assign(self, act: Act) -> None:
         loss = self.loss(act)
         named = {name: p for name, p in self.side.model.named_parameters() if p.requires_grad}
-        with self.side.backward():
+        with self.side.backward(act):
             grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
         self.side.assign({name: grad for name, grad in zip(named, grads, strict=True) if grad is not None})
 

@@ -11,6 +11,11 @@ KINDS = ("linear", "mlp", "lora", "frozen", "norm", "scalar", "empty", "unused",
 PLAIN, CHECKPOINT, REENTRANT, AGAIN, TILED = "plain", "checkpoint", "reentrant", "again", "tiled"
 NESTED = (REENTRANT, AGAIN, TILED)
 
+# What ranks may do each on their own, and what only all of them together.
+ALONE = ("backward", "backward", "retained", "two losses", "forwards first", "inputs", "input gradient", "penalty")
+ALONE += ("evaluate", "dropped", "raise forward")
+ALIKE = ("raise", "assign")
+
 
 @dataclass(frozen=True)
 class Act:
@@ -30,6 +35,15 @@ class Phase:
     window: str | None = None  # "coalesce" or "no_sync"
     budget: int | None = None
     then: tuple[str, ...] = ()
+
+    @property
+    def alike(self) -> bool:
+        """Do all ranks do the same things?"""
+        return all(acts == self.acts[0] for acts in self.acts)
+
+    @property
+    def needs_all(self) -> bool:
+        return any(act.kind in ALIKE for acts in self.acts for act in acts)
 
     @property
     def raises(self) -> bool:
@@ -55,6 +69,6 @@ class Recipe:
     in_backward: bool = False
 
     @property
-    def alike(self) -> bool:
-        """Do all ranks do the same things?"""
-        return all(acts == phase.acts[0] for phase in self.phases for acts in phase.acts)
+    def possible(self) -> bool:
+        """Some things cannot be done by one rank alone."""
+        return all(phase.alike or not phase.needs_all for phase in self.phases)

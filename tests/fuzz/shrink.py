@@ -13,7 +13,7 @@ def shrink(recipe: Recipe, fails: Callable[[Recipe], bool], tries: int = 200) ->
     smaller = True
     while smaller and tries > 0:
         smaller = False
-        for candidate in candidates(recipe):
+        for candidate in filter(lambda each: each.possible, candidates(recipe)):
             tries -= 1
             if fails(candidate):
                 recipe, smaller = candidate, True
@@ -51,7 +51,7 @@ def _phases(phase: Phase, diverging: bool) -> Iterator[Phase]:
         for rank, acts in enumerate(phase.acts):
             for simpler in _acts(acts):
                 yield replace(phase, acts=(*phase.acts[:rank], simpler, *phase.acts[rank + 1 :]))
-    if all(acts == phase.acts[0] for acts in phase.acts):
+    if phase.alike:
         for simpler in _acts(phase.acts[0]):
             yield replace(phase, acts=(simpler,) * len(phase.acts))
     if phase.window is not None:

@@ -7,7 +7,8 @@ the order in which pages will be needed again, so that the one needed last is ev
 [Note: when a backward lets go of a page]
 Rule 1: when the gradients of the unit's trained parameters have all arrived, unless graphs still hold handles of its
         frozen ones: a backward that passes through a frozen weight reads it after that, or without it.
-Rule 2: else when another page needs the room, and at the latest when the backward ends.
+Rule 2: else when another page needs the room, and at the latest when the backward ends. What was prefetched for it
+        and not used goes then too.
 """
 
 import contextlib
@@ -67,6 +68,7 @@ class Pager:
         self._current: Unit | None = None
         self._task = -1  # the backward in which the current unit was opened
         self._used: dict[int, set[Unit]] = {}  # by the backwards that run
+        self._guesses: set[Unit] = set()  # prefetched, and not used since
         self._resident: dict[Unit, None] = {}  # in the order of their coming
         self.live: dict[int, Unit] = {}  # storage of a page that is ready -> its unit (saved.py looks here)
 
@@ -84,10 +86,12 @@ class Pager:
         self._note_use(unit, task)  # may drop pages, so it comes before this one is used
         self._start(unit)
         self._finish(unit)
+        self._guesses.discard(unit)
         if unit is not self._current:
             self._forecast.use(unit, task != -1)
             self._current = unit
-            if (following := self._expected()) is not None:
+            if (following := self._expected()) is not None and not following.valid:
+                self._guesses.add(following)
                 self._start(following)
 
     def _start(self, unit: Unit) -> None:
@@ -123,6 +127,9 @@ class Pager:
             self._drop_if_over(unit)
         if not self._used:  # no other around it, which would go on
             self._forecast.at = NOWHERE
+            for unit in self._guesses:  # about what this backward would need
+                self._drop_if_over(unit)
+            self._guesses.clear()
 
     def _drop_if_over(self, unit: Unit) -> None:
         if unit in self._resident and self._idle_bytes(set()) > self._policy.resident:
