@@ -9,46 +9,40 @@ collectives: positions need not be equal, they only have to be reconcilable (red
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 
 from retrograde.comm.mesh import GONE, Mesh
+from retrograde.comm.messages import (
+    Ask,
+    Fail,
+    Key,
+    Kind,
+    Meet,
+    Message,
+    MessageError,
+    Offers,
+    Page,
+    Put,
+    Read,
+    Stamp,
+    Tell,
+    Value,
+    pack,
+    tensor_forms,
+    unpack,
+)
 from retrograde.errors import DivergenceError
 
 
-class Kind(StrEnum):
-    """Why a rank came to a meeting, most urgent first (see reduction/council.py)."""
-
-    BACKWARD = "the end of a backward"
-    FENCE = "an edit of the weights"
-    FLUSH = "a reduction of pending gradients"
-    STEP = "an optimizer step"
-    TOTAL = "a value over all ranks"
-
-
 class Position(NamedTuple):
+    """What a rank brings to a meeting: why it came, what it offers, and a value that all want to know."""
+
     kind: Kind
     label: str
-    offers: Any
-    value: Any = None
-
-
-class Stamp(NamedTuple):
-    """Which state of a unit's shards a reader needs: see residency/gate.py."""
-
-    clock: int
-    edits: int
-    stray: int
-
-
-class Key(NamedTuple):
-    """A put gradient: of which unit, after which meeting, and the how-manieth since then (reduction/exchange.py)."""
-
-    unit: int
-    meeting: int
-    turn: int
+    offers: Offers
+    value: Value = None
 
 
 Reading = Callable[[], None]  # a page-in under way: returns when every part has arrived
@@ -61,6 +55,8 @@ class Station:
     timeout: float
     # Asked by the service thread: a unit's shard in the state that a reader needs, else why it is not to be had (yet).
     serve: Callable[[int, Stamp], torch.Tensor | str] = field(init=False)
+    # Asked by the service thread: how many elements a unit's shard has on this rank.
+    elements: Callable[[int], int] = field(init=False)
     number: int = -1
     failure: str | None = None
     _told: dict[int, str] = field(default_factory=dict)  # where others say they are, when something is amiss
@@ -81,7 +77,7 @@ class Station:
         self.check()
         for src in self.mesh.peers:
             self._reading[unit, src] = into(src)
-            self._send(src, "read", unit, stamp)
+            self._send(src, Read(self.number, unit, stamp))
         what = f"reading unit {name}"
         return lambda: self._wait_for(lambda: [src for src in self.mesh.peers if (unit, src) in self._reading], what)
 
@@ -96,13 +92,13 @@ class Station:
         if isinstance(found, str):
             return False
         with contextlib.suppress(OSError):  # a reader that is gone
-            self.mesh.send(src, "page", self.number, (unit, self.mesh.rank), data=[found])
+            self.mesh.send(src, Page(self.number, unit), data=[found])
         return True
 
     # ---- putting gradients
     def put(self, key: Key, dst: int, parts: list[torch.Tensor]) -> Sending:
         """Start sending `parts` to `dst`, which takes them as one. They must not change before `finish`."""
-        return dst, self._send(dst, "put", key, parts[0].dtype, data=parts)
+        return dst, self._send(dst, Put(self.number, key, parts[0].dtype), data=parts)
 
     def finish(self, sending: list[Sending]) -> None:
         self._wait_for(lambda: [dst for dst, at in sending if not self.mesh.sent(dst, at)], "taking part of a gradient")
@@ -127,16 +123,18 @@ class Station:
         self.meetings = number = self.meetings + 1
         what = f"{position.kind} ({position.label})"
         self.where = f"waiting for the other ranks at {what}"
+        value, tensors = pack(position.value)
+        message = Meet(self.number, number, position.kind, position.label, position.offers, value)
         for peer in self.mesh.peers:
-            self._send(peer, "meet", number, position)
+            self._send(peer, message, data=tensors)
         self._wait_for(lambda: [p for p in self.mesh.peers if p not in self._met.get(number, {})], what)
         self.where = f"outside retrograde, after {what}"
         met = self._met.pop(number, {}) | {self.mesh.rank: position}
         return [met[rank] for rank in range(self.mesh.world)]
 
-    def _send(self, dst: int, op: str, *args: Any, data: Sequence[torch.Tensor] = ()) -> int:
+    def _send(self, dst: int, message: Message, data: Sequence[torch.Tensor] = ()) -> int:
         try:
-            return self.mesh.send(dst, op, self.number, *args, data=data)
+            return self.mesh.send(dst, message, data=data)
         except OSError as error:
             self.check()
             return self.fail(f"rank {self.mesh.rank}: rank {dst} cannot be reached, {GONE}", error)
@@ -155,7 +153,7 @@ class Station:
             self.failure = failure
             for peer in self.mesh.peers:
                 with contextlib.suppress(OSError):
-                    self.mesh.send(peer, "fail", self.number, failure)
+                    self.mesh.send(peer, Fail(self.number, failure))
 
     @contextlib.contextmanager
     def shared_fate(self, what: str) -> Iterator[None]:
@@ -177,7 +175,7 @@ class Station:
                 raise DivergenceError(f"rank {self.mesh.rank}: {self._lost[0]}") from self._lost[1]
             for peer in absent:
                 with contextlib.suppress(OSError):
-                    self.mesh.send(peer, "ask", self.number)
+                    self.mesh.send(peer, Ask(self.number))
             self.mesh.changed.wait_for(lambda: all(p in self._told for p in absent), 1.0)
         places = "; ".join(f"rank {p} is {self._told.get(p, 'not answering')}" for p in absent)
         self.fail(
@@ -187,40 +185,52 @@ class Station:
         )
 
     # ---- the service thread's side, which holds `mesh.changed`
-    def on_message(self, src: int, op: str, args: tuple[Any, ...]) -> None:
-        """`op` is what the sender gave `Mesh.send`; its handler is the method `_on_{op}`."""
-        getattr(self, f"_on_{op}")(src, *args)
-        if op != "read":  # which the main thread does not wait for
-            self.mesh.changed.notify_all()
+    def on_message(self, src: int, message: Message, data: Sequence[torch.Tensor]) -> None:
+        match message:
+            case Read():
+                if not self._answer(src, message.unit, message.stamp):
+                    self._requests.append((src, message.unit, message.stamp))
+                return  # the main thread does not wait for that
+            case Page():
+                self._reading.pop((message.unit, src), None)
+            case Put():
+                self._arrivals[message.key, src] = data[0]
+            case Meet():
+                value = unpack(message.value, data)
+                position = Position(message.kind, message.label, message.offers, value)
+                self._met.setdefault(message.number, {})[src] = position
+            case Ask():
+                self._tell(src)
+            case Tell():
+                self._told[src] = message.where
+            case Fail():
+                self.failure = self.failure or message.text
+            case _:
+                raise MessageError(f"a {type(message).__name__} was sent to an engine")
+        self.mesh.changed.notify_all()
 
     def on_lost(self, cause: str, error: Exception) -> None:
         self._lost = (cause, error)
 
-    def _on_read(self, src: int, unit: int, stamp: Stamp) -> None:
-        if not self._answer(src, unit, stamp):
-            self._requests.append((src, unit, stamp))
-
-    def room(self, op: str, args: list[Any], nbytes: int) -> list[torch.Tensor]:
-        """Where the tensors of a message belong; nowhere: nobody wants them any more."""
-        if op == "page":
-            return [self._reading[args[0]]] if args[0] in self._reading else []
-        return [torch.empty(nbytes // args[1].itemsize, dtype=args[1])]
-
-    def _on_page(self, src: int, shard: tuple[int, int], *data: torch.Tensor) -> None:
-        self._reading.pop(shard, None)
-
-    def _on_put(self, src: int, key: Key, dtype: torch.dtype, *data: torch.Tensor) -> None:
-        self._arrivals[key, src] = data[0] if data else torch.empty(0, dtype=dtype)  # of a unit without elements
-
-    def _on_meet(self, src: int, number: int, position: Position) -> None:
-        self._met.setdefault(number, {})[src] = position
-
-    def _on_ask(self, src: int) -> None:
+    def _tell(self, src: int) -> None:
         answers = [self.serve(unit, stamp) for reader, unit, stamp in self._requests if reader == src]
-        self.mesh.send(src, "tell", self.number, "; ".join([self.where, *{a for a in answers if isinstance(a, str)}]))
+        reasons = {answer for answer in answers if isinstance(answer, str)}
+        self.mesh.send(src, Tell(self.number, "; ".join([self.where, *reasons])))
 
-    def _on_tell(self, src: int, where: str) -> None:
-        self._told[src] = where
-
-    def _on_fail(self, src: int, text: str) -> None:
-        self.failure = self.failure or text
+    # ---- the service thread's side, which does not hold it
+    def room(self, src: int, message: Message, nbytes: int) -> Sequence[torch.Tensor] | None:
+        """Where the tensors of a message belong; None: nobody wants them any more."""
+        match message:
+            case Page():
+                waiting = self._reading.get((message.unit, src))
+                return None if waiting is None else [waiting]
+            case Put():
+                return [torch.empty(self.elements(message.key.unit), dtype=message.dtype)]
+            case Meet():
+                forms = tensor_forms(message.value)
+                expected = sum(form.nbytes for form in forms)
+                if expected != nbytes:  # before memory is taken
+                    raise MessageError(f"{nbytes} bytes of tensors with a meeting's value that has {expected}")
+                return [form.empty() for form in forms]
+            case _:
+                return ()

@@ -173,5 +173,7 @@ def _same_values(engine: Engine, tensors: list[torch.Tensor]) -> None:
     for index, tensor in enumerate(tensors):
         if any(other[index] != everybody[0][index] for other in everybody):
             of_rank_0 = partial(torch.clone, tensor.detach()) if mesh.rank == 0 else lambda: None
+            value = engine.reducer.council.values(f"value {index} of the model", of_rank_0)[0]
+            assert value is not None  # rank 0 brings one
             with torch.no_grad():
-                tensor.copy_(engine.reducer.council.values(f"value {index} of the model", of_rank_0)[0])
+                tensor.copy_(value)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map
 
+from retrograde.comm.messages import decode_texts, encode
 from retrograde.engine import Engine, shard
 from retrograde.errors import PipelineError
 from retrograde.layout import Units
@@ -163,10 +164,12 @@ class Pipeline:
     def _costs(self, blocks: list[Block], cut: Cut | None, zero: Zero | None) -> Sequence[float] | None:
         if cut is None or cut.sample is None:
             return cut.costs if cut else None
-        costs = [measured(blocks, cut.sample, dict(cut.options)) if self.rank == 0 else None]
+        costs = torch.zeros(len(blocks), dtype=torch.float64)
+        if self.rank == 0:
+            costs = torch.tensor(measured(blocks, cut.sample, dict(cut.options)), dtype=torch.float64)
         for group in [self._group] if zero is None else [self._group, _group(zero.mesh)]:
-            dist.broadcast_object_list(costs, group=group, group_src=0)  # all replicas are cut alike
-        return costs[0]
+            dist.broadcast(costs, group=group, group_src=0)  # all replicas are cut alike
+        return costs.tolist()
 
     def _shard(self, zero: Zero | None, chains: list[Chain]) -> Engine | None:
         if zero is None:
@@ -229,10 +232,23 @@ class Pipeline:
             void = any(bool(theirs[0]) for theirs in everyone)
             value = next((float(theirs[1]) for theirs in everyone if not math.isnan(theirs[1])), value)
             if void:
-                texts: list[list[str]] = [[] for _ in everyone]
-                dist.all_gather_object(texts, failures, group=group)
-                failures = sorted({text for by_rank in texts for text in by_rank})
+                failures = sorted({text for by_rank in _everybodys_texts(failures, group) for text in by_rank})
         return failures, value
+
+
+def _everybodys_texts(texts: list[str], group: dist.ProcessGroup) -> list[list[str]]:
+    """The texts of all ranks of a group, which all call this."""
+    packed = encode(texts)
+    length = torch.tensor([len(packed)])
+    lengths = [torch.empty_like(length) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(lengths, length, group=group)
+    longest = max(int(each) for each in lengths)
+    mine = torch.frombuffer(bytearray(packed.ljust(longest, b"\0")), dtype=torch.uint8)
+    everybodys = [torch.empty_like(mine) for _ in lengths]
+    dist.all_gather(everybodys, mine, group=group)
+    return [
+        decode_texts(theirs[: int(each)].numpy().tobytes()) for theirs, each in zip(everybodys, lengths, strict=True)
+    ]
 
 
 def _itself(output: Any) -> Tensor:

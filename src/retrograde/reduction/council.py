@@ -14,17 +14,16 @@ All ranks see the same positions, so all go through the same sequence.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
-from retrograde.comm import Kind, Position, Station
+from retrograde.comm import Kind, Offers, Position, Station, Value
 from retrograde.ledger import Kind as Entry
 from retrograde.ledger import Ledger
-from retrograde.reduction.exchange import Offer, Part
 
 if TYPE_CHECKING:
     from retrograde.reduction.reducer import Reducer
 
-Offers = dict[Part, Offer]
+V = TypeVar("V", bound=Value)
 
 
 class Council:
@@ -36,11 +35,11 @@ class Council:
         positions = self._meet(Position(Kind.BACKWARD, label, offers))
         return {rank: p.offers for rank, p in enumerate(positions) if p.kind is Kind.BACKWARD}
 
-    def values(self, label: str, value: Callable[[], Any]) -> list[Any]:
+    def values(self, label: str, value: Callable[[], V]) -> list[V]:
         """Everybody's value, by rank. Asked for anew if a flush changed gradients while this rank waited."""
-        return [p.value for p in self.attend(Kind.TOTAL, label, value)]
+        return [p.value for p in self.attend(Kind.TOTAL, label, value)]  # type: ignore[misc]
 
-    def attend(self, kind: Kind, label: str, value: Callable[[], Any] = lambda: None) -> list[Position]:
+    def attend(self, kind: Kind, label: str, value: Callable[[], Value] = lambda: None) -> list[Position]:
         """Meet for `kind`, and for what others came for before it; returns the positions of the last meeting."""
         actions: dict[Kind, Callable[[dict[int, Offers]], None]] = {
             Kind.BACKWARD: self._member.join,

@@ -9,40 +9,17 @@ and equal to playing the ranks one after the other in one process. A rank withou
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import IntEnum
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from retrograde.comm import Event, Key, Sending, Station
+from retrograde.comm import Event, Key, Offer, Part, Sending, Station, Use
 from retrograde.layout import Policy
 from retrograde.ledger import Kind, Ledger
 from retrograde.reduction.bucket import Bucket, Grads, huge
 from retrograde.residency import BufferPool, Unit
-
-
-class Use(IntEnum):
-    """What a backward does with a parameter's gradient on one rank."""
-
-    NONE = 0
-    CAPTURED = 1  # torch.autograd.grad returns it
-    ACCUMULATED = 2  # it goes to .grad
-
-
-class Part(NamedTuple):
-    """What the ranks add up together: a unit's gradient, or (`early`) what waited of it and had to make room."""
-
-    unit: int
-    early: bool = False
-
-
-class Offer(NamedTuple):
-    """What a rank says at a meeting about a gradient it has put, or will put."""
-
-    key: Key
-    uses: tuple[Use, ...]
 
 
 @dataclass(slots=True)

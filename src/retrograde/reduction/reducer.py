@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 
-from retrograde.comm import Key, Kind, Station
+from retrograde.comm import Key, Kind, Offer, Offers, Part, Station, Use
 from retrograde.errors import UnsupportedError
 from retrograde.ledger import Ledger
 from retrograde.reduction.bucket import Bucket, Grads
-from retrograde.reduction.council import Council, Offers
-from retrograde.reduction.exchange import Exchange, Launch, Offer, Part, Use, accumulated
+from retrograde.reduction.council import Council
+from retrograde.reduction.exchange import Exchange, Launch, accumulated
 from retrograde.reduction.window import Windows
 from retrograde.residency import Gate, Pager, Unit
 
