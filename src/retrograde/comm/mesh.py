@@ -36,6 +36,7 @@ from retrograde.comm.line import LENGTHS, Line, bytes_of, frame, message_length,
 from retrograde.comm.messages import Ask, Fail, Meet, Message, MessageError, Read, decode
 
 WAIT = "ranks keep the model until all have read it: let them wait for each other (dist.barrier()) before they end"
+TIMEOUT = 60.0  # seconds
 _EARLY = 4096  # messages for engines and pipelines that this rank has not made yet
 GONE = f"so a process ended or gave up; its own output says why. If it had merely finished: {WAIT}"
 
@@ -60,10 +61,11 @@ class Mesh:
     _meshes: ClassVar["weakref.WeakKeyDictionary[dist.ProcessGroup, Mesh]"] = weakref.WeakKeyDictionary()
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> "Mesh":
+    def of(cls, group: dist.ProcessGroup, timeout: float = TIMEOUT) -> "Mesh":
+        """The group's mesh. It is made at the first call, for which all ranks must come within `timeout` seconds."""
         if group not in cls._meshes:
             rank, world = dist.get_rank(group), dist.get_world_size(group)
-            sockets = connect(_get_process_group_store(group), rank, world) if world > 1 else ()
+            sockets = connect(_get_process_group_store(group), rank, world, timeout) if world > 1 else ()
             cls._meshes[group] = mesh = cls(rank, world, sockets, group)
             weakref.finalize(group, mesh._leave, os.getpid())  # or when the process ends
         return cls._meshes[group]

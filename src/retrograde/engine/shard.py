@@ -36,9 +36,9 @@ def shard(
     the next. `precision`: the dtype in which gradients travel; `exact=False`: the backend adds them up in its own order
     when a backward has ended. `resident`: bytes of pages that may stay at stage 3
     beyond the one in use and the one being prefetched. `timeout`: seconds after which waiting for a rank that never
-    comes becomes a `DivergenceError` on every rank.
+    comes, here or later, becomes a `DivergenceError` on every rank that waits.
     """
-    station = Station(Mesh.of(_group(process_group, mesh)), timeout)
+    station = Station(Mesh.of(_group(process_group, mesh), timeout), timeout)
     with station.shared_fate("shard()"):
         policy = Policy.of(stage, resident, reduce, prefetch, precision, exact)
         _check_unsharded(model)

@@ -62,7 +62,7 @@ class MeshTransport:
     number: int  # given by the mesh
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, patience: float = PATIENCE) -> None:
-        self._mesh = Mesh.of(group)
+        self._mesh = Mesh.of(group, patience)
         self._device = device
         self._patience = patience
         self._sent_forms: dict[Address, bytes] = {}  # as they were sent: 1, 1.0 and True are not the same
