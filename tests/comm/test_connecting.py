@@ -7,7 +7,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch.distributed as dist

@@ -211,7 +211,7 @@ def test_memory_is_let_go_of_before_it_is_delivered() -> None:
         there = socket.create_connection(server.getsockname())
         here, _ = server.accept()
     with here, there:
-        line = Line(here, selectors.DefaultSelector(), messages())
+        line = Line(1, here, selectors.DefaultSelector(), messages())
         there.sendall(bytes(torch.ones(8).numpy()))
         while not seen:
             line.receive()
@@ -229,6 +229,9 @@ class _Alone:
 
     def attach(self, station: Station) -> None:
         pass
+
+    def tell(self, dst: int, message: Message, data: Any = ()) -> None:
+        self.send(dst, message, data)
 
     def send(self, dst: int, message: Message, data: Any = ()) -> int:
         self.sent.append(message)
@@ -282,7 +285,7 @@ def _stumbles(rank: int, world: int) -> str:
 
 def test_an_error_in_the_service_thread_is_told(ranks: Ranks) -> None:
     said = ranks(2).run(_stumbles)[1]
-    told = "rank 1: the connection to rank 0 was closed by this rank, which could not take what came from there: "
+    told = "rank 1: the connection to rank 0 was closed by rank 1, which could not take what came from there: "
     assert said == told + "ValueError: stumbled because of ValueError('stumbled')"
 
 

@@ -120,8 +120,8 @@ class _Connecting:
     def _nobody_came(self, missing: Iterable[int]) -> DivergenceError:
         return DivergenceError(
             f"rank {self._rank} waited {self._timeout:g} s for rank(s) {', '.join(map(str, missing))} to connect, "
-            f"which did not come: each has not called shard() or Pipeline() on this process group, or has ended (its own "
-            f"output says why). Let every rank of the group call it, or raise shard(timeout=...)"
+            f"which did not come: each has not called shard() or Pipeline() on this process group, or has ended (its "
+            f"own output says why). Let every rank of the group call it, or raise shard(timeout=...)"
         )
 
     def _call(self, peer: int, contact: Contact, family: int) -> None:

@@ -60,10 +60,13 @@ class Line:
     `incoming` gives memory to be filled, piece by piece; it is asked for more when a piece is full.
     """
 
-    def __init__(self, sock: socket.socket, selector: selectors.BaseSelector, incoming: Iterator[memoryview]) -> None:
+    def __init__(
+        self, peer: int, sock: socket.socket, selector: selectors.BaseSelector, incoming: Iterator[memoryview]
+    ) -> None:
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setblocking(False)
+        self.peer = peer
         self.socket = sock
         self.queued = 0  # bytes that were given to `send` so far
         self.sent = 0  # bytes that the connection has taken so far
@@ -72,6 +75,7 @@ class Line:
         self._incoming = incoming
         self._into = next(incoming)
         self._out: deque[memoryview] = deque()
+        self._closed = False
         selector.register(sock, selectors.EVENT_READ, self)
 
     def send(self, parts: Sequence[memoryview] = ()) -> int:
@@ -81,12 +85,23 @@ class Line:
         with self._lock:
             self._out += parts
             self.queued += sum(map(len, parts))
-            with contextlib.suppress(BlockingIOError):
+            try:
                 while self._out:
                     self._send_some()
+            except BlockingIOError:
+                pass  # the rest goes when there is room
+            except OSError:
+                self._out.clear()  # nobody reads it. What the other side said before it closed is still to be read
+                self.sent = sys.maxsize
+                raise
+            finally:
+                self._watch()
+            return self.queued
+
+    def _watch(self) -> None:
+        if not self._closed:
             writing = selectors.EVENT_WRITE if self._out else 0
             self._selector.modify(self.socket, selectors.EVENT_READ | writing, self)
-            return self.queued
 
     def _send_some(self) -> None:
         gone = self.socket.sendmsg([self._out[i] for i in range(min(len(self._out), _PARTS))])
@@ -109,6 +124,7 @@ class Line:
 
     def close(self) -> None:
         with self._lock:
+            self._closed = True
             self._selector.unregister(self.socket)
             self.socket.close()
             self.sent = sys.maxsize  # nobody reads what was not sent

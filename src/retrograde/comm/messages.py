@@ -240,7 +240,18 @@ class Void(Record, frozen=True, tag="void"):
     address: Address
 
 
-Message = Read | Page | Put | Meet | Ask | Tell | Fail | Content | Void
+ToReceiver = Read | Page | Put | Meet | Ask | Tell | Fail | Content | Void
+
+
+# ---- messages to a rank, whatever it has made
+class FirstCause(Record, frozen=True, tag="cause"):
+    """Something has gone wrong with a rank, and the sender knows of nothing that went wrong before it."""
+
+    rank: Count
+    text: str
+
+
+Message = ToReceiver | FirstCause
 
 
 # ---- what ranks tell each other in the group's store

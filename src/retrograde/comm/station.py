@@ -13,14 +13,13 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
-from retrograde.comm.mesh import GONE, Mesh
+from retrograde.comm.mesh import Mesh
 from retrograde.comm.messages import (
     Ask,
     Fail,
     Key,
     Kind,
     Meet,
-    Message,
     MessageError,
     Offers,
     Page,
@@ -28,6 +27,7 @@ from retrograde.comm.messages import (
     Read,
     Stamp,
     Tell,
+    ToReceiver,
     Value,
     pack,
     tensor_forms,
@@ -91,8 +91,7 @@ class Station:
         found = self.serve(unit, stamp)
         if isinstance(found, str):
             return False
-        with contextlib.suppress(OSError):  # a reader that is gone
-            self.mesh.send(src, Page(self.number, unit), data=[found])
+        self.mesh.tell(src, Page(self.number, unit), data=[found])
         return True
 
     # ---- putting gradients
@@ -132,12 +131,13 @@ class Station:
         met = self._met.pop(number, {}) | {self.mesh.rank: position}
         return [met[rank] for rank in range(self.mesh.world)]
 
-    def _send(self, dst: int, message: Message, data: Sequence[torch.Tensor] = ()) -> int:
+    def _send(self, dst: int, message: ToReceiver, data: Sequence[torch.Tensor] = ()) -> int:
         try:
             return self.mesh.send(dst, message, data=data)
         except OSError as error:
+            cause = self.mesh.why_lost(dst)
             self.check()
-            return self.fail(f"rank {self.mesh.rank}: rank {dst} cannot be reached, {GONE}", error)
+            raise DivergenceError(f"rank {self.mesh.rank}: {cause}") from error
 
     def check(self) -> None:
         if self.failure is not None:
@@ -152,8 +152,7 @@ class Station:
         if self.failure is None:
             self.failure = failure
             for peer in self.mesh.peers:
-                with contextlib.suppress(OSError):
-                    self.mesh.send(peer, Fail(self.number, failure))
+                self.mesh.tell(peer, Fail(self.number, failure))
 
     @contextlib.contextmanager
     def shared_fate(self, what: str) -> Iterator[None]:
@@ -174,8 +173,7 @@ class Station:
             if self._lost is not None:
                 raise DivergenceError(f"rank {self.mesh.rank}: {self._lost[0]}") from self._lost[1]
             for peer in absent:
-                with contextlib.suppress(OSError):
-                    self.mesh.send(peer, Ask(self.number))
+                self.mesh.tell(peer, Ask(self.number))
             self.mesh.changed.wait_for(lambda: all(p in self._told for p in absent), 1.0)
         places = "; ".join(f"rank {p} is {self._told.get(p, 'not answering')}" for p in absent)
         self.fail(
@@ -185,7 +183,7 @@ class Station:
         )
 
     # ---- the service thread's side, which holds `mesh.changed`
-    def on_message(self, src: int, message: Message, data: Sequence[torch.Tensor]) -> None:
+    def on_message(self, src: int, message: ToReceiver, data: Sequence[torch.Tensor]) -> None:
         match message:
             case Read():
                 if not self._answer(src, message.unit, message.stamp):
@@ -215,10 +213,10 @@ class Station:
     def _tell(self, src: int) -> None:
         answers = [self.serve(unit, stamp) for reader, unit, stamp in self._requests if reader == src]
         reasons = {answer for answer in answers if isinstance(answer, str)}
-        self.mesh.send(src, Tell(self.number, "; ".join([self.where, *reasons])))
+        self.mesh.tell(src, Tell(self.number, "; ".join([self.where, *reasons])))
 
     # ---- the service thread's side, which does not hold it
-    def room(self, src: int, message: Message, nbytes: int) -> Sequence[torch.Tensor] | None:
+    def room(self, src: int, message: ToReceiver, nbytes: int) -> Sequence[torch.Tensor] | None:
         """Where the tensors of a message belong; None: nobody wants them any more."""
         match message:
             case Page():

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from retrograde.comm import Mesh
-from retrograde.comm.messages import Address, Content, Form, Message, MessageError, encode
+from retrograde.comm.messages import Address, Content, Form, MessageError, ToReceiver, encode
 from retrograde.comm.messages import Void as VoidMessage
 from retrograde.errors import PipelineError
 from retrograde.pipeline.parcel import Parcel, as_sent, content_of, form_of, space_for
@@ -84,11 +84,12 @@ class MeshTransport:
     def send_void(self, peer: int, address: Address) -> None:
         self._post(peer, VoidMessage(self.number, address))
 
-    def _post(self, peer: int, message: Message, data: Sequence[Tensor] = ()) -> None:
+    def _post(self, peer: int, message: ToReceiver, data: Sequence[Tensor] = ()) -> None:
         try:
             self._mesh.send(peer, message, data=data)
         except OSError as error:
-            raise PipelineError(f"rank {self._mesh.rank}: pipeline rank {peer} cannot be reached: {error}") from error
+            cause = self._mesh.why_lost(peer)
+            raise PipelineError(f"rank {self._mesh.rank}, sending to pipeline rank {peer}: {cause}") from error
 
     def receive(self, peer: int, address: Address) -> Incoming:
         return lambda: self._take(peer, address)
@@ -110,7 +111,7 @@ class MeshTransport:
             raise Unreadable(f"rank {self._mesh.rank}, the {address} from pipeline rank {peer}: {error}") from error
 
     # ---- the service thread's side
-    def room(self, src: int, message: Message, nbytes: int) -> Sequence[Tensor] | None:
+    def room(self, src: int, message: ToReceiver, nbytes: int) -> Sequence[Tensor] | None:
         """Where the tensors of a message belong."""
         if not isinstance(message, Content):
             return ()
@@ -122,7 +123,7 @@ class MeshTransport:
         made = self._filling[address] = space_for(self._forms[address], nbytes, self._device)
         return [as_sent(tensor) for tensor in made if tensor is not None]
 
-    def on_message(self, src: int, message: Message, data: Sequence[Tensor]) -> None:
+    def on_message(self, src: int, message: ToReceiver, data: Sequence[Tensor]) -> None:
         match message:
             case Content():
                 address = message.address
