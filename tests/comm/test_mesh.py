@@ -22,11 +22,13 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 import retrograde as rg
-from retrograde.comm import Key, Kind, Mesh, Position, Station, connecting
+from retrograde.comm import Key, Kind, Mesh, Position, Station, connecting, leaving
 from retrograde.comm.line import Line, bytes_of
 from retrograde.comm.messages import Fail, Message, Put, UnixAddress, decode_contact
+from tests.comm.delays import delayed
 from tests.comm.hosts import apart
 from tests.harness import RankPool
+from tests.multiproc.twin import Twin
 from tests.small import batch, build, loss_of
 
 Ranks = Callable[[int], RankPool]
@@ -182,6 +184,8 @@ def _forks(rank: int, world: int) -> list[str]:
     station = _station()
     if (child := os.fork()) == 0:
         weakref.finalize._exitfunc()  # type: ignore[attr-defined]  # as Python does when a process ends
+        leaving.leave(list(leaving._open), None)
+        station.mesh.say_goodbye()
         os._exit(0)
     os.waitpid(child, 0)
     dist.barrier()
@@ -221,7 +225,7 @@ def test_memory_is_let_go_of_before_it_is_delivered() -> None:
 class _Alone:
     """A mesh without connections."""
 
-    rank, world, peers = 0, 2, (1,)
+    rank, world, peers, departed = 0, 2, (1,), frozenset[int]()
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -297,6 +301,21 @@ def test_what_nobody_took_is_dropped_at_a_step() -> None:
     station.meetings = 2
     station.discard_arrivals()
     assert not station.arrived(early, 1) and station.arrived(late, 1)
+
+
+def _trains_with_delays(rank: int, world: int, seed: int) -> None:
+    with delayed(100 * seed + rank):
+        twin = Twin(rank, world, 3, timeout=30.0)
+        twin.optimize()
+        for step in range(3):
+            twin.train(step)
+        twin.check_weights()
+        dist.barrier()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_messages_may_take_their_time(ranks: Ranks, seed: int) -> None:
+    ranks(4).run(_trains_with_delays, seed, timeout=90.0)
 
 
 def test_addresses_follow_the_store() -> None:

@@ -251,7 +251,12 @@ class FirstCause(Record, frozen=True, tag="cause"):
     text: str
 
 
-Message = ToReceiver | FirstCause
+class Goodbye(Record, frozen=True, tag="goodbye"):
+    """The sender has finished: it needs nothing more, and answers reads until all have said this."""
+
+
+ToRank = FirstCause | Goodbye
+Message = ToReceiver | ToRank
 
 
 # ---- what ranks tell each other in the group's store

@@ -65,7 +65,8 @@ class Station:
     _met: dict[int, dict[int, Position]] = field(default_factory=dict)
     _requests: list[tuple[int, int, Stamp]] = field(default_factory=list)  # reader, unit, state
     _reading: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # unit, owner: where its shard belongs
-    _lost: tuple[str, Exception] | None = None  # a connection
+    _lost: tuple[str, Exception] | None = None  # what went wrong with a rank
+    _said: bool = False  # has the main thread been told, by an exception, that something is wrong?
     _arrivals: dict[tuple[Key, int], torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -126,7 +127,8 @@ class Station:
         message = Meet(self.number, number, position.kind, position.label, position.offers, value)
         for peer in self.mesh.peers:
             self._send(peer, message, data=tensors)
-        self._wait_for(lambda: [p for p in self.mesh.peers if p not in self._met.get(number, {})], what)
+        absent = lambda: [p for p in self.mesh.peers if p not in self._met.get(number, {})]  # noqa: E731
+        self._wait_for(absent, what, for_main_threads=True)
         self.where = f"outside retrograde, after {what}"
         met = self._met.pop(number, {}) | {self.mesh.rank: position}
         return [met[rank] for rank in range(self.mesh.world)]
@@ -137,15 +139,18 @@ class Station:
         except OSError as error:
             cause = self.mesh.why_lost(dst)
             self.check()
+            self._said = True
             raise DivergenceError(f"rank {self.mesh.rank}: {cause}") from error
 
     def check(self) -> None:
         if self.failure is not None:
+            self._said = True
             raise DivergenceError(self.failure)
 
     def fail(self, text: str, cause: BaseException | None = None) -> NoReturn:
         """Give up on every rank: tell the others, then raise."""
         self._announce(text)
+        self._said = True
         raise DivergenceError(self.failure) from cause
 
     def _announce(self, failure: str) -> None:
@@ -160,17 +165,30 @@ class Station:
         try:
             yield
         except Exception as error:
+            self._said = True
             if not isinstance(error, DivergenceError):
                 self._announce(f"rank {self.mesh.rank}: {what} raised {type(error).__name__}: {error}")
             raise
 
-    def _wait_for(self, missing: Callable[[], list[int]], what: str) -> None:
+    def _wait_for(self, missing: Callable[[], list[int]], what: str, for_main_threads: bool = False) -> None:
+        """Until no rank is missing. A rank that has said goodbye still serves; its main thread does nothing more."""
+
+        def finished() -> list[int]:
+            return [peer for peer in missing() if peer in self.mesh.departed] if for_main_threads else []
+
         with self.mesh.changed:
-            self.mesh.changed.wait_for(lambda: not missing() or self.failure or self._lost, self.timeout)
+            self.mesh.changed.wait_for(lambda: not missing() or self.failure or self._lost or finished(), self.timeout)
             self.check()
             if not (absent := missing()):
                 return  # also where a rank has left since: it had nothing more to bring
+            if gone := finished():
+                self.fail(
+                    f"rank {self.mesh.rank} is at {what} and needs rank(s) {', '.join(map(str, gone))}, which "
+                    f"finished: their programs have ended, or called dist.destroy_process_group(). Let every rank "
+                    f"come to the same steps, also one that has no more data: it may step without a backward"
+                )
             if self._lost is not None:
+                self._said = True
                 raise DivergenceError(f"rank {self.mesh.rank}: {self._lost[0]}") from self._lost[1]
             for peer in absent:
                 self.mesh.tell(peer, Ask(self.number))
@@ -209,6 +227,13 @@ class Station:
 
     def on_lost(self, cause: str, error: Exception) -> None:
         self._lost = (cause, error)
+
+    def unsaid(self) -> str | None:
+        if self._said:
+            return None
+        if self.failure is not None:
+            return self.failure
+        return None if self._lost is None else self._lost[0]
 
     def _tell(self, src: int) -> None:
         answers = [self.serve(unit, stamp) for reader, unit, stamp in self._requests if reader == src]

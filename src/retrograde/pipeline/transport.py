@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from retrograde.comm import Mesh
+from retrograde.comm.mesh import TIMEOUT
 from retrograde.comm.messages import Address, Content, Form, MessageError, ToReceiver, encode
 from retrograde.comm.messages import Void as VoidMessage
 from retrograde.errors import PipelineError
@@ -69,7 +70,9 @@ class MeshTransport:
         self._forms: dict[Address, Form] = {}
         self._filling: dict[Address, list[Tensor | None]] = {}  # the tensors of a message that is arriving
         self._arrived: dict[Address, deque[_Arrived | None]] = {}
+        self.timeout = TIMEOUT
         self._lost: tuple[str, Exception] | None = None
+        self._said = False  # has the main thread been told of it?
         self._mesh.attach(self)
 
     def send(self, peer: int, address: Address, content: Any) -> None:
@@ -89,6 +92,7 @@ class MeshTransport:
             self._mesh.send(peer, message, data=data)
         except OSError as error:
             cause = self._mesh.why_lost(peer)
+            self._said = True
             raise PipelineError(f"rank {self._mesh.rank}, sending to pipeline rank {peer}: {cause}") from error
 
     def receive(self, peer: int, address: Address) -> Incoming:
@@ -96,11 +100,17 @@ class MeshTransport:
 
     def _take(self, peer: int, address: Address) -> Any:
         waiting = f"rank {self._mesh.rank} waits for the {address} from pipeline rank {peer}"
+        departed = self._mesh.departed
         with self._mesh.changed:
-            if not self._mesh.changed.wait_for(lambda: self._arrived.get(address) or self._lost, self._patience):
-                raise PipelineError(f"{waiting}: nothing came in {self._patience:g} s")
+            self._mesh.changed.wait_for(
+                lambda: self._arrived.get(address) or self._lost or peer in departed, self._patience
+            )
             if not self._arrived.get(address):
-                assert self._lost is not None
+                if self._lost is None and peer in departed:
+                    raise PipelineError(f"{waiting}, which has finished; let all ranks do the same number of steps")
+                if self._lost is None:
+                    raise PipelineError(f"{waiting}: nothing came in {self._patience:g} s")
+                self._said = True
                 raise PipelineError(f"{waiting}: {self._lost[0]}") from self._lost[1]
             arrived = self._arrived[address].popleft()
         if arrived is None:
@@ -137,3 +147,6 @@ class MeshTransport:
 
     def on_lost(self, cause: str, error: Exception) -> None:
         self._lost = (cause, error)
+
+    def unsaid(self) -> str | None:
+        return None if self._said or self._lost is None else self._lost[0]
