@@ -5,7 +5,8 @@ from retrograde.engine import Engine, shard
 from retrograde.errors import DivergenceError, PipelineError, RetrogradeError, ShardingError, UnsupportedError
 from retrograde.layout import Precision
 from retrograde.ledger import Event, Ledger
-from retrograde.pipeline.pipeline import Cut, Microbatches, Pipeline, Zero
+from retrograde.pipeline.options import Cut, Microbatches, Zero
+from retrograde.pipeline.pipeline import Pipeline
 
 __all__ = [
     "Cut", "DivergenceError", "Engine", "Event", "Ledger", "Microbatches", "Pipeline", "PipelineError", "Precision",

@@ -9,6 +9,8 @@ from collections import Counter, deque
 from enum import StrEnum
 from typing import NamedTuple
 
+from retrograde.arguments import instance, one_of
+
 HISTORY = 100_000
 
 
@@ -46,10 +48,12 @@ class Ledger:
         self.peak = max(self.peak, self.resident)
 
     def count(self, kind: str, unit: str | None = None) -> int:
-        return sum(n for (k, u), n in self._counts.items() if k == kind and unit in (None, u))
+        """How many events of a kind there were, with one unit or with all."""
+        return _total(self._counts, kind, unit)
 
     def bytes(self, kind: str, unit: str | None = None) -> int:
-        return sum(n for (k, u), n in self._bytes.items() if k == kind and unit in (None, u))
+        """The bytes of all events of a kind, with one unit or with all."""
+        return _total(self._bytes, kind, unit)
 
     def clear(self) -> None:
         """Forget events and totals; what is resident now becomes the peak."""
@@ -57,3 +61,11 @@ class Ledger:
         self._counts.clear()
         self._bytes.clear()
         self.peak = self.resident
+
+
+def _total(totals: Counter[tuple[Kind, str]], kind: str, unit: str | None) -> int:
+    kinds = [entry.value for entry in Kind]
+    one_of("kind", kind, kinds, ", ".join(kinds))
+    if unit is not None:
+        instance("unit", unit, str, "is not a name", "a unit's name or None")
+    return sum(n for (k, u), n in totals.items() if k == kind and unit in (None, u))

@@ -72,7 +72,7 @@ def _with_data(message: object, nbytes: int) -> bytes:
 
 
 def _meet(value: object) -> Meet:
-    return Meet(0, 1, Kind.TOTAL, "a value", {}, value)  # type: ignore[arg-type]
+    return Meet(0, 1, Kind.TOTAL, "a value", {}, {}, value)  # type: ignore[arg-type]
 
 
 NESTED = b"\x91" * 1_000_000
@@ -89,14 +89,14 @@ ATTACKS: dict[str, tuple[bytes, str]] = {
     "text for a number": (_raw("read", 0, "unit", [0, 0, 0]), "Expected `int`, got `str`"),
     "a unit below 0": (_raw("read", 0, -1, [0, 0, 0]), "Expected `int` >= 0"),
     "a unit that is not there": (b"".join(frame(Read(0, 7, Stamp(0, 0, 0)))), "there is no unit 7"),
-    "an unknown dtype": (_raw("put", 0, [0, 0, 0], "os.system"), "'os.system' is not a dtype"),
-    "an unknown reason to meet": (_raw("meet", 0, 1, "tea", "", {}, None), "Invalid enum value 'tea'"),
+    "an unknown dtype": (_raw("put", 0, [0, 0, 0, 0], "os.system"), "'os.system' is not a dtype"),
+    "an unknown reason to meet": (_raw("meet", 0, 1, "tea", "", {}, {}, None), "Invalid enum value 'tea'"),
     "a large gradient": (
-        _with_data(Put(0, Key(0, 0, 0), torch.float32), 2**60),
+        _with_data(Put(0, Key(0, 0, 0, 0), torch.float32), 2**60),
         f"{2**60} bytes of tensors with a Put that takes {4 * ELEMENTS}",
     ),
     "a gradient of no bytes": (
-        _with_data(Put(0, Key(0, 0, 0), torch.float32), 0),
+        _with_data(Put(0, Key(0, 0, 0, 0), torch.float32), 0),
         f"0 bytes of tensors with a Put that takes {4 * ELEMENTS}",
     ),
     "a large answer": (
@@ -178,7 +178,7 @@ def test_what_nobody_asked_for_takes_no_memory(pair: tuple[Station, socket.socke
         there.sendall(part)
     for part in frame(_meet(3)):
         there.sendall(part)
-    assert station.meet(Position(Kind.TOTAL, "a value", {}, 2))[1].value == 3
+    assert station.meet(Position(Kind.TOTAL, "a value", {}, {}, 2))[1].value == 3
 
 
 # ---- values of meetings
@@ -188,13 +188,13 @@ VALUES = [None, True, 3, -2.5, "text", b"bytes", torch.arange(6).view(2, 3), tor
 @pytest.mark.timeout(60)
 def test_values_come_as_they_went(pair: tuple[Station, socket.socket]) -> None:
     station, there = pair
-    values = [*VALUES, VALUES, [], torch.empty(0)]
+    values = [*VALUES, VALUES, [], [["a", 1], ["b", [None]]], torch.empty(0)]
     for number, value in enumerate(values, 1):
         packed, tensors = pack(value)  # type: ignore[arg-type]
-        for part in frame(Meet(0, number, Kind.TOTAL, "a value", {}, packed), tensors):
+        for part in frame(Meet(0, number, Kind.TOTAL, "a value", {}, {}, packed), tensors):
             there.sendall(part)
     for value in values:
-        came = station.meet(Position(Kind.TOTAL, "a value", {}))[1].value
+        came = station.meet(Position(Kind.TOTAL, "a value", {}, {}))[1].value
         assert type(came) is type(value)
         for one, other in zip(came, value, strict=True) if isinstance(value, list) else [(came, value)]:  # type: ignore[arg-type]
             assert type(one) is type(other)

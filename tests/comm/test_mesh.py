@@ -49,10 +49,10 @@ def _everybody_sends(rank: int, world: int) -> list[str]:
     for turn in range(3):
         for dst in station.mesh.peers:
             parts = [torch.full((LARGE // 2,), float(10 * rank + turn)), torch.full((LARGE // 2,), -1.0)]
-            sending.append(station.put(Key(0, 0, turn), dst, parts))
+            sending.append(station.put(Key(0, 0, 0, turn), dst, parts))
     for turn in range(3):
         for src in station.mesh.peers:
-            got = station.take(Key(0, 0, turn), src, "a unit")
+            got = station.take(Key(0, 0, 0, turn), src, "a unit")
             want = torch.cat([torch.full((LARGE // 2,), float(10 * src + turn)), torch.full((LARGE // 2,), -1.0)])
             if not torch.equal(got, want):
                 wrong.append(f"turn {turn} from rank {src}")
@@ -70,11 +70,11 @@ def _from_where_it_is(rank: int, world: int) -> tuple[bool, list[float]]:
     """What is sent must not change before `finish` returns, and may after it."""
     station = _station(16 * LARGE)
     peer, part = 1 - rank, torch.full((16 * LARGE,), float(rank))
-    sending = [station.put(Key(0, 0, 0), peer, [part])]
+    sending = [station.put(Key(0, 0, 0, 0), peer, [part])]
     took_all_at_once = station.mesh.sent(*sending[0])
     station.finish(sending)
     part.fill_(7.0)
-    got = station.take(Key(0, 0, 0), peer, "a unit")
+    got = station.take(Key(0, 0, 0, 0), peer, "a unit")
     dist.barrier()
     return took_all_at_once, got.unique().tolist()
 
@@ -189,7 +189,7 @@ def _forks(rank: int, world: int) -> list[str]:
         os._exit(0)
     os.waitpid(child, 0)
     dist.barrier()
-    return [position.label for position in station.meet(Position(Kind.TOTAL, f"rank {rank}", {}))]
+    return [position.label for position in station.meet(Position(Kind.TOTAL, f"rank {rank}", {}, {}))]
 
 
 def test_a_forked_process_ends_without_its_parents_connections(ranks: Ranks) -> None:
@@ -250,7 +250,7 @@ def _hears(station: Station, src: int, message: Message, *data: torch.Tensor) ->
 def test_a_rank_that_has_left_is_missed_only_if_it_owes_something() -> None:
     station = Station(_Alone(), 0.1)  # type: ignore[arg-type]
     station.on_lost("the connection to rank 1 was lost", ConnectionResetError())
-    key = Key(0, 0, 2)
+    key = Key(0, 0, 0, 2)
     _hears(station, 1, Put(0, key, torch.float32), torch.ones(2))
     assert torch.equal(station.take(key, 1, "a unit"), torch.ones(2))
     with pytest.raises(rg.DivergenceError, match="rank 0: the connection to rank 1 was lost"):
@@ -259,7 +259,7 @@ def test_a_rank_that_has_left_is_missed_only_if_it_owes_something() -> None:
 
 def test_a_rank_that_gave_up_is_heard_whatever_it_owes() -> None:
     station = Station(_Alone(), 0.1)  # type: ignore[arg-type]
-    key = Key(0, 0, 2)
+    key = Key(0, 0, 0, 2)
     _hears(station, 1, Put(0, key, torch.float32), torch.ones(2))
     _hears(station, 1, Fail(0, "rank 1 waited in vain"))
     with pytest.raises(rg.DivergenceError, match="rank 1 waited in vain"):
@@ -278,10 +278,10 @@ def _stumbles(rank: int, world: int) -> str:
     dist.barrier()
     said = ""
     if rank == 0:
-        station.put(Key(0, 0, 2), 1, [torch.ones(2)])
+        station.put(Key(0, 0, 0, 2), 1, [torch.ones(2)])
     else:
         with pytest.raises(rg.DivergenceError) as caught:
-            station.take(Key(0, 0, 2), 0, "a unit")
+            station.take(Key(0, 0, 0, 2), 0, "a unit")
         said = f"{caught.value} because of {caught.value.__cause__!r}"
     dist.barrier()
     return said
@@ -295,7 +295,7 @@ def test_an_error_in_the_service_thread_is_told(ranks: Ranks) -> None:
 
 def test_what_nobody_took_is_dropped_at_a_step() -> None:
     station = Station(_Alone(), 0.1)  # type: ignore[arg-type]
-    early, late = Key(0, 1, 2), Key(0, 2, 2)
+    early, late = Key(0, 1, 0, 2), Key(0, 2, 0, 2)
     for key in (early, late):
         _hears(station, 1, Put(0, key, torch.float32), torch.ones(2))
     station.meetings = 2

@@ -60,8 +60,6 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "units class": ({"units": Other}, r"units: no module of class Other in Small; its classes are .*Block.*Small"),
     "units classes": ({"units": (Block, Other)}, r"units: no module of class Other in Small"),
     "precision": ({"precision": "bf16"}, r"precision='bf16' is not known; give rg\.Precision"),
-    "precision name": ({"precision": rg.Precision(reduce="int8")}, r"precision.reduce='int8' is not known; give fp32"),
-    "precision of ints": ({"precision": rg.Precision(reduce=torch.int8)}, r"precision.reduce=torch.int8 is not known"),
     "join": ({"join": "few"}, r"join='few' is not a size"),
 }
 
@@ -161,7 +159,6 @@ DIFFERING: dict[str, tuple[Callable[[int], nn.Module], dict[int, dict[str, Any]]
     "names": (_with_names, {}, r"differs .*extra\.bias\[3\].*extra\.weight\[3, 3\]"),
     "shapes": (_with_shapes, {}, r"differs .*blocks\.2\.up\.bias\[36\].*blocks\.2\.up\.bias\[40\]"),
     "dtypes": (_with_dtypes, {}, r"differs .*(float64|float32)"),
-    "stages": (lambda rank: build(), {1: {"stage": 2}}, r"(stage|policy|Policy)"),
     "units": (lambda rank: build(), {1: {"units": Block}, 0: {"units": nn.Linear}}, r"differs .*blocks\.0"),
 }
 

@@ -169,13 +169,15 @@ def _local_sum(contributions: Sequence[Contribution]) -> Tensor | None:
     return functools.reduce(torch.add, [c.grad for c in contributions])
 
 
-def _mean(locals_: Sequence[Tensor | None], world: int) -> Tensor | None:
+def _mean(locals_: Sequence[Tensor | None], divisor: int) -> Tensor | None:
     present = [g for g in locals_ if g is not None]
-    return functools.reduce(torch.add, present) / world if present else None
+    return functools.reduce(torch.add, present) / divisor if present else None
 
 
-def replay(param: nn.Parameter, ranks: Sequence[Timeline], stage: int, hook: LeafHook | None) -> None:
-    """Brings `param.grad` from where it was to where the ranks' timelines lead."""
+def replay(
+    param: nn.Parameter, ranks: Sequence[Timeline], stage: int, hook: LeafHook | None = None, divisor: int | None = None
+) -> None:
+    """Brings `param.grad` from where it was to where the timelines lead. `divisor`: the world's size by default."""
     cut = [_segments(timeline) for timeline in ranks]
     zeros = cut[0][1]
     assert all(other == zeros for _, other in cut), "rows zero their gradients on all ranks alike"
@@ -186,7 +188,7 @@ def replay(param: nn.Parameter, ranks: Sequence[Timeline], stage: int, hook: Lea
         if stage == 1:
             parts = [[Contribution(0, c.grad) for c in part] for part in parts]
         for group in _order(parts):
-            mean = _mean([_local_sum([c for c in part if c.group == group]) for part in parts], len(ranks))
+            mean = _mean([_local_sum([c for c in part if c.group == group]) for part in parts], divisor or len(ranks))
             if mean is not None:
                 param.grad = mean if param.grad is None else param.grad + mean
                 if hook is not None:

@@ -133,9 +133,9 @@ def wrong_arguments(rank: int, world: int) -> list[str]:
 
 def test_wrong_arguments_are_named(ranks: Ranks) -> None:
     for found in ranks(2).run(wrong_arguments):
-        assert found[0].startswith("a Linear is not a chain of blocks")
+        assert found[0].startswith("model=Linear(in_features=8, out_features=8, bias=True) is not a chain of blocks")
         assert found[1].startswith("1 blocks cannot be cut into 2 stages")
         assert found[2].startswith("schedule='nope' is not known")
-        assert found[3] == "args: a tensor of shape [3, 8] cannot be cut into 4 microbatches"
+        assert found[3].startswith("rank 0: args: a tensor of shape [3, 8] cannot be cut into 4 microbatches")
         assert found[4].startswith("split point '9' is not a block")
         assert found[5].startswith("costs has 1 entries for 8 blocks")

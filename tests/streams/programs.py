@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrograde.comm import Key, Offer, Use
+from retrograde.comm import Key, Use
 from retrograde.layout import Layout, Policy
 from retrograde.ledger import Ledger
 from retrograde.reduction import bucket as buckets
@@ -78,9 +78,9 @@ class Rank:
 
     def reduce(self, bucket: Bucket, values: tuple[float, ...], number: int) -> None:
         """Launch, sum, and use the result on the current stream; `values` is what the slots must hold."""
-        offer = Offer(Key(bucket.unit.index, 0, number), (Use.ACCUMULATED,) * 3)
-        launch = self.exchange.launch(bucket, offer)
-        total = self.exchange.total(bucket.unit, {0: offer, 1: offer}, launch)
+        uses = (Use.ACCUMULATED,) * 3
+        launch = self.exchange.launch(bucket, Key(bucket.unit.index, 0, 0, number), uses)
+        total = self.exchange.total(launch, {0: uses, 1: uses})
         used = self.device.memory(total.numel())
         self.device.current().run(lambda: used.copy_(total))
         flat = torch.cat([torch.full((n,), v) for n, v in zip(SHAPES, values, strict=True)] + [torch.zeros(1)])

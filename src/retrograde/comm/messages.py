@@ -10,7 +10,7 @@ Rule 1: a field has a type that `decode` checks; counts and indices are not nega
 Rule 2: the receiver says how many bytes of tensors it expects with a message, and takes memory only for these.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum, StrEnum
 from typing import Annotated, Any
 
@@ -47,29 +47,21 @@ class Use(IntEnum):
     ACCUMULATED = 2  # it goes to .grad
 
 
-class Key(Record, frozen=True):
-    """A put gradient: of which unit, after which meeting, and the how-manieth since then (reduction/exchange.py)."""
+class Key(Record, frozen=True, order=True):
+    """Names a gradient that is put. Ranks that do the same things since a meeting come to the same keys.
+
+    `meeting`: the last one before it. `attempt`: counts what was given up since then. `turn`: counts the unit's
+    gradients since then (reduction/exchange.py).
+    """
 
     unit: Count
     meeting: Count
+    attempt: Count
     turn: Count
 
 
-class Part(Record, frozen=True, order=True):
-    """What the ranks add up together: a unit's gradient, or (`early`) what waited of it and had to make room."""
-
-    unit: Count
-    early: bool = False
-
-
-class Offer(Record, frozen=True):
-    """What a rank says at a meeting about a gradient it has put, or will put."""
-
-    key: Key
-    uses: tuple[Use, ...]
-
-
-Offers = dict[Part, Offer]
+Uses = tuple[Use, ...]  # for each parameter of a unit
+Offers = dict[Key, Uses]  # what a rank says at a meeting about the gradients it has put, or would put
 
 
 # ---- meetings
@@ -106,11 +98,15 @@ class Octets(Struct, frozen=True, tag="octets", forbid_unknown_fields=True):
     data: bytes
 
 
+class Items(Struct, frozen=True, tag="items", forbid_unknown_fields=True):
+    """A list of values."""
+
+    items: "list[PackedValue]"
+
+
 # What a rank may bring to a meeting, and the same as it travels.
-Scalar = None | bool | int | float | str | bytes | torch.Tensor
-Value = Scalar | Sequence[Scalar]
-PackedScalar = None | bool | int | float | str | Octets | TensorForm
-PackedValue = PackedScalar | list[PackedScalar]
+Value = None | bool | int | float | str | bytes | torch.Tensor | Sequence["Value"]
+PackedValue = None | bool | int | float | str | Octets | TensorForm | Items
 
 
 # ---- trees of pipelines: see pipeline/trees.py
@@ -201,7 +197,8 @@ class Meet(Record, frozen=True, tag="meet"):
     number: Count
     kind: Kind
     label: str
-    offers: Offers
+    launched: Offers
+    pending: Offers
     value: PackedValue
 
 
@@ -323,38 +320,38 @@ def _decoded(decoder: msgspec.msgpack.Decoder[Any], data: bytes | bytearray) -> 
 def pack(value: Value) -> tuple[PackedValue, list[torch.Tensor]]:
     """A value as it travels, and the tensors whose bytes go beside it."""
     tensors: list[torch.Tensor] = []
-    if isinstance(value, list | tuple):
-        return [_packed(item, tensors) for item in value], tensors
     return _packed(value, tensors), tensors
 
 
-def _packed(item: Any, tensors: list[torch.Tensor]) -> PackedScalar:
-    if item is None or isinstance(item, bool | int | float | str):
-        return item
-    if isinstance(item, bytes):
-        return Octets(item)
-    if isinstance(item, torch.Tensor):
-        tensors.append(item)
-        return TensorForm(item.dtype, tuple(item.shape))
-    raise TypeError(f"a {type(item).__name__} cannot be brought to a meeting")
+def _packed(value: Any, tensors: list[torch.Tensor]) -> PackedValue:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, bytes):
+        return Octets(value)
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return TensorForm(value.dtype, tuple(value.shape))
+    if isinstance(value, list | tuple):
+        return Items([_packed(item, tensors) for item in value])
+    raise TypeError(f"a {type(value).__name__} cannot be brought to a meeting")
 
 
 def tensor_forms(packed: PackedValue) -> list[TensorForm]:
-    items = packed if isinstance(packed, list) else [packed]
-    return [item for item in items if isinstance(item, TensorForm)]
+    if isinstance(packed, Items):
+        return [form for item in packed.items for form in tensor_forms(item)]
+    return [packed] if isinstance(packed, TensorForm) else []
 
 
 def unpack(packed: PackedValue, tensors: Sequence[torch.Tensor]) -> Value:
     """The value again; `tensors` are those of its forms, in order."""
-    rest = iter(tensors)
-    if isinstance(packed, list):
-        return [_unpacked(item, next(rest) if isinstance(item, TensorForm) else None) for item in packed]
-    return _unpacked(packed, next(rest) if isinstance(packed, TensorForm) else None)
+    return _unpacked(packed, iter(tensors))
 
 
-def _unpacked(item: PackedScalar, tensor: torch.Tensor | None) -> Scalar:
-    if isinstance(item, TensorForm):
-        return tensor
-    if isinstance(item, Octets):
-        return item.data
-    return item
+def _unpacked(packed: PackedValue, tensors: Iterator[torch.Tensor]) -> Value:
+    if isinstance(packed, Items):
+        return [_unpacked(item, tensors) for item in packed.items]
+    if isinstance(packed, TensorForm):
+        return next(tensors)
+    if isinstance(packed, Octets):
+        return packed.data
+    return packed

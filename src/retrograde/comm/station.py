@@ -37,11 +37,16 @@ from retrograde.errors import DivergenceError
 
 
 class Position(NamedTuple):
-    """What a rank brings to a meeting: why it came, what it offers, and a value that all want to know."""
+    """What a rank brings to a meeting: why it came, and what it has for the others.
+
+    `launched`: gradients that it has put since its last meeting. This one adds them up, whatever the others came for.
+    `pending`: gradients that it would put if this meeting turns out to flush them.
+    """
 
     kind: Kind
     label: str
-    offers: Offers
+    launched: Offers
+    pending: Offers
     value: Value = None
 
 
@@ -124,7 +129,8 @@ class Station:
         what = f"{position.kind} ({position.label})"
         self.where = f"waiting for the other ranks at {what}"
         value, tensors = pack(position.value)
-        message = Meet(self.number, number, position.kind, position.label, position.offers, value)
+        launched, pending = position.launched, position.pending
+        message = Meet(self.number, number, position.kind, position.label, launched, pending, value)
         for peer in self.mesh.peers:
             self._send(peer, message, data=tensors)
         absent = lambda: [p for p in self.mesh.peers if p not in self._met.get(number, {})]  # noqa: E731
@@ -213,7 +219,7 @@ class Station:
                 self._arrivals[message.key, src] = data[0]
             case Meet():
                 value = unpack(message.value, data)
-                position = Position(message.kind, message.label, message.offers, value)
+                position = Position(message.kind, message.label, message.launched, message.pending, value)
                 self._met.setdefault(message.number, {})[src] = position
             case Ask():
                 self._tell(src)

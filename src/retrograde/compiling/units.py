@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from retrograde.arguments import check_module, flag, instance, one_of, wrong
 from retrograde.compiling.backend import Graph, Keeping
 from retrograde.compiling.regions import regions_of
 from retrograde.errors import ShardingError
@@ -29,12 +30,15 @@ def compile(
 
     Graphs may be retained (`retain_graph=True`), which torch.compile refuses unless it is told before.
     """
-    regions = regions_of(model)
+    regions = regions_of(check_module("model", model))
     if not regions:
         raise ShardingError(
             f"compile({type(model).__name__}): the model is not sharded; call retrograde.shard() first, or "
             f"torch.compile() for a model that is to stay whole"
         )
+    if dynamic is not None and not isinstance(dynamic, bool):
+        raise wrong("dynamic", dynamic, "is neither true nor false", "True, False or None")
+    flag("fullgraph", fullgraph)
     keeping = Keeping(_inner(backend, mode, options, dynamic), next(iter(regions.values())).saved)
     compiled: dict[Graph, Graph] = {}  # one callable for all units of a class: they share their graphs
     for region in regions.values():
@@ -49,6 +53,22 @@ def _inner(
 ) -> Graph:
     if mode is not None and options is not None:
         raise ShardingError("compile(): give mode or options, not both, as with torch.compile()")
-    if backend == "inductor":
+    if not callable(backend):
+        backends = torch._dynamo.list_backends(exclude_tags=())
+        one_of("backend", backend, backends, f"a callable or one of {', '.join(backends)}")
+    if options is not None:
+        instance("options", options, dict, "is not a dictionary", "a dictionary or None")
+    if backend != "inductor":  # whose modes and options are its own affair
+        return torch._TorchCompileWrapper(backend, mode, options, dynamic)  # type: ignore[no-untyped-call]
+    if mode is not None:
+        modes = list(torch._inductor.list_mode_options())
+        one_of("mode", mode, modes, f"None or one of {', '.join(modes)}")
+    known = torch._inductor.list_options()
+    for name in options or ():
+        if str(name).replace("-", "_") not in known:
+            cause = f"has {name!r}, which Inductor does not know"
+            raise wrong("options", options, cause, "names from torch._inductor.list_options()")
+    try:
         return torch._TorchCompileInductorWrapper(mode, options, dynamic)  # type: ignore[no-untyped-call]
-    return torch._TorchCompileWrapper(backend, mode, options, dynamic)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:  # an option of another type
+        raise wrong("options", options, f"is refused: {error}", "values of the types that Inductor has") from error

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
+from retrograde.arguments import flag, instance, not_negative, number, wrong
 from retrograde.comm import Kind, Station, streams_of
 from retrograde.errors import ShardingError
 from retrograde.layout import Policy, parse_bytes
@@ -78,7 +79,8 @@ class Engine:
 
         With `write=True` edits in place are allowed, and every rank makes the same ones.
         """
-        wanted = {id(p) for module in modules or (self.model,) for p in module.parameters()}
+        flag("full_params(write)", write)
+        wanted = {id(p) for module in self._own(modules) for p in module.parameters()}
         leaves = [(name, p) for name, p in self.model.named_parameters() if id(p) in wanted]
         with torch.set_grad_enabled(torch.is_grad_enabled() and not write):
             held = {name: leaf.full() for name, leaf in leaves if isinstance(leaf, ShardedParameter)}
@@ -88,9 +90,21 @@ class Engine:
             unit.write_back_if_edited()
         self.pager.release()
 
+    def _own(self, modules: tuple[nn.Module, ...]) -> tuple[nn.Module, ...]:
+        """The modules asked for, each with something of this model; all of it if none is given."""
+        fix = "modules of this model, or none for all of it"
+        known = {id(part) for part in (*self.model.modules(), *self.model.parameters())}
+        for module in modules:
+            instance("full_params(modules)", module, nn.Module, "is not a module", fix)
+            if known.isdisjoint(id(part) for part in (*module.modules(), *module.parameters())):
+                raise wrong("full_params(modules)", module, "is not part of this model", fix)
+        return modules or (self.model,)
+
     def iter_full_params(self, budget: int | str = "1GiB") -> Iterator[tuple[str, torch.Tensor]]:
         """Stream (name, full tensor), a unit at a time; a tensor is valid until the next one is asked for."""
-        limit = parse_bytes(budget, "budget")
+        return self._stream(budget, parse_bytes(budget, "iter_full_params(budget)"))
+
+    def _stream(self, budget: int | str, limit: float) -> Iterator[tuple[str, torch.Tensor]]:
         for unit in self.units:
             if (need := unit.layout.page_bytes) > limit and not unit.at_home:
                 raise ShardingError(f"budget={budget!r}: unit {unit.name} needs {need} bytes; give at least that")
@@ -102,7 +116,8 @@ class Engine:
         """The whole gradient of a parameter, on every rank; None where no rank has one."""
         leaf = dict(self.model.named_parameters(remove_duplicate=False)).get(which) if isinstance(which, str) else which
         if not isinstance(leaf, ShardedParameter) or leaf.unit not in self.units:
-            raise ShardingError(f"{which!r} is not a parameter of this engine's model")
+            fix = "a parameter of this model or its name"
+            raise wrong("full_grad(which)", which, "is not a parameter of this engine's model", fix)
         return self._whole_grads([leaf])[0]
 
     def full_grads(self) -> dict[str, torch.Tensor | None]:
@@ -114,10 +129,12 @@ class Engine:
         self.reducer.settle("a gradient was read")
         return whole("the gradient", leaves, lambda: (g if g is None else plain(g) for g in map(raw_grad, leaves)))
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """`torch.nn.utils.clip_grad_norm_` over this engine's parameters; also where some ranks did no backward."""
-        self.reducer.council.attend(Kind.FLUSH, "clip_grad_norm_")
-        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
+    def clip_grad_norm_(self, max_norm: float, norm_type: float | str = 2.0) -> torch.Tensor:
+        """`torch.nn.utils.clip_grad_norm_` over this engine's parameters."""
+        not_negative("max_norm", max_norm, "a number, 0 or more")
+        if not (isinstance(norm_type, str) and norm_type == "inf"):
+            number("norm_type", norm_type, 'a number or "inf"')
+        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, float(norm_type))
 
     def explain(self) -> str:
         return explain(self.units, self.policy, self.station.mesh.world)

@@ -6,6 +6,7 @@ memory on this rank, `Engine.enlist` connects pages (residency) and gradients (r
 """
 
 import zlib
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from retrograde.arguments import Said, check_module, differences, instance, said, seconds
 from retrograde.comm import Mesh, Station
 from retrograde.compiling import mark_regions
 from retrograde.engine.engine import Engine
@@ -22,6 +24,8 @@ from retrograde.errors import ShardingError
 from retrograde.layout import Layout, Policy, Precision, Units, UnitSpec, find_units, parse_bytes
 from retrograde.optim import ShardedParameter, watch_steps
 from retrograde.residency import Unit, patch, set_data, unpatched
+
+WAIT_FOR_ARGUMENTS = 60.0  # seconds, until the argument `timeout` is known to be one
 
 
 def shard(
@@ -38,9 +42,20 @@ def shard(
     beyond the one in use and the one being prefetched. `timeout`: seconds after which waiting for a rank that never
     comes, here or later, becomes a `DivergenceError` on every rank that waits.
     """
-    station = Station(Mesh.of(_group(process_group, mesh), timeout), timeout)
+    ranks = Mesh.of(_group(process_group, mesh), _connecting_time(timeout))
+    station = Station(ranks, WAIT_FOR_ARGUMENTS)
     with station.shared_fate("shard()"):
+        station.timeout = seconds("timeout", timeout)
+        check_module("model", model)
         policy = Policy.of(stage, resident, reduce, prefetch, precision, exact)
+        arguments = [
+            said("stage", stage, int(stage)),
+            said("reduce", reduce, policy.mean),
+            said("exact", exact, policy.exact),
+            said("precision", precision, policy.wire),
+            said("resident", resident, float(policy.resident)),
+            said("prefetch", prefetch, policy.prefetch),
+        ]
         _check_unsharded(model)
         least = parse_bytes(join, "join")
         specs = find_units(model, units, least)
@@ -50,17 +65,25 @@ def shard(
         watch_steps()
         engine = Engine(model, policy, station)
     engine.grow = growth(lambda: _enlist(engine, _added(model, units, least)))
-    _enlist(engine, specs)
+    _enlist(engine, specs, arguments)
     return engine
 
 
-def _enlist(engine: Engine, specs: list[UnitSpec]) -> None:
+def _connecting_time(timeout: float) -> float:
+    """For how long to wait for the other ranks. One with a mistake in `timeout` connects too, to tell them."""
+    try:
+        return seconds("timeout", timeout)
+    except ShardingError:
+        return WAIT_FOR_ARGUMENTS
+
+
+def _enlist(engine: Engine, specs: list[UnitSpec], arguments: Sequence[Said] = ()) -> None:
     """Make units of plain parameters. Nothing of the model is touched before all ranks agree that they may."""
     first = len(engine.units)
     if specs:
         with engine.station.shared_fate("making room for units"):
             made = [_make(first + index, spec, engine.policy, engine.station.mesh) for index, spec in enumerate(specs)]
-        _check_same(engine, specs)
+        _check_same(engine, specs, arguments)
         check_resettable(engine.model)
         _fill(engine, specs, made)
         engine.enlist(made)
@@ -80,6 +103,12 @@ def _added(model: nn.Module, units: Units, least: float) -> list[UnitSpec]:
 def _group(process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> dist.ProcessGroup:
     if process_group is not None and mesh is not None:
         raise ShardingError("give process_group or mesh, not both")
+    if process_group is not None:
+        fix = "a group of torch.distributed that this rank is in"
+        instance("process_group", process_group, dist.ProcessGroup, "is not a process group", fix)
+    if mesh is not None:
+        fix = "a DeviceMesh of one dimension, such as mesh['dp']"
+        instance("mesh", mesh, DeviceMesh, "is not a device mesh", fix)
     if not dist.is_initialized():
         raise ShardingError(
             "no process group: call torch.distributed.init_process_group() first (torchrun sets the environment; "
@@ -114,10 +143,17 @@ def _check_plain(specs: list[UnitSpec]) -> None:
             raise ShardingError(f"parameter {name} has a gradient already; call zero_grad() before it is sharded")
 
 
-def _check_same(engine: Engine, specs: list[UnitSpec]) -> None:
+def _check_same(engine: Engine, specs: list[UnitSpec], arguments: Sequence[Said]) -> None:
     """All ranks must shard the same model in the same way; say what differs, by name."""
+    meanings = [one.meaning for one in arguments]
+    words = [one.words for one in arguments]
     mine = [f"{name}{list(p.shape)} {p.dtype} in unit {spec.name}" for spec in specs for name, p in spec.params]
-    everybody = engine.reducer.council.values("shard()", lambda: [*mine, str(engine.policy)])
+    told = engine.reducer.council.values("shard()", lambda: [meanings, words, mine])
+    if text := differences([list(map(Said, theirs[0], theirs[1])) for theirs in told]):
+        raise ShardingError(
+            f"rank {engine.station.mesh.rank}: shard() has different arguments: {text}; give the same on every rank"
+        )
+    everybody = [theirs[2] for theirs in told]
     for rank, theirs in enumerate(everybody):
         if theirs != everybody[0]:
             odd = sorted({*theirs} ^ {*everybody[0]}) or ["the order of parameters"]

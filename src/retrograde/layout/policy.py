@@ -2,42 +2,61 @@
 
 import math
 import re
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
-from retrograde.errors import ShardingError
+from retrograde.arguments import flag, instance, integer, number, one_of, wrong
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
 def parse_bytes(value: int | float | str, argument: str) -> float:
     """Bytes from a number or a text like "2GiB"."""
+    fix = 'bytes or a text like "2GiB"'
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-zA-Z]*)\s*", value)
-        if match is not None and match[2].lower() in _UNITS:
-            return float(match[1]) * _UNITS[match[2].lower()]
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
-        raise ShardingError(f'{argument}={value!r} is not a size; give bytes or a text like "2GiB"')
-    if value < 0:
-        raise ShardingError(f"{argument}={value!r} is negative; give 0 or more bytes")
-    return value
+        if match is None or match[2].lower() not in _UNITS:
+            raise wrong(argument, value, "is not a size", fix)
+        return float(match[1]) * _UNITS[match[2].lower()]
+    size = number(argument, value, fix, cause="is not a size")
+    if size < 0:
+        raise wrong(argument, value, "is negative", "0 or more bytes")
+    return size
 
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Precision(NamedTuple):
+@dataclass(frozen=True)
+class Precision:
     """`reduce`: the dtype in which gradients travel (their own, if None); they are added up in fp32 whatever it is."""
 
     reduce: str | torch.dtype | None = None
 
+    def __post_init__(self) -> None:
+        wire = _DTYPES.get(self.reduce) if isinstance(self.reduce, str) else self.reduce
+        if self.reduce is None or (isinstance(wire, torch.dtype) and wire.is_floating_point):
+            return
+        raise wrong("precision.reduce", self.reduce, "is not known", f"{', '.join(_DTYPES)} or a dtype")
+
     @property
     def wire(self) -> torch.dtype | None:
-        wire = _DTYPES.get(self.reduce) if isinstance(self.reduce, str) else self.reduce
-        if self.reduce is not None and (wire is None or not wire.is_floating_point):
-            raise ShardingError(f"precision.reduce={self.reduce!r} is not known; give {', '.join(_DTYPES)} or a dtype")
-        return wire
+        return _DTYPES[self.reduce] if isinstance(self.reduce, str) else self.reduce
+
+
+def check_stage(value: Any) -> int:
+    """Only whole numbers are stages: True is not 1, and 3.0 is not 3."""
+    fix = "1, 2 or 3"
+    stage = integer(value)
+    if stage not in (1, 2, 3):
+        raise wrong("stage", value, "is out of range", fix)
+    return stage
+
+
+def check_reduce(value: Any) -> str:
+    return one_of("reduce", value, ("mean", "sum"), '"mean" or "sum"')
 
 
 class Policy(NamedTuple):
@@ -63,11 +82,16 @@ class Policy(NamedTuple):
         stage: int, resident: float | str, reduce: str, prefetch: bool,
         precision: Precision | None = None, exact: bool = True,
     ) -> "Policy":  # fmt: skip
-        if stage not in (1, 2, 3):
-            raise ShardingError(f"stage={stage!r} is out of range; give 1, 2 or 3")
-        if reduce not in ("mean", "sum"):
-            raise ShardingError(f'reduce={reduce!r} is not known; give "mean" or "sum"')
-        if precision is not None and not isinstance(precision, Precision):
-            raise ShardingError(f"precision={precision!r} is not known; give rg.Precision(reduce=...) or None")
-        kept = parse_bytes(resident, "resident") if stage == 3 else math.inf
-        return Policy(kept, stage == 1, reduce == "mean", prefetch, precision.wire if precision else None, exact)
+        """What the arguments of `shard()` come to."""
+        stage = check_stage(stage)
+        mean = check_reduce(reduce) == "mean"
+        kept = parse_bytes(resident, "resident")
+        if stage < 3:
+            kept = math.inf
+        prefetch = flag("prefetch", prefetch)
+        exact = flag("exact", exact)
+        wire = None
+        if precision is not None:
+            fix = "rg.Precision(reduce=...) or None"
+            wire = instance("precision", precision, Precision, "is not known", fix).wire
+        return Policy(kept, stage == 1, mean, prefetch, wire, exact)

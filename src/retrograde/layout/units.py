@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from retrograde.arguments import shown, wrong
 from retrograde.errors import ShardingError
 
 Units = str | type[nn.Module] | tuple[type[nn.Module], ...] | list[type[nn.Module]] | Callable[[nn.Module], bool]
@@ -70,22 +71,36 @@ def _by_dtype(name: str, module: nn.Module, params: list[Named]) -> Iterator[Uni
         yield UnitSpec(label, (module,), tuple(part))
 
 
+def check_units(units: Units) -> None:
+    """Is it something that says which modules are units, whatever the model?"""
+    if isinstance(units, str) and units == "auto":
+        return
+    if isinstance(units, type | tuple | list):
+        for cls in _classes(units):
+            if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+                raise ShardingError(f"units: {shown(cls)} is not a module class; give classes of modules in the model")
+        return
+    if isinstance(units, str) or not callable(units):
+        raise wrong("units", units, "is not known", '"auto", module classes or a predicate')
+
+
+def _classes(units: type | tuple[type, ...] | list[type]) -> tuple[type, ...]:
+    return (units,) if isinstance(units, type) else tuple(units)
+
+
 def _chosen(model: nn.Module, units: Units) -> set[nn.Module]:
-    if units == "auto":
+    check_units(units)
+    if isinstance(units, str):
         return set(_repeated_blocks(model))
     if isinstance(units, type | tuple | list):
-        classes = units if isinstance(units, tuple | list) else (units,)
+        classes = _classes(units)
         for cls in classes:
-            if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-                raise ShardingError(f"units: {cls!r} is not a module class")
             if not any(isinstance(m, cls) for m in model.modules()):
                 raise ShardingError(
                     f"units: no module of class {cls.__name__} in {type(model).__name__}; "
                     f"its classes are {', '.join(sorted({type(m).__name__ for m in model.modules()}))}"
                 )
-        return {m for m in model.modules() if isinstance(m, tuple(classes)) and m is not model}
-    if isinstance(units, str) or not callable(units):
-        raise ShardingError(f'units={units!r} is not known; give "auto", module classes or a predicate')
+        return {m for m in model.modules() if isinstance(m, classes) and m is not model}
     return {m for m in model.modules() if m is not model and units(m)}
 
 

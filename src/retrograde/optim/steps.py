@@ -1,6 +1,11 @@
-"""Every optimizer's step, whoever made it and when: torch's global step hooks find the engines concerned."""
+"""Every optimizer's step, whoever made it and when: torch's global step hooks find the engines concerned.
+
+Clipping and zeroing too, for the sake of ranks that have no gradient where others may have one. A rank without any
+backward sees `p.grad` as None everywhere, so torch's functions would do nothing, and the others would wait for it.
+"""
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from retrograde.errors import UnsupportedError
 from retrograde.optim.pieces import Piece, ShardedParameter, raw_grad
 from retrograde.reduction import Reducer
+from retrograde.torch_internals import before_clipping, before_zero_grad
 
 
 @functools.cache
@@ -16,14 +22,27 @@ def watch_steps() -> None:
     """Install the hooks, once for the process."""
     register_optimizer_step_pre_hook(_before)
     register_optimizer_step_post_hook(_after)
+    before_clipping(_bring_gradients)
+    before_zero_grad(_bring_gradients)
 
 
-def _by_engine(optimizer: torch.optim.Optimizer) -> dict[Reducer, list[ShardedParameter]]:
+def _by_engine(params: Iterable[torch.Tensor]) -> dict[Reducer, list[ShardedParameter]]:
     engines: dict[Reducer, list[ShardedParameter]] = {}
-    for param in (param for group in optimizer.param_groups for param in group["params"]):
+    for param in params:
         if isinstance(param, ShardedParameter) and param._unit() is not None:
             engines.setdefault(param.reducer, []).append(param)
     return engines
+
+
+def _params_of(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
+    return (param for group in optimizer.param_groups for param in group["params"])
+
+
+def _bring_gradients(params: Iterable[torch.Tensor]) -> None:
+    """Where this rank has no gradient of what it is about to use, it waits for those of the others."""
+    for reducer, leaves in _by_engine(params).items():
+        if all(raw_grad(leaf) is None for leaf in leaves):
+            reducer.wait_for_gradients(f"gradients of {leaves[0].slot.name} and others are used")
 
 
 # These look at a whole parameter or at all of them at once (dot products, rows and columns), not elementwise.
@@ -31,7 +50,7 @@ _WHOLE = tuple(getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Mu
 
 
 def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for reducer, leaves in _by_engine(optimizer).items():
+    for reducer, leaves in _by_engine(_params_of(optimizer)).items():
         if isinstance(optimizer, _WHOLE):
             raise UnsupportedError(
                 f"{type(optimizer).__name__} on sharded parameter {leaves[0].slot.name}: it needs whole parameters and "
@@ -45,7 +64,7 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for reducer, leaves in _by_engine(optimizer).items():
+    for reducer, leaves in _by_engine(_params_of(optimizer)).items():
         for leaf in leaves:
             if raw_grad(leaf) is not None:
                 torch.autograd.graph.increment_version(leaf)  # an optimizer may write memory torch does not see

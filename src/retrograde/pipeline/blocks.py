@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from retrograde.arguments import instance, wrong
 from retrograde.engine.materialize import check_resettable, materialize
 from retrograde.errors import PipelineError
 from retrograde.pipeline.partition import balance, cut_before
@@ -40,6 +41,17 @@ class Chain(nn.Module):
         return result
 
 
+def accepted(blocks: Sequence[nn.Module]) -> frozenset[str] | None:
+    """The keyword arguments that some block takes; None is all."""
+    found: frozenset[str] = frozenset()
+    for block in blocks:
+        names = _accepted(block)
+        if names is None:
+            return None
+        found |= names
+    return found
+
+
 def _accepted(block: nn.Module) -> frozenset[str] | None:
     """The keyword arguments of a block; None is all."""
     parameters = inspect.signature(block.forward).parameters.values()
@@ -62,10 +74,16 @@ def blocks_of(model: Model) -> list[Block]:
     if isinstance(model, nn.ModuleList):
         return [Block(name, module) for name, module in model.named_children()]
     if isinstance(model, Sequence):
-        return [Block(str(number), module) for number, module in enumerate(model)]
-    raise PipelineError(
-        f"a {type(model).__name__} is not a chain of blocks; give an nn.Sequential, an nn.ModuleList or a list of the "
-        f"modules in the order in which they are called"
+        fix = "modules in the order in which they are called"
+        for number, block in enumerate(model):
+            instance(f"model[{number}]", block, nn.Module, "is not a module", fix, PipelineError)
+        return [Block(str(number), block) for number, block in enumerate(model)]
+    raise wrong(
+        "model",
+        model,
+        "is not a chain of blocks",
+        "an nn.Sequential, an nn.ModuleList or a list of the modules in the order in which they are called",
+        PipelineError,
     )
 
 

@@ -10,11 +10,12 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from retrograde.comm.messages import Address
+from retrograde.errors import PipelineError
 from retrograde.pipeline.parcel import Parcel
 from retrograde.pipeline.schedule import Action, Kind, Schedule
 from retrograde.pipeline.stage import Lesson, Stage
@@ -34,22 +35,31 @@ class Batch:
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong first on this rank."""
+    """What went wrong first on this rank; without an action, before the first of them."""
 
     rank: int
-    action: Action
+    action: Action | None
     text: str
 
     def __str__(self) -> str:
+        if self.action is None:
+            return f"rank {self.rank}: {self.text}"
         place = f"rank {self.rank}, stage {self.action.stage}"
         if self.action.microbatch is not None:
             place += f", microbatch {self.action.microbatch}"
         return f"{place}, action {self.action}: {self.text}"
 
 
+class Weighted(NamedTuple):
+    """The loss of a microbatch, as the loss function returned it, and with which weight it counts."""
+
+    value: Tensor
+    weight: float
+
+
 @dataclass
 class Outcome:
-    losses: dict[int, Tensor] = field(default_factory=dict)
+    losses: dict[int, Weighted] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
     failure: Failure | None = None
     error: Exception | None = None  # on the rank that failed
@@ -99,7 +109,18 @@ class Executor:
 
     def run(self, batch: Batch) -> Outcome:
         """All actions of a step. Never raises for what an action does: the outcome tells."""
-        self._batch, self._outcome = batch, Outcome()
+        self._batch = batch
+        outcome = self._play(Outcome())
+        del self._batch
+        return outcome
+
+    def refuse(self, error: Exception) -> Outcome:
+        """A step that cannot start on this rank: the others get void messages from it, and learn why in the end."""
+        text = str(error) if isinstance(error, PipelineError) else traceback.format_exception_only(error)[-1].strip()
+        return self._play(Outcome(failure=Failure(self.rank, None, text), error=error, void=True))
+
+    def _play(self, started: Outcome) -> Outcome:
+        self._outcome = started
         for action in self._actions:
             self._started = time.perf_counter()
             self._do(action)
@@ -107,7 +128,6 @@ class Executor:
             if self.watch is not None:
                 self.watch(action)
         outcome, self._outcome = self._outcome, Outcome()
-        del self._batch
         self._arriving.clear()
         self._here.clear()
         if outcome.void:
@@ -144,11 +164,12 @@ class Executor:
         if not last:
             self._hand_over(action, Address(True, action.stage, number), stage.run(number, arrived, options, split))
             return
-        loss, output = stage.run_last(number, arrived, options, self._batch.lessons[number], split)
+        lesson = self._batch.lessons[number]
+        loss, output = stage.run_last(number, arrived, options, lesson, split)
         if self._batch.keep_outputs:
             self._outcome.outputs[number] = output
-        if loss is not None:
-            self._outcome.losses[number] = loss
+        if loss is not None and lesson is not None:
+            self._outcome.losses[number] = Weighted(loss, lesson.weight)
 
     def _backward(self, action: Action) -> None:
         grads = self._arrived_grads(action)
@@ -175,8 +196,14 @@ class Executor:
         self._here[address] = parcel.copied() if here else parcel
 
     def _hand_back(self, action: Action, grads: list[Tensor | None]) -> None:
+        """To the stage before, or to what stands for the caller's inputs (batches.py)."""
+        number = _number(action)
         if action.stage > 0:
-            self._here[Address(False, action.stage - 1, _number(action))] = grads
+            self._here[Address(False, action.stage - 1, number)] = grads
+            return
+        for given, grad in zip(Parcel.of(self._batch.inputs[number]).tensors, grads, strict=True):
+            if given is not None and grad is not None:
+                given.grad = grad
 
     def _take(self, address: Address) -> Any:
         incoming = self._arriving.pop(address, None)
@@ -224,9 +251,10 @@ def _address(action: Action) -> Address:
     return Address(forward, action.stage - 1 if before else action.stage, _number(action))
 
 
-def total_loss(losses: Mapping[int, Tensor]) -> Tensor | None:
-    """The sum over microbatches, in their order."""
+def total_loss(losses: Sequence[Weighted]) -> Tensor | None:
+    """The weighted sum over microbatches, in their order."""
     result: Tensor | None = None
-    for _, loss in sorted(losses.items()):
-        result = loss.clone() if result is None else result + loss
+    for loss in losses:
+        share = loss.value * loss.weight
+        result = share if result is None else result + share
     return result

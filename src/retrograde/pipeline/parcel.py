@@ -2,10 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
@@ -53,12 +52,11 @@ class Parcel:
         return tree_unflatten(leaves, self.layout.spec)
 
     def apart(self) -> "Parcel":
-        """The same memory without a graph. Microbatches are slices of one tensor, whose changes would count for all."""
+        """The same memory without a graph. Microbatches are slices of one tensor, whose changes would count for all.
+
+        The layout still says which of them require gradients."""
         alone = [None if t is None else torch.ops.aten._unsafe_view(t.detach(), t.shape) for t in self.tensors]
-        layouts = tuple(
-            None if one is None else msgspec.structs.replace(one, requires_grad=False) for one in self.layout.tensors
-        )
-        return Parcel(replace(self.layout, tensors=layouts), alone)
+        return Parcel(self.layout, alone)
 
     def copied(self) -> "Parcel":
         """What a stage on another rank would receive: the same values in memory of its own."""

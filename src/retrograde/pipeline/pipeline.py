@@ -6,26 +6,29 @@ rank is one error on all of them and leaves nobody waiting.
 """
 
 import contextlib
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+import json
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_leaves, tree_map
 
-from retrograde.comm.messages import decode_texts, encode
+from retrograde.arguments import Said, flag, function, instance, one_of, said, shown, whole_number, wrong
 from retrograde.engine import Engine, shard
 from retrograde.errors import PipelineError
-from retrograde.layout import Units
 from retrograde.optim import ShardedParameter
-from retrograde.pipeline.blocks import Block, Chain, Model, Tie, blocks_of, divide, find_ties, keep, measured
+from retrograde.pipeline.agreement import share, together
+from retrograde.pipeline.batches import CallerGradients, copied, microbatches, size
+from retrograde.pipeline.blocks import Block, Chain, Model, Tie, accepted, blocks_of, divide, find_ties, keep, measured
 from retrograde.pipeline.dryrun import check
 from retrograde.pipeline.executor import Batch, Executor, Outcome, total_loss
+from retrograde.pipeline.generators import GENERATORS
 from retrograde.pipeline.lowering import forward_only, lower
+from retrograde.pipeline.options import Cut, Zero, check_apart, group_of
 from retrograde.pipeline.schedule import Action, Schedule
 from retrograde.pipeline.search import schedule_for
 from retrograde.pipeline.stage import Lesson, Loss, Stage
@@ -34,42 +37,29 @@ from retrograde.pipeline.transport import MeshTransport, Transport
 
 
 @dataclass(frozen=True)
-class Zero:
-    """How the stages are sharded over the data-parallel ranks; see `rg.shard`.
-
-    `gathered`: how many of its stages a rank keeps in memory, whole, from their first use to the last (at stage 3). By
-    default a page comes and goes with each use, which takes the least memory and the most gathers.
-    """
-
-    stage: int = 3
-    mesh: DeviceMesh | dist.ProcessGroup | None = None
-    units: Units = "auto"
-    reduce: str = "mean"
-    resident: int | str = 0
-    gathered: int | None = None
-
-
-class Microbatches(tuple[Any, ...]):
-    """Data that is already in microbatches, where cutting tensors along their first dimension is not right."""
-
-
-@dataclass(frozen=True)
 class Result:
-    """`loss` is on every rank; `outputs`, one for each microbatch, on the rank of the last stage only."""
+    """`loss` is on every rank; `outputs` and `losses`, one for each microbatch, on the rank of the last stage only.
+
+    `losses` are what the loss function returned for each, detached. `loss` is their sum, or their mean weighted by the
+    number of samples, as `loss_reduction` says.
+    """
 
     loss: Tensor | None
     outputs: tuple[Any, ...]
+    losses: tuple[Tensor, ...]
 
 
-@dataclass(frozen=True)
-class Cut:
-    """How the model is cut: before the blocks named in `at`, or balanced by `costs` of the blocks, or by the time that
-    the first rank measures for the inputs in `sample`, or by parameters."""
+class Given(NamedTuple):
+    """What the caller of a step gave on this rank."""
 
-    at: Sequence[str] | None = None
-    costs: Sequence[float] | None = None
-    sample: tuple[Any, ...] | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments that go with the sample
+    args: tuple[Any, ...]
+    target: Any
+    options: dict[str, Any]
+
+
+# The loss travels as a number of 64 bits, which all of these fit into, and the position of its dtype here.
+LOSS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+NO_LOSS = -1
 
 
 class Pipeline:
@@ -80,20 +70,37 @@ class Pipeline:
         schedule: str | Schedule,
         microbatches: int,
         loss: Loss | None = None,
+        loss_reduction: str = "mean",
         mesh: DeviceMesh | dist.ProcessGroup | None = None,
         zero: Zero | None = None,
         cut: Cut | None = None,
     ) -> None:
         """Every rank of `mesh` gives the same model; each keeps its own stages (`parameters()`).
 
-        `loss(output, target)` is the mean over a microbatch; without it the model's output is the loss.
+        `loss(output, target)` is the mean over a microbatch, and the step's loss the mean over all samples. With
+        `loss_reduction="sum"` it is a sum: losses and gradients of microbatches add up. Without `loss` the model's
+        output is the loss.
         """
-        self._group = _group(mesh)
+        self._group = group_of("mesh", mesh)
+        self._groups = [self._group] if not isinstance(zero, Zero) else [self._group, group_of("zero.mesh", zero.mesh)]
         self.rank = dist.get_rank(self._group)
-        self.schedule = schedule_for(schedule, dist.get_world_size(self._group), microbatches)
         self.device = torch.device("cpu")
-        blocks = blocks_of(model)
-        groups = divide(blocks, self.schedule.stages, cut.at if cut else None, self._costs(blocks, cut, zero))
+        with together(self._groups, "Pipeline()") as arguments:
+            count = whole_number("microbatches", microbatches, 1, "a whole number, 1 or more", PipelineError)
+            self._loss_reduction = one_of(
+                "loss_reduction", loss_reduction, ("mean", "sum"), '"mean" or "sum"', PipelineError
+            )
+            self._check_parts(loss, zero, cut)
+            self.schedule = schedule_for(_named(schedule), dist.get_world_size(self._group), count)
+            blocks = blocks_of(model)
+            costs = self._measured(blocks, cut)
+            arguments.append(said("loss_reduction", loss_reduction, loss_reduction))
+            arguments += _arguments(schedule, self.schedule, zero, cut)
+        with together(self._groups, "Pipeline()") as arguments:
+            groups = divide(blocks, self.schedule.stages, cut.at if cut else None, self._same_costs(costs, cut))
+            starts = [group[0].name for group in groups[1:]]
+            arguments.append(Said(repr(starts), f"cut at {shown(starts)}"))
+        self._accepted = accepted([block.module for block in blocks])
         mine = self.schedule.stages_of(self.rank)
         self._ties = [tie for tie in find_ties(groups, self.schedule.placement) if self.rank in tie.ranks]
         keep(blocks, [block.module for stage in mine for block in groups[stage]], self.device)
@@ -105,7 +112,6 @@ class Pipeline:
             number: Stage(number, chain, (loss or _itself) if number == last else None)
             for number, chain in chains.items()
         }
-        self._agreeing = [self._group] if zero is None else [self._group, _group(zero.mesh)]
         self._transport: Transport = MeshTransport(self._group, self.device)
         self._executor = self._make_executor(self.schedule, zero)
         self._evaluator = self._make_executor(forward_only(self.schedule), zero)
@@ -128,31 +134,46 @@ class Pipeline:
         """Forward and backward of a batch. Returns the loss, detached, on every rank; gradients are in the leaves.
 
         `args` matter on the rank of the first stage, `target` on that of the last; `options` are keyword arguments
-        for whichever blocks accept them.
+        for whichever blocks accept them. Tensors among them that require gradients get theirs on these ranks, and
+        backward goes on into the graph they have.
         """
-        loss = self._train(self._batch(args, target, options, learn=True)).loss
+        loss = self._train(Given(args, target, options), keep_outputs=False).loss
         assert loss is not None
         return loss
 
     def run(self, *args: Any, target: Any = None, **options: Any) -> Result:
-        """A step that also returns the outputs, detached."""
-        return self._train(replace(self._batch(args, target, options, learn=True), keep_outputs=True))
+        """A step that also returns the outputs and the losses of the microbatches, detached."""
+        return self._train(Given(args, target, options), keep_outputs=True)
 
-    def _train(self, batch: Batch) -> Result:
+    def _train(self, given: Given, keep_outputs: bool) -> Result:
+        gradients = CallerGradients()
+
+        def batch() -> Batch:
+            return replace(self._batch(given, learn=True, gradients=gradients), keep_outputs=keep_outputs)
+
         with torch.enable_grad(), self._one_reduction(), self._summed_ties():
-            return self._finish(self._executor.run(batch))
+            result = self._finish(_executed(self._executor, batch))
+        gradients.deliver()
+        return result
 
     def evaluate(self, *args: Any, target: Any = None, **options: Any) -> Result:
         """Forward only. The loss is computed if there is a target."""
-        batch = self._batch(args, target, options, learn=target is not None)
+
+        def batch() -> Batch:
+            made = self._batch(Given(args, target, options), learn=target is not None)
+            return replace(made, keep_outputs=True)
+
         with torch.no_grad():
-            return self._finish(self._evaluator.run(replace(batch, keep_outputs=True)))
+            return self._finish(_executed(self._evaluator, batch))
 
     def watch(self, told: Callable[[Action], None] | None) -> None:
         """Call `told` after each action of this rank in later steps (tests, progress, traces)."""
+        if told is not None:
+            function("told", told, "a function of an action, or None", PipelineError)
         self._executor.watch = told
 
     def train(self, mode: bool = True) -> "Pipeline":
+        flag("mode", mode, PipelineError)
         for module in self.modules():
             module.train(mode)
         return self
@@ -161,15 +182,27 @@ class Pipeline:
         return self.train(False)
 
     # ---- parts
-    def _costs(self, blocks: list[Block], cut: Cut | None, zero: Zero | None) -> Sequence[float] | None:
+    def _check_parts(self, loss: Any, zero: Any, cut: Any) -> None:
+        if loss is not None:
+            function("loss", loss, "a function of output and target, or None", PipelineError)
+        if zero is not None:
+            instance("zero", zero, Zero, "is not known", "rg.Zero(stage=...) or None", PipelineError)
+            check_apart(zero, *self._groups)
+        if cut is not None:
+            instance("cut", cut, Cut, "is not known", "rg.Cut(...) or None", PipelineError)
+
+    def _measured(self, blocks: list[Block], cut: Cut | None) -> list[float] | None:
+        """Seconds for each block, if the cut is to be made by them; on the first rank, which measures for all."""
+        if cut is None or cut.sample is None or self.rank != 0:
+            return None
+        return measured(blocks, cut.sample, dict(cut.options))
+
+    def _same_costs(self, costs: list[float] | None, cut: Cut | None) -> Sequence[float] | None:
         if cut is None or cut.sample is None:
             return cut.costs if cut else None
-        costs = torch.zeros(len(blocks), dtype=torch.float64)
-        if self.rank == 0:
-            costs = torch.tensor(measured(blocks, cut.sample, dict(cut.options)), dtype=torch.float64)
-        for group in [self._group] if zero is None else [self._group, _group(zero.mesh)]:
-            dist.broadcast(costs, group=group, group_src=0)  # all replicas are cut alike
-        return costs.tolist()
+        for group in self._groups:
+            costs = json.loads(share(json.dumps(costs), group)[0])  # all replicas are cut alike
+        return costs
 
     def _shard(self, zero: Zero | None, chains: list[Chain]) -> Engine | None:
         if zero is None:
@@ -178,7 +211,7 @@ class Pipeline:
             nn.ModuleList(chains),
             zero.stage,
             units=zero.units,
-            process_group=_group(zero.mesh),
+            process_group=group_of("zero.mesh", zero.mesh),
             reduce=zero.reduce,
             resident=zero.resident,
         )
@@ -196,78 +229,113 @@ class Pipeline:
     def _one_reduction(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.engine is None else self.engine.coalesce()
 
-    def _batch(self, args: tuple[Any, ...], target: Any, options: dict[str, Any], learn: bool) -> Batch:
+    def _batch(self, given: Given, learn: bool, gradients: CallerGradients | None = None) -> Batch:
+        """The microbatches of a step on this rank; with `gradients`, those that the caller wants are delivered."""
         count = self.schedule.microbatches
         first, last = 0 in self.stages, self.schedule.last_stage in self.stages
-        inputs = [tuple(parts) for parts in zip(*(_cut(arg, count, "args") for arg in args), strict=True)]
+        self._check_options(given.options)
+        by_argument = []
+        for arg in given.args:
+            if gradients is not None and first:
+                by_argument.append(microbatches(copied(arg), count, "args", gradients))
+            else:
+                by_argument.append(microbatches(arg, count, "args"))
+        inputs = [tuple(parts) for parts in zip(*by_argument, strict=True)]
         if first and not inputs:
-            raise PipelineError(f"rank {self.rank} holds the first stage and needs the inputs: step(x, ...)")
-        cut = {name: _cut(value, count, name) for name, value in options.items()}
-        kwargs = [{name: parts[number] for name, parts in cut.items()} for number in range(count)]
-        targets = _cut(target, count, "target")
-        sizes = [_size(t) or _size(x) or 1 for t, x in zip(targets, inputs or [()] * count, strict=True)]
-        lessons = [Lesson(t, n / sum(sizes)) if learn and last else None for t, n in zip(targets, sizes, strict=True)]
-        return Batch(inputs, kwargs, lessons)
+            raise PipelineError("this rank holds the first stage and needs the inputs; give them as in step(x, ...)")
+        by_name = {name: microbatches(value, count, name, gradients) for name, value in given.options.items()}
+        kwargs = [{name: parts[number] for name, parts in by_name.items()} for number in range(count)]
+        targets = microbatches(given.target, count, "target", gradients if last else None)
+        if not (learn and last):
+            return Batch(inputs, kwargs, [None] * count)
+        weights = self._weights(targets, inputs or [()] * count)
+        return Batch(inputs, kwargs, list(map(Lesson, targets, weights)))
+
+    def _check_options(self, options: dict[str, Any]) -> None:
+        for name, value in options.items():
+            if self._accepted is not None and name not in self._accepted:
+                raise PipelineError(
+                    f"{name}={shown(value)}: no block accepts it; give target=... for the loss, or keyword "
+                    f"arguments of the blocks' forward ({', '.join(sorted(self._accepted))})"
+                )
+
+    def _weights(self, targets: list[Any], inputs: Sequence[Any]) -> list[float]:
+        """With which each microbatch's loss counts: 1 if it is a sum; its share of the samples if it is a mean."""
+        if self._loss_reduction == "sum":
+            return [1.0] * len(targets)
+        sizes = [size(target) or size(own) or 1 for target, own in zip(targets, inputs, strict=True)]
+        return [own / sum(sizes) for own in sizes]
 
     def _finish(self, outcome: Outcome) -> Result:
         """All ranks have come to the end of the step: agree on how it went."""
         self.trace = outcome.trace
-        loss = total_loss(outcome.losses)
-        failed, value = self._agree(outcome, loss)
+        losses = [loss for _, loss in sorted(outcome.losses.items())]
+        mine = total_loss(losses)
+        failed, told = self._agree(outcome, mine)
         if failed:
             raise PipelineError("\n".join(failed)) from outcome.error
-        if loss is None and not math.isnan(value):
-            loss = torch.tensor(value)
-        return Result(loss, tuple(output for _, output in sorted(outcome.outputs.items())))
+        outputs = tuple(output for _, output in sorted(outcome.outputs.items()))
+        return Result(told if mine is None else mine, outputs, tuple(loss.value for loss in losses))
 
-    def _agree(self, outcome: Outcome, loss: Tensor | None) -> tuple[list[str], float]:
-        """The failures of all ranks, and the loss."""
-        value = math.nan if loss is None else float(loss)
+    def _agree(self, outcome: Outcome, loss: Tensor | None) -> tuple[list[str], Tensor | None]:
+        """The failures of all ranks, and the loss, which the rank of the last stage tells the others."""
         failures = [] if outcome.failure is None else [str(outcome.failure)]
         void = outcome.void
-        for group in self._agreeing:
-            mine = torch.tensor([float(void), value if group is self._group else math.nan], dtype=torch.float64)
+        told = None
+        for group in self._groups:
+            own = loss if group is self._group else None  # replicas have losses of their own
+            kind = NO_LOSS if own is None else _kind(own.dtype)
+            mine = torch.tensor([float(void), kind, 0.0 if own is None else float(own)], dtype=torch.float64)
             everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
             dist.all_gather(everyone, mine, group=group)
             void = any(bool(theirs[0]) for theirs in everyone)
-            value = next((float(theirs[1]) for theirs in everyone if not math.isnan(theirs[1])), value)
+            for theirs in everyone:
+                _, dtype, value = theirs.tolist()
+                if dtype != NO_LOSS:
+                    told = torch.tensor(value, dtype=LOSS_DTYPES[int(dtype)])
             if void:
-                failures = sorted({text for by_rank in _everybodys_texts(failures, group) for text in by_rank})
-        return failures, value
+                texts = [json.loads(text) for text in share(json.dumps(failures), group)]
+                failures = sorted({text for by_rank in texts for text in by_rank})
+        return failures, told
 
 
-def _everybodys_texts(texts: list[str], group: dist.ProcessGroup) -> list[list[str]]:
-    """The texts of all ranks of a group, which all call this."""
-    packed = encode(texts)
-    length = torch.tensor([len(packed)])
-    lengths = [torch.empty_like(length) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(lengths, length, group=group)
-    longest = max(int(each) for each in lengths)
-    mine = torch.frombuffer(bytearray(packed.ljust(longest, b"\0")), dtype=torch.uint8)
-    everybodys = [torch.empty_like(mine) for _ in lengths]
-    dist.all_gather(everybodys, mine, group=group)
+def _kind(dtype: torch.dtype) -> int:
+    return LOSS_DTYPES.index(dtype) if dtype in LOSS_DTYPES else 0
+
+
+def _named(schedule: Any) -> str | Schedule:
+    if not isinstance(schedule, str | Schedule):
+        names = ", ".join(GENERATORS)
+        raise wrong("schedule", schedule, "is not known", f"one of {names}, 'auto' or a Schedule", PipelineError)
+    return schedule
+
+
+def _arguments(given: str | Schedule, schedule: Schedule, zero: Zero | None, cut: Cut | None) -> list[Said]:
+    """What must be the same on every rank. The lists themselves are compared by a checksum."""
+    lists = zlib.crc32(str(schedule).encode())
+    name = given if isinstance(given, str) else f"{schedule.name} (checksum {lists})"
+    sharded = None if zero is None else (int(zero.stage), zero.reduce, zero.gathered)
     return [
-        decode_texts(theirs[: int(each)].numpy().tobytes()) for theirs, each in zip(everybodys, lengths, strict=True)
+        said("microbatches", schedule.microbatches, schedule.microbatches),
+        said("schedule", name, (schedule.name, lists)),
+        said("zero", zero, sharded),
+        said("cut", cut, cut is not None and cut.sample is not None),
     ]
+
+
+def _executed(executor: Executor, batch: Callable[[], Batch]) -> Outcome:
+    """A batch that this rank cannot use is a failure like any other: all ranks are told at the end of the step."""
+    try:
+        ready = batch()
+    except Exception as error:
+        return executor.refuse(error)
+    return executor.run(ready)
 
 
 def _itself(output: Any) -> Tensor:
     if not isinstance(output, Tensor):
         raise PipelineError(f"the model returns a {type(output).__name__}; give loss=... to make a number of it")
     return output
-
-
-def _group(mesh: DeviceMesh | dist.ProcessGroup | None) -> dist.ProcessGroup:
-    if isinstance(mesh, DeviceMesh):
-        if mesh.ndim != 1:
-            raise PipelineError(f"mesh has dimensions {mesh.mesh_dim_names}; give one of them, as in mesh['pp']")
-        return mesh.get_group()
-    if mesh is not None:
-        return mesh
-    if not dist.is_initialized():
-        raise PipelineError("there is no process group; start with torchrun and call dist.init_process_group()")
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
 
 
 def _names(blocks: list[Block]) -> Iterator[tuple[str, nn.Parameter]]:
@@ -277,29 +345,6 @@ def _names(blocks: list[Block]) -> Iterator[tuple[str, nn.Parameter]]:
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield name, parameter
-
-
-def _cut(value: Any, count: int, name: str) -> list[Any]:
-    """`value` for each microbatch: tensors are cut along their first dimension, anything else is for all."""
-    if isinstance(value, Microbatches):
-        if len(value) != count:
-            raise PipelineError(f"{name}: {len(value)} microbatches are given, the schedule has {count}")
-        return list(value)
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, Tensor) and (leaf.dim() == 0 or leaf.shape[0] < count):
-            raise PipelineError(f"{name}: a tensor of shape {list(leaf.shape)} cannot be cut into {count} microbatches")
-
-    def part(number: int) -> Any:
-        return tree_map(lambda x: torch.tensor_split(x, count)[number] if isinstance(x, Tensor) else x, value)
-
-    return [part(number) for number in range(count)]
-
-
-def _size(tree: Any) -> int:
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0:
-            return int(leaf.shape[0])
-    return 0
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ Loss = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Lesson:
-    """What the last stage needs for its loss: the target of a microbatch, and what share of the batch it is."""
+    """What the last stage needs for its loss: the target of a microbatch, and with which weight its loss counts."""
 
     target: Any
     weight: float
@@ -92,7 +92,7 @@ class Stage:
     def run_last(
         self, microbatch: int, arrived: Parcel, options: Mapping[str, Any], lesson: Lesson | None, split: bool
     ) -> tuple[Tensor | None, Any]:
-        """F of the last stage: its weighted loss (None without a lesson) and its output, both detached."""
+        """F of the last stage: its loss (None without a lesson) and its output, both detached."""
         flight, (output, loss) = self._forward(arrived, options, split, lesson)
         parcel = Parcel.of(output)
         detached = parcel.tree([None if t is None else t.detach() for t in parcel.tensors])
@@ -102,7 +102,7 @@ class Stage:
             raise PipelineError(f"stage {self.index}: the loss must be one number, it has shape {list(loss.shape)}")
         flight.edges, flight.seed = [_edge(loss)], [torch.full_like(loss, lesson.weight, requires_grad=False)]
         self._keep(microbatch, flight)
-        return loss.detach() * lesson.weight, detached
+        return loss.detach().clone(), detached  # of a loss that is a view, one number stays
 
     def backward(self, microbatch: int, grads: Sequence[Tensor | None] | None) -> list[Tensor | None]:
         """B: everything at once. Returns the gradients of what arrived."""

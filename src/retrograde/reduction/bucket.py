@@ -85,8 +85,10 @@ class Bucket:
 
     def release(self, read: Event) -> None:
         """Give the memory back; `read` comes after everything that reads it."""
-        for producer in self._producers if self._passed else ():
-            producer.stream.wait(read)
+        if self._passed:
+            for producer in self._producers:
+                producer.stream.wait(read)
+            self._passed.clear()  # autograd's memory, not the pool's
         self._pool.give(self.store, read)
 
     def discard(self) -> None:

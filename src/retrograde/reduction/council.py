@@ -2,7 +2,8 @@
 
 Ranks come to a meeting for different reasons: one ends its third backward, another is already at the step. The
 most urgent reason goes first; ranks that came for another take part as far as they are needed and meet again.
-All ranks see the same positions, so all go through the same sequence.
+All ranks see the same positions, so all go through the same sequence. Whatever the reasons are, gradients that any rank
+has launched before the meeting are added up at it (exchange.py, Rule 1).
 
 | some rank is at       | the others                                                        |
 |-----------------------|-------------------------------------------------------------------|
@@ -30,10 +31,10 @@ class Council:
     def __init__(self, station: Station, member: "Reducer", ledger: Ledger) -> None:
         self._station, self._member, self._ledger = station, member, ledger
 
-    def end_backward(self, label: str, offers: Offers) -> dict[int, Offers]:
-        """Meet at the end of a backward; returns what each rank that is also at one has put."""
-        positions = self._meet(Position(Kind.BACKWARD, label, offers))
-        return {rank: p.offers for rank, p in enumerate(positions) if p.kind is Kind.BACKWARD}
+    def end_backward(self, label: str) -> dict[int, Offers]:
+        """Meet at the end of a backward; returns what each rank has launched before it."""
+        positions = self._meet(Position(Kind.BACKWARD, label, self._member.launched(), {}))
+        return {rank: position.launched for rank, position in enumerate(positions)}
 
     def values(self, label: str, value: Callable[[], V]) -> list[V]:
         """Everybody's value, by rank. Asked for anew if a flush changed gradients while this rank waited."""
@@ -41,22 +42,23 @@ class Council:
 
     def attend(self, kind: Kind, label: str, value: Callable[[], Value] = lambda: None) -> list[Position]:
         """Meet for `kind`, and for what others came for before it; returns the positions of the last meeting."""
-        actions: dict[Kind, Callable[[dict[int, Offers]], None]] = {
-            Kind.BACKWARD: self._member.join,
-            Kind.FENCE: lambda _: self._member.gate.advance(kind if kind is Kind.FENCE else None),
-            Kind.FLUSH: self._member.join,
-            Kind.STEP: self._member.step,
-            Kind.TOTAL: lambda _: None,
-        }
+        member = self._member
         while True:
-            positions = self._meet(Position(kind, label, self._member.offers(), value()))
+            positions = self._meet(Position(kind, label, member.launched(), member.pending_offers(), value()))
             first = min((p.kind for p in positions), key=tuple(Kind).index)
             if first in (Kind.STEP, Kind.TOTAL):
                 self._require_same(positions)
-            # At the end of a backward only what was put in one counts.
-            actions[first]({r: p.offers for r, p in enumerate(positions) if first in (p.kind, Kind.FLUSH, Kind.STEP)})
+            member.join_launched({rank: position.launched for rank, position in enumerate(positions)})
+            pending = {rank: position.pending for rank, position in enumerate(positions)}
+            match first:
+                case Kind.FENCE:
+                    member.gate.advance(kind if kind is Kind.FENCE else None)
+                case Kind.FLUSH:
+                    member.join_pending(pending)
+                case Kind.STEP:
+                    member.step(pending)
             if first is kind:
-                self._member.fresh &= kind not in (Kind.STEP, Kind.TOTAL)
+                member.fresh &= kind not in (Kind.STEP, Kind.TOTAL)
                 return positions
 
     def _meet(self, position: Position) -> list[Position]:

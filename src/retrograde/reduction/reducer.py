@@ -8,27 +8,28 @@ its end: ranks meet, each learns who put what, sums its shard's part and hands t
 hooks, `inputs=`, `autograd.grad` and accumulation into `.grad` are torch's own. (Threads number their nodes from 0, as
 Pack is: a graph made in a new thread may have a Gather left then, which is the occasion of another end.)
 
-Rule 1: a backward is a graph task. Nested backwards have their own and meet at their own end.
+Rule 1: a backward is a graph task. Nested backwards have their own and meet at their own end, where also what those
+        around them have launched is added up (exchange.py); it is handed to autograd by the Packs that wait for it.
 Rule 2: nothing waits for another rank's main thread before the end of the backward.
 Rule 3: gradients that come from other ranks only, or from a flush, are delivered through Pack as well.
 Rule 4: reading `.grad` waits for nobody. Ranks meet before something is computed from gradients or written to `.grad`,
         if some have come: the backwards of a rank that did more come before it.
-Rule 5: what a backward that raised has left is dropped at the next entry, but for what others brought before it.
+Rule 5: what a backward that raised has launched is given up at the next entry. What was added up before is delivered:
+        other ranks have it too. So is what others brought, and what had to make room in a window.
 """
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from retrograde.comm import Key, Kind, Offer, Offers, Part, Station, Use
+from retrograde.comm import Key, Kind, Offers, Station, Use, Uses
 from retrograde.errors import UnsupportedError
 from retrograde.ledger import Ledger
 from retrograde.reduction.bucket import Bucket, Grads
 from retrograde.reduction.council import Council
-from retrograde.reduction.exchange import Exchange, Launch, accumulated
+from retrograde.reduction.exchange import Exchange, Launch, State, accumulated, by_key
 from retrograde.reduction.window import Windows
 from retrograde.residency import Gate, Pager, Unit
 
@@ -36,13 +37,25 @@ _graph_task = torch._C._current_graph_task_id
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
 
+class Joined(NamedTuple):
+    """A reduced gradient that no Pack of this rank waits for, and which parameters it is for."""
+
+    unit: Unit
+    total: torch.Tensor
+    wanted: tuple[bool, ...]
+
+
 @dataclass(slots=True)
 class Task:
-    """One backward of ours: what it launched, and what came from others."""
+    """One backward of ours: what it launched, what of it Pack will ask for (by unit), and what came from others."""
 
-    launches: dict[Part, Launch] = field(default_factory=dict)
-    joined: list[tuple[Unit, torch.Tensor, tuple[bool, ...]]] = field(default_factory=list)
-    accepting: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # what was frozen since it came
+    launches: list[Launch] = field(default_factory=list)
+    packing: dict[int, Launch] = field(default_factory=dict)
+    joined: list[Joined] = field(default_factory=list)
+
+    @property
+    def unsettled(self) -> list[Launch]:
+        return [launch for launch in self.launches if launch.state is State.SENT]
 
 
 class Reducer:
@@ -51,6 +64,7 @@ class Reducer:
         self.gate = Gate(station, units, self.fence)
         self.council = Council(station, self, ledger)
         self._tasks: dict[int, Task] = {}
+        self._orphans: list[Launch] = []  # had to make room in a backward that raised: they count all the same
         self.pending: dict[int, Bucket] = {}  # gradients added up locally, by unit
         self._delivering: dict[int, tuple[bool, ...]] = {}
         self.windows = Windows()
@@ -61,28 +75,30 @@ class Reducer:
     def gathered(self, unit: Unit, grads: Grads) -> torch.Tensor | None:
         """All gradients of `unit` in this backward have arrived."""
         self.pager.retire(unit)
-        uses = tuple(map(_use, unit.accumulators, grads, unit.trained, unit.outs))
+        fates = tuple(map(_fate, unit.accumulators, grads, unit.trained, unit.outs))
+        uses = tuple(Use.NONE if grad is None else fate for fate, grad in zip(fates, grads, strict=True))
         grads = [grad.to_dense() if grad is not None and use else None for grad, use in zip(grads, uses, strict=True)]
         self.fresh |= Use.ACCUMULATED in uses
         if torch.is_grad_enabled():
-            return _Reduce.apply(self, unit, uses, self._task(), *grads)  # type: ignore[no-any-return, no-untyped-call]
+            return _Reduce.apply(self, unit, uses, fates, *grads)  # type: ignore[no-any-return, no-untyped-call]
         if Use.CAPTURED not in uses:
             if (self.windows.open or (self._exchange.policy.until_step and not unit.hooked)) and self._make_room(unit):
                 self.keep(unit, grads)
                 return None
             if unit.index in self.pending:
                 self.keep(unit, grads)  # the first backward after `no_sync()` takes along what was kept
-                return self._launch_pending(Part(unit.index))
-        return self._launched(Part(unit.index), self._exchange.send(unit, grads, uses))
+                return self._for_pack(self._launch_pending(unit.index), fates)
+        return self._for_pack(self._launched(self._exchange.send(unit, grads, uses)), fates)
 
     def packed(self, unit: Unit, grad: torch.Tensor) -> Sequence[torch.Tensor | None]:
         """The pieces of a reduced gradient, for the leaves."""
         present = self._delivering.get(unit.index)
         if present is None:
-            launch = self._task().launches[Part(unit.index)]
-            if not launch.present:
+            launch = self._task().packing[unit.index]
+            if launch.state is State.SENT:
                 self._end_backward(self._task())
-            present = launch.present
+            launch.become(State.DELIVERED)
+            present = launch.packed
         layout, rank = unit.layout, unit.rank
         return [grad[layout.piece(s, rank)] if p else None for s, p in zip(layout.slots, present, strict=True)]
 
@@ -100,52 +116,83 @@ class Reducer:
             _queue_callback(lambda: self._close(number))
         return self._tasks[number]
 
-    def _launched(self, part: Part, launch: Launch) -> torch.Tensor:
-        for earlier in self._task().launches.values():
+    def _launched(self, launch: Launch) -> Launch:
+        for earlier in self._task().unsettled:
             self._exchange.fold(earlier)
-        self._task().launches[part] = launch
+        self._task().launches.append(launch)
+        return launch
+
+    def _for_pack(self, launch: Launch, fates: Uses) -> torch.Tensor:
+        """What Gather hands on; Pack gets it when the ranks' parts have been added up in it."""
+        self._task().packing[launch.unit.index] = launch
+        launch.reached = tuple(fate is Use.ACCUMULATED for fate in fates)
         return launch.own
 
-    def _launch_pending(self, part: Part) -> torch.Tensor:
+    def _launch_pending(self, index: int, early: bool = False) -> Launch:
         """What was kept goes with this backward."""
-        bucket = self.pending.pop(part.unit)
-        self._task().accepting.enter_context(bucket.unit.accepting())
-        return self._launched(part, self._exchange.launch(bucket, Offer(self._exchange.key(part), _uses_of(bucket))))
+        bucket = self.pending.pop(index)
+        key = self._exchange.key(bucket.unit, early)
+        return self._launched(self._exchange.launch(bucket, key, _uses_of(bucket), early))
+
+    def launched(self) -> Offers:
+        """For the meeting to come: what it will add up."""
+        self.recover()
+        return {launch.key: launch.uses for launch in self._unsettled()}
+
+    def _unsettled(self) -> list[Launch]:
+        of_tasks = [launch for task in self._tasks.values() for launch in task.unsettled]
+        return of_tasks + self._orphans
 
     def _end_backward(self, task: Task) -> dict[int, Offers]:
         self._exchange.settle_sending()
         self._backwards += 1
-        waiting = {part: launch for part, launch in task.launches.items() if not launch.present}
-        mine = {part: launch.offer for part, launch in waiting.items()}
-        offers = self.council.end_backward(f"backward {self._backwards} since the last step", mine)
-        for part, by_rank in _by_part(offers).items():
-            launch, unit = waiting.get(part), self._units[part.unit]
-            total = self._exchange.total(unit, by_rank, launch)
-            if launch is not None:
-                if Use.CAPTURED in launch.offer.uses and any(unit is brought for brought, *_ in task.joined):
-                    late = f"rank {unit.rank}: others ended this backward before unit {unit.name} came"
-                    self._station.fail(f"{late}; make graphs for torch.autograd.grad in the same thread on all ranks")
-                # What another rank captures is its own affair; what it accumulates belongs in `.grad` here too.
-                both = zip(launch.offer.uses, accumulated(by_rank), strict=True)
-                launch.present = tuple(bool(use) or theirs for use, theirs in both)
-            if launch is None or part.early:
-                task.joined.append((unit, total, accumulated(by_rank)))
+        offers = self.council.end_backward(f"backward {self._backwards} since the last step")
+        task.joined += self._add_up(offers)
         return offers
 
-    def _close(self, number: int) -> None:
-        if (task := self._tasks.pop(number, None)) is None:
-            return  # it raised, and the next entry has cleaned up
-        task.accepting.close()
-        if not all(launch.present for launch in task.launches.values()):  # of what had only to make room no Pack runs
-            self._end_backward(task)
-        for unit, total, present in task.joined:
-            self._deliver(unit, total, present)
+    def _add_up(self, offers: dict[int, Offers]) -> list[Joined]:
+        """All that any rank has launched before this meeting; returns what no Pack of this rank waits for."""
+        mine = {launch.key: launch for launch in self._unsettled()}
+        self._orphans.clear()
+        joined = []
+        for key, by_rank in by_key(offers).items():
+            unit, launch, wanted = self._units[key.unit], mine.get(key), accumulated(by_rank)
+            if launch is None:
+                joined.append(Joined(unit, self._exchange.join(unit, key, by_rank), wanted))
+                continue
+            self._check_in_time(launch)
+            total = self._exchange.total(launch, by_rank)
+            launch.wanted = wanted
+            launch.become(State.SUMMED)
+            if any(launch.left_over):
+                apart = total.clone() if Use.CAPTURED in launch.uses else total  # what is captured is the user's
+                joined.append(Joined(unit, apart, launch.left_over))
+        return joined
 
-    def _deliver(self, unit: Unit, total: torch.Tensor, present: tuple[bool, ...]) -> None:
+    def _check_in_time(self, launch: Launch) -> None:
+        """`torch.autograd.grad` returns one sum: what others ended before it cannot be added to that any more."""
+        came = [each.unit for task in self._tasks.values() if launch in task.launches for each in task.joined]
+        if Use.CAPTURED in launch.uses and launch.unit in came:
+            self._station.fail(
+                f"rank {launch.unit.rank}: others ended this backward before unit {launch.unit.name} came; "
+                f"make graphs for torch.autograd.grad in the same thread on all ranks"
+            )
+
+    def _close(self, number: int) -> None:
+        if (task := self._tasks.get(number)) is None:
+            return  # it raised, and the next entry has cleaned up
+        if task.unsettled:  # of what had only to make room no Pack runs
+            self._end_backward(task)
+        del self._tasks[number]
+        for joined in task.joined:
+            self._deliver(joined)
+
+    def _deliver(self, joined: Joined) -> None:
         """Run Pack for a gradient that no backward of this rank brings."""
-        if any(present):
+        unit, total, wanted = joined
+        if any(wanted):
             self.fresh = True
-            self._delivering[unit.index] = present
+            self._delivering[unit.index] = wanted
             try:
                 with unit.accepting():
                     torch.autograd.backward([unit.flat], [total])
@@ -153,14 +200,23 @@ class Reducer:
                 del self._delivering[unit.index]
 
     def recover(self) -> None:
-        """Outside any backward: tasks still here belong to backwards that raised."""
-        if self._tasks and _graph_task() == -1:
-            self._exchange.settle_sending()
-            for number, task in list(self._tasks.items()):
-                # What had to make room came from backwards that did not raise.
-                for part in [part for part in task.launches if not part.early]:
-                    self._exchange.give_up(task.launches.pop(part))
-                self._close(number)
+        """Clean up after backwards that raised: those that began after the one that runs now, or all if none does."""
+        running = _graph_task()
+        for number in [number for number in self._tasks if number > running]:
+            self._abandon(self._tasks.pop(number))
+
+    def _abandon(self, task: Task) -> None:
+        self._exchange.settle_sending()
+        for launch in task.launches:
+            if launch.state is State.SENT and launch.early:
+                self._orphans.append(launch)  # from backwards that did not raise
+            elif launch.state is State.SENT:
+                self._exchange.give_up(launch)
+            elif launch.state is State.SUMMED:
+                launch.become(State.DELIVERED)
+                task.joined.append(Joined(launch.unit, launch.own, launch.delivered_by_pack))
+        for joined in task.joined:
+            self._deliver(joined)
 
     # ---- leaves and optimizers
     def full(self, unit: Unit, slot: int) -> torch.Tensor:
@@ -170,8 +226,15 @@ class Reducer:
     def settle(self, why: str, kind: Kind = Kind.FLUSH) -> None:
         """`.grad` shows what torch would: gradients still pending are reduced first (Rule 4: others' too)."""
         self.recover()
-        if (self.fresh if kind is Kind.TOTAL else self.pending) and _graph_task() == -1:
+        needed = self.fresh if kind is Kind.TOTAL else bool(self.pending or self._orphans)
+        if needed and _graph_task() == -1:
             self.council.attend(kind, why)
+
+    def wait_for_gradients(self, why: str) -> None:
+        """This rank is about to use gradients and has none: the others' backwards, up to the same place, come first."""
+        self.recover()
+        if _graph_task() == -1:
+            self.council.attend(Kind.FLUSH, why)
 
     def fence(self, what: str) -> None:
         """Before an edit of the weights in place."""
@@ -194,11 +257,8 @@ class Reducer:
     def _make_room(self, unit: Unit) -> bool:
         """May the gradient of `unit` wait? With a budget, others may have to go first."""
         early = self.windows.room(unit.index, unit.layout.page_bytes, self.held)
-        parts = [Part(index, early=True) for index in early or ()]
-        if any(part in self._task().launches for part in parts):
-            return False  # once in a backward; what came since then is from a backward inside this one
-        for part in parts:
-            self._launch_pending(part)
+        for index in early or ():
+            self._launch_pending(index, early=True)
         return early is not None
 
     @property
@@ -220,42 +280,52 @@ class Reducer:
         self.pending[unit.index].add(grads)
 
     # ---- meetings
-    def offers(self) -> Offers:
+    def pending_offers(self) -> Offers:
         """For the meeting to come, after which they may be launched in turn 0."""
         meeting = self._station.meetings + 1
-        return {Part(i): Offer(Key(i, meeting, 0), _uses_of(bucket)) for i, bucket in sorted(self.pending.items())}
+        return {Key(i, meeting, 0, 0): _uses_of(bucket) for i, bucket in sorted(self.pending.items())}
 
-    def join(self, offers: dict[int, Offers]) -> None:
-        """Take part in what other ranks end, with what is pending here if this rank has offered it."""
-        for part, by_rank in _by_part(offers).items():
-            unit, mine = self._units[part.unit], by_rank.get(self._station.mesh.rank)
-            launch = None if mine is None else self._exchange.launch(self.pending.pop(part.unit), mine)
-            self._deliver(unit, self._exchange.total(unit, by_rank, launch), accumulated(by_rank))
+    def join_launched(self, offers: dict[int, Offers]) -> None:
+        """Take part in what other ranks have launched."""
+        for joined in self._add_up(offers):
+            self._deliver(joined)
+
+    def join_pending(self, offers: dict[int, Offers]) -> None:
+        """Bring what is pending here, and take part in what is pending elsewhere."""
+        for key, by_rank in by_key(offers).items():
+            unit, wanted = self._units[key.unit], accumulated(by_rank)
+            if self._station.mesh.rank in by_rank:
+                launch = self._exchange.launch(self.pending.pop(key.unit), key, by_rank[self._station.mesh.rank])
+                total = self._exchange.total(launch, by_rank)
+            else:
+                total = self._exchange.join(unit, key, by_rank)
+            self._deliver(Joined(unit, total, wanted))
         self._exchange.settle_sending()
 
     def step(self, offers: dict[int, Offers]) -> None:
         """All ranks are at a step."""
-        self.join(offers)
+        self.join_pending(offers)
         self._backwards = 0
         self._station.discard_arrivals()
         self.gate.advance(Kind.STEP)
 
     # ---- create_graph
-    def reduce_now(self, unit: Unit, grads: Grads, uses: tuple[Use, ...], task: Task | None) -> torch.Tensor:
-        """Launch and collect at once, for a reduction that is itself part of a graph."""
-        alone = Task()
-        launch = alone.launches[Part(unit.index)] = self._exchange.send(unit, grads, uses)
-        offered, mine = self._end_backward(alone), {Part(unit.index): launch.offer}
-        same = [theirs == mine if task is None else theirs.keys() == mine.keys() for theirs in offered.values()]
-        if not all(same) or len(same) < self._station.mesh.world:
+    def reduce_now(self, unit: Unit, grads: Grads, uses: Uses, fates: Uses | None) -> torch.Tensor:
+        """Launch and collect at once, for a reduction that is itself part of a graph.
+
+        `fates`: what Pack does with it. Without, whoever asks gets it, and all ranks ask for the same parameters."""
+        launch = self._launched(self._exchange.send(unit, grads, uses))
+        own = launch.own if fates is None else self._for_pack(launch, fates)
+        offered = self._end_backward(self._task())
+        theirs = [of_rank.get(launch.key) for of_rank in offered.values()]
+        if None in theirs or (fates is None and any(each != uses for each in theirs)):
             self._station.fail(
                 f"rank {unit.rank}: a backward with create_graph=True, or for module.weight itself, reduces unit "
                 f"{unit.name} at once: all ranks must be there, with gradients of the same parameters; some were not"
             )
-        if task is not None:
-            task.launches[Part(unit.index)] = launch
-            task.joined += alone.joined
-        return launch.own
+        if fates is None:
+            launch.become(State.DELIVERED)
+        return own
 
     def regather(self, unit: Unit, slot: int, piece: torch.Tensor) -> torch.Tensor:
         """All of what `piece` is this rank's part of, as part of the graph that `piece` is part of."""
@@ -265,9 +335,10 @@ class Reducer:
         return _Regather.apply(self, unit, present, shard)[slot]  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _use(accumulator: Any, grad: torch.Tensor | None, trained: bool, out: Any) -> Use:
+def _fate(accumulator: Any, grad: torch.Tensor | None, trained: bool, out: Any) -> Use:
+    """What the backward that runs does with this parameter's gradient, if there is one."""
     try:
-        wanted = trained and grad is not None and torch._C._will_engine_execute_node(accumulator)
+        wanted = trained and torch._C._will_engine_execute_node(accumulator)
     except RuntimeError:  # torch says so when the leaf is captured by autograd.grad()
         return Use.CAPTURED
     if grad is not None and not wanted and out.retains_grad:  # torch has set it, for good: backward() was given `out`
@@ -277,24 +348,18 @@ def _use(accumulator: Any, grad: torch.Tensor | None, trained: bool, out: Any) -
     return Use.ACCUMULATED if wanted else Use.NONE
 
 
-def _uses_of(bucket: Bucket) -> tuple[Use, ...]:
+def _uses_of(bucket: Bucket) -> Uses:
     return tuple(Use.ACCUMULATED if present else Use.NONE for present in bucket.present)
-
-
-def _by_part(offers: dict[int, Offers]) -> dict[Part, dict[int, Offer]]:
-    """rank -> part -> offer, turned into part -> rank -> offer, in unit order."""
-    parts = sorted({part for by_part in offers.values() for part in by_part})
-    return {p: {rank: by_part[p] for rank, by_part in offers.items() if p in by_part} for p in parts}
 
 
 class _Reduce(torch.autograd.Function):
     """The reduction as a differentiable operation: its transpose is a gather."""
 
     @staticmethod
-    def forward(ctx, reducer, unit, uses, task, *grads):  # type: ignore[no-untyped-def]
+    def forward(ctx, reducer, unit, uses, fates, *grads):  # type: ignore[no-untyped-def]
         ctx.set_materialize_grads(False)
         ctx.reducer, ctx.unit, ctx.present = reducer, unit, [grad is not None for grad in grads]
-        return reducer.reduce_now(unit, grads, uses, task)
+        return reducer.reduce_now(unit, grads, uses, fates)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]

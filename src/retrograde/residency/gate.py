@@ -4,7 +4,7 @@
 Pages are read from other ranks without their main thread taking part, so something must stop a rank from
 changing a shard that another still has to read, and from reading one that its owner has yet to change.
 Between two *fences* shards are only read; writing needs a fence, a meeting at which every rank says that it
-has read all it wanted. An optimizer step is a fence; so is the first in-place edit of a weight after a read
+has read all it wanted. An optimizer step is a fence; so is the first in-place edit of a weight after a step
 (`clamp_`, EMA, manual SGD), which the tensors users hold report before it happens (optim/pieces.py,
 residency/full.py). The clock counts fences and is the same on all ranks.
 
@@ -13,8 +13,10 @@ Rule 1: a request names the clock. An owner that is behind answers when it has c
 Rule 2: during a step nothing is served. Edits are counted, unit by unit, and a reader names how many it has made:
         an owner that has made fewer answers when it has caught up, one that has made more undoes them in a copy.
         So ranks may edit at their own pace, and read in between or not.
-Rule 3: having read a page, the next write needs a new fence; so does editing a parameter a second time, which
-        bounds what is kept for undoing by one shard.
+Rule 3: the first edit after a step needs a fence; so does editing a parameter a second time, which bounds what is kept
+        for undoing by one shard. Only edits count, which all ranks make alike: what a rank has read is its own affair,
+        and a rank that counted it would wait at a fence for others that have no reason to come. So from the first
+        edit to the next step owners send copies.
 Rule 4: an edit nobody reported (through an alias of a leaf) still moves the leaf's version counter: readers
         and owners compare how many such stray edits they saw.
 """
@@ -40,8 +42,8 @@ class Gate:
 
     # ---- the main thread
     def read(self, unit: "Unit", into: Callable[[int], torch.Tensor]) -> Reading:
-        """Start reading the page as this rank sees it now. Reading ends the edits before it."""
-        if self._phase is not None:
+        """Start reading the page as this rank sees it now. Reading ends a step, in whose hooks it may be done."""
+        if self._phase is Kind.STEP:
             self.settle()
         self._station.answer_waiting()
         stamp = Stamp(self.clock, unit.edits, unit.version - unit.settled)

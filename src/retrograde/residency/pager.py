@@ -3,6 +3,11 @@
 The pager learns, for every pair of units used one after the other, which unit came next (forward and
 backward apart). Following those successors gives the next page to prefetch and, with a resident budget,
 the order in which pages will be needed again, so that the one needed last is evicted (Belady's rule).
+
+[Note: when a backward lets go of a page]
+Rule 1: when the gradients of the unit's trained parameters have all arrived, unless graphs still hold handles of its
+        frozen ones: a backward that passes through a frozen weight reads it after that, or without it.
+Rule 2: else when another page needs the room, and at the latest when the backward ends.
 """
 
 import contextlib
@@ -18,6 +23,7 @@ from retrograde.residency.buffers import BufferPool
 from retrograde.residency.unit import Unit
 
 _graph_task = torch._C._current_graph_task_id
+_queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 _NO_TRANSFORM = contextlib.nullcontext()
 HORIZON = 256  # how far ahead of now the forecast is followed when choosing what to evict
 
@@ -59,6 +65,8 @@ class Pager:
         self._policy, self._pool = policy, pool
         self._forecast = Forecast()
         self._current: Unit | None = None
+        self._task = -1  # the backward in which the current unit was opened
+        self._used: dict[int, set[Unit]] = {}  # by the backwards that run
         self._resident: dict[Unit, None] = {}  # in the order of their coming
         self.live: dict[int, Unit] = {}  # storage of a page that is ready -> its unit (saved.py looks here)
 
@@ -70,12 +78,14 @@ class Pager:
 
     def open(self, unit: Unit) -> None:
         """Make `unit` ready and valid, and start what is expected next."""
-        if unit is self._current and unit.ready and unit.valid:
+        task = _graph_task()
+        if unit is self._current and task == self._task and unit.ready and unit.valid:
             return
+        self._note_use(unit, task)  # may drop pages, so it comes before this one is used
         self._start(unit)
         self._finish(unit)
         if unit is not self._current:
-            self._forecast.use(unit, _graph_task() != -1)
+            self._forecast.use(unit, task != -1)
             self._current = unit
             if (following := self._expected()) is not None:
                 self._start(following)
@@ -93,8 +103,29 @@ class Pager:
             self.live[unit.page.untyped_storage()._cdata] = unit
 
     def retire(self, unit: Unit) -> None:
-        """A backward has made its last use of this page."""
-        if self._idle_bytes(set()) > self._policy.resident:
+        """A backward has all gradients of this unit's trained parameters."""
+        if not unit.frozen_handles:
+            self._drop_if_over(unit)
+
+    def _note_use(self, unit: Unit, task: int) -> None:
+        """Remember which pages a backward has used, for its end. One that raised has ended without telling."""
+        self._task = task
+        for raised in [number for number in self._used if number > task]:
+            self._end_backward(raised)
+        if task != -1 and not unit.at_home:
+            if task not in self._used:
+                self._used[task] = set()
+                _queue_callback(lambda: self._end_backward(task))
+            self._used[task].add(unit)
+
+    def _end_backward(self, task: int) -> None:
+        for unit in self._used.pop(task, ()):
+            self._drop_if_over(unit)
+        if not self._used:  # no other around it, which would go on
+            self._forecast.at = NOWHERE
+
+    def _drop_if_over(self, unit: Unit) -> None:
+        if unit in self._resident and self._idle_bytes(set()) > self._policy.resident:
             self._drop(unit)
 
     def quiesce(self) -> None:

@@ -65,19 +65,32 @@ class SavedTensors:
             return None
         if self.compiled:
             unit.write_back_if_edited()
-        offset = int(tensor.storage_offset())
-        slot = bisect.bisect_right(unit.layout.offsets, offset) - 1
-        return partial(self._page_in, unit, slot, unit.pieces[slot]._version, tensor.size(), tensor.stride(), offset)
+        return Handle(self._pager, unit, tensor)
 
-    def _page_in(self, unit: Unit, slot: int, version: int, *where: Any) -> torch.Tensor:
-        if (now := unit.pieces[slot]._version) != version:
+
+class Handle:
+    """Where a saved view of a page is found again, at the same version."""
+
+    __slots__ = ("__weakref__", "_offset", "_pager", "_size", "_slot", "_stride", "_unit", "_version")
+
+    def __init__(self, pager: Pager, unit: Unit, tensor: torch.Tensor) -> None:
+        self._pager, self._unit = pager, unit
+        self._size, self._stride, self._offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
+        self._slot = bisect.bisect_right(unit.layout.offsets, self._offset) - 1
+        self._version = unit.pieces[self._slot]._version
+        if not unit.trained[self._slot]:
+            unit.frozen_handles.add(self)
+
+    def __call__(self) -> torch.Tensor:
+        unit = self._unit
+        if (now := unit.pieces[self._slot]._version) != self._version:
             raise RuntimeError(
-                _MODIFIED.format(f"parameter {unit.layout.slots[slot].name}", now, version)
+                _MODIFIED.format(f"parameter {unit.layout.slots[self._slot].name}", now, self._version)
                 + " Hint: an optimizer step or an edit of the weights came between forward and backward of this graph"
             )
         self._pager.open(unit)
         with torch.no_grad():
-            return unit.page.as_strided(*where)
+            return unit.page.as_strided(self._size, self._stride, self._offset)
 
 
 def _keep(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:

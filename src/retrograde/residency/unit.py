@@ -96,6 +96,7 @@ class Unit:
         self.ready = False  # do the full tensors show the page?
         self.buffer: torch.Tensor | None = home if self.at_home else None
         self.arrived = [False] * len(leaves)  # which leaves the last run of Pack had a gradient for
+        self.frozen_handles: weakref.WeakSet[Any] = weakref.WeakSet()  # of frozen parameters, in graphs (saved.py)
         self.edits = self.fenced = self._own_references = 0  # edits since a step, and at the last fence (gate.py)
         self.undo: list[tuple[int, torch.Tensor]] = []  # slots edited since then, with their pieces before
         self.reading: Reading | None = None

@@ -1,0 +1,103 @@
+"""What the caller gives to a step: cut into microbatches on the way in, and the way back for its gradients.
+
+[Note: gradients of what is given]
+Inputs, targets and keyword arguments may require gradients. A stage never sees the caller's graph: of such a tensor
+each microbatch gets a *stand-in*, a leaf of its own.
+
+    caller's tensor ── copy ── part 0 . . stand-in 0 ── stages          . . : the same memory, no graph
+                            └─ part 1 . . stand-in 1 ── stages
+
+Rule 1: stand-ins collect their gradients during the step. When all ranks have agreed that it has succeeded, one
+        backward goes on from the parts into the caller's graph; a leaf has its `.grad`, a graph is freed. A failed step
+        delivers nothing.
+Rule 2: a rank delivers what its own stages contributed: of the inputs on the rank of the first stage, of the target on
+        that of the last, of a keyword argument wherever a block took it.
+Rule 3: inputs are copied, as a whole: a block may change its input in place, which the caller's graph must not notice,
+        and parts of a copy of the whole have the memory order that parts of the tensor itself have.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from retrograde.errors import PipelineError
+from retrograde.pipeline.options import Microbatches
+
+
+@dataclass(frozen=True)
+class StandIn:
+    part: Tensor  # of the caller's tensor, with the caller's graph
+    leaf: Tensor  # what the stages have
+
+
+@dataclass
+class CallerGradients:
+    """The stand-ins of one step on this rank."""
+
+    _made: list[StandIn] = field(default_factory=list)
+
+    def stand_in(self, part: Tensor) -> Tensor:
+        """What stages compute with instead of `part`."""
+        if not part.requires_grad:
+            return part
+        made = StandIn(part, part.detach().requires_grad_())
+        self._made.append(made)
+        return made.leaf
+
+    def deliver(self) -> None:
+        """Backward goes on into the caller's graph (Rule 1)."""
+        made, self._made = self._made, []
+        reached = [one for one in made if one.leaf.grad is not None]
+        if reached:
+            torch.autograd.backward([one.part for one in reached], [one.leaf.grad for one in reached])
+
+
+def microbatches(value: Any, count: int, name: str, gradients: CallerGradients | None = None) -> list[Any]:
+    """`value` for each microbatch: tensors are cut along their first dimension, anything else is for all.
+
+    With `gradients`, parts of tensors that require one are replaced by stand-ins.
+    """
+    if isinstance(value, Microbatches):
+        if len(value) != count:
+            raise PipelineError(f"{name}: {len(value)} microbatches are given, the schedule has {count}; give {count}")
+        return [tree_map_only(Tensor, lambda part: _enter(part, gradients), own) for own in value]
+    leaves, spec = tree_flatten(value)
+    by_leaf = [_cut(leaf, count, name, gradients) for leaf in leaves]
+    return [tree_unflatten([parts[number] for parts in by_leaf], spec) for number in range(count)]
+
+
+def copied(value: Any) -> Any:
+    """The same with copies of the tensors that require gradients (Rule 3)."""
+
+    def copy(tensor: Tensor) -> Tensor:
+        return tensor.clone() if tensor.requires_grad else tensor
+
+    if isinstance(value, Microbatches):
+        return Microbatches(tree_map_only(Tensor, copy, own) for own in value)
+    return tree_map_only(Tensor, copy, value)
+
+
+def _cut(leaf: Any, count: int, name: str, gradients: CallerGradients | None) -> list[Any]:
+    if not isinstance(leaf, Tensor):
+        return [leaf] * count
+    if leaf.dim() == 0 or leaf.shape[0] < count:
+        raise PipelineError(
+            f"{name}: a tensor of shape {list(leaf.shape)} cannot be cut into {count} microbatches; give at least "
+            f"{count} rows, or rg.Microbatches with the data of each"
+        )
+    return [_enter(part, gradients) for part in torch.tensor_split(leaf, count)]
+
+
+def _enter(part: Tensor, gradients: CallerGradients | None) -> Tensor:
+    return part if gradients is None else gradients.stand_in(part)
+
+
+def size(tree: Any) -> int:
+    """How many samples a microbatch has: the rows of its first tensor, 0 if it has none."""
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+            return int(leaf.shape[0])
+    return 0

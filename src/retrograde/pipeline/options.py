@@ -1,0 +1,125 @@
+"""What users say about a pipeline: how it is cut, how it is sharded, over which ranks."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from retrograde.arguments import instance, not_negative, sequence, shown, whole_number, wrong
+from retrograde.errors import PipelineError, RetrogradeError, ShardingError
+from retrograde.layout import Units, check_reduce, check_stage, check_units, parse_bytes
+
+Ranks = DeviceMesh | dist.ProcessGroup | None
+
+
+@dataclass(frozen=True)
+class Zero:
+    """How the stages are sharded over the data-parallel ranks; see `rg.shard`.
+
+    `gathered`: how many of its stages a rank keeps in memory, whole, from their first use to the last (at stage 3). By
+    default a page comes and goes with each use, which takes the least memory and the most gathers.
+    """
+
+    stage: int = 3
+    mesh: Ranks = None
+    units: Units = "auto"
+    reduce: str = "mean"
+    resident: int | str = 0
+    gathered: int | None = None
+
+    def __post_init__(self) -> None:
+        check_stage(self.stage)
+        check_ranks("zero.mesh", self.mesh, ShardingError)
+        check_units(self.units)
+        check_reduce(self.reduce)
+        parse_bytes(self.resident, "resident")
+        if self.gathered is not None:
+            whole_number("gathered", self.gathered, 1, "a number of stages, 1 or more, or None")
+
+
+class Microbatches(tuple[Any, ...]):
+    """Data that is already in microbatches, where cutting tensors along their first dimension is not right."""
+
+    def __new__(cls, parts: Iterable[Any] = ()) -> "Microbatches":
+        if isinstance(parts, str | bytes | Mapping) or not isinstance(parts, Iterable):
+            raise PipelineError(
+                f"Microbatches({shown(parts)}) is not in parts; give a list with the data of each microbatch"
+            )
+        return super().__new__(cls, parts)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the model is cut: before the blocks named in `at`, or balanced by `costs` of the blocks, or by the time that
+    the first rank measures for the inputs in `sample`, or by parameters."""
+
+    at: Sequence[str] | None = None
+    costs: Sequence[float] | None = None
+    sample: tuple[Any, ...] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments that go with the sample
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("at", "costs", "sample") if getattr(self, name) is not None]
+        if len(given) > 1:
+            names = " and ".join(f"cut.{name}" for name in given)
+            raise PipelineError(f"{names} are different ways to cut; give one of them")
+        if self.at is not None:
+            self._check_names(self.at)
+        if self.costs is not None:
+            self._check_costs(self.costs)
+        if self.sample is not None:
+            fix = "a tuple with the arguments of the first block, as sample=(x,)"
+            instance("cut.sample", self.sample, tuple, "is not a tuple", fix, PipelineError)
+        instance("cut.options", self.options, Mapping, "is not a dictionary", "a dictionary", PipelineError)
+
+    @staticmethod
+    def _check_names(at: Any) -> None:
+        fix = "a list of names of blocks"
+        for name in sequence("cut.at", at, fix, PipelineError):
+            if not isinstance(name, str):
+                raise wrong("cut.at", at, f"has {shown(name)}, which is not a name", fix, PipelineError)
+
+    @staticmethod
+    def _check_costs(costs: Any) -> None:
+        fix = "a number, 0 or more, for each block"
+        for cost in sequence("cut.costs", costs, fix, PipelineError):
+            try:
+                not_negative("cost", cost, fix, PipelineError)
+            except PipelineError as error:
+                raise wrong("cut.costs", costs, f"has {shown(cost)}", fix, PipelineError) from error
+
+
+def check_ranks(name: str, mesh: Any, error: type[RetrogradeError] = PipelineError) -> None:
+    if mesh is not None:
+        fix = "a DeviceMesh of one dimension or a group of torch.distributed"
+        instance(name, mesh, (DeviceMesh, dist.ProcessGroup), "is not a mesh", fix, error)
+
+
+def group_of(name: str, mesh: Ranks) -> dist.ProcessGroup:
+    """The ranks that are meant; all of them if none are given."""
+    check_ranks(name, mesh)
+    if isinstance(mesh, DeviceMesh):
+        if mesh.ndim != 1:
+            raise PipelineError(f"{name} has dimensions {mesh.mesh_dim_names}; give one of them, as in mesh['pp']")
+        return mesh.get_group()
+    if mesh is not None:
+        return mesh
+    if not dist.is_initialized():
+        raise PipelineError("there is no process group; start with torchrun and call dist.init_process_group()")
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def check_apart(zero: Zero, stages: dist.ProcessGroup, replicas: dist.ProcessGroup) -> None:
+    """Ranks of one pipeline hold different stages: none of them may be a replica of another."""
+    common = set(dist.get_process_group_ranks(stages)) & set(dist.get_process_group_ranks(replicas))
+    if others := sorted(common - {dist.get_rank()}):
+        raise wrong(
+            "zero.mesh",
+            zero.mesh,
+            f"has rank {others[0]}, which is in this pipeline and holds other stages",
+            'the other dimension, as mesh["dp"]',
+            PipelineError,
+        )

@@ -1,0 +1,187 @@
+"""Run a case on ranks and compare it with plain torch."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+import retrograde as rg
+from retrograde.comm import Station
+from tests.fuzz import oracle
+from tests.fuzz.models import build, units_of
+from tests.fuzz.oracle import step_in_backward
+from tests.fuzz.play import TOGETHER, Player, install_hooks, nothing, sgd
+from tests.fuzz.recipes import Phase, Recipe
+from tests.fuzz.traces import Trace, copies, differences
+from tests.harness import RankError, RankPool, RankTimeout
+
+TIMEOUT = 5.0  # of the engine, so that a hang becomes an error that says where
+
+
+class EngineSide:
+    """The sharded model on one rank."""
+
+    def __init__(self, recipe: Recipe, rank: int) -> None:
+        self.rank, self.model = rank, build(recipe)
+        reduce = "sum" if oracle.divisor(recipe) == 1 else "mean"
+        self.engine = rg.shard(
+            self.model,
+            recipe.stage,
+            units=units_of(recipe),  # type: ignore[arg-type]
+            prefetch=recipe.prefetch,
+            resident=recipe.resident,
+            reduce=reduce,
+            timeout=TIMEOUT,
+        )
+        self.records: list[tuple[str, Tensor]] = []
+        self.faults: list[str] = []
+        install_hooks(recipe, self.model)
+        if recipe.in_backward:
+            for param in [p for p in self.model.parameters() if p.requires_grad]:
+                param.register_post_accumulate_grad_hook(step_in_backward)  # type: ignore[arg-type]
+
+    def window(self, phase: Phase) -> AbstractContextManager[Any]:
+        if phase.window is None:
+            return nothing()
+        return self.engine.coalesce(phase.budget) if phase.window == "coalesce" else self.engine.no_sync()
+
+    def assign(self, grads: dict[str, Tensor]) -> None:
+        params = dict(self.model.named_parameters())
+        for name, grad in grads.items():
+            params[name].grad = grad
+
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """A backward leaves no page that was not there before, and fetches none twice in a row."""
+        before, start = self._pages(), len(self.engine.ledger.events)
+        yield
+        self.faults += [f"page of {name} left by a backward" for name in sorted(self._pages() - before)]
+        events = list(self.engine.ledger.events)[start:]
+        fetched = [event.unit for event in events if event.kind == "gather"]
+        again = [one for one, other in itertools.pairwise(fetched) if one == other]
+        self.faults += [f"page of {name} fetched twice in a row" for name in again]
+
+    def record(self, name: str, value: Tensor) -> None:
+        self.records.append((name, value.detach().clone()))
+
+    def _pages(self) -> set[str]:
+        if self.engine.policy.resident:
+            return set()  # they may stay
+        return {unit.name for unit in self.engine.units if unit.ready and not unit.at_home}
+
+    def check_step(self) -> None:
+        """After a step nothing of what came before it is left."""
+        reducer = self.engine.reducer
+        left = {
+            "pages": self._pages(),
+            "pending gradients": reducer.pending,
+            "backwards": reducer._tasks,
+            "launches": reducer._orphans,
+            "parts of gradients": self.engine.station._arrivals,
+        }
+        self.faults += [f"{what} left after a step: {list(found)}" for what, found in left.items() if found]
+        held = self.engine.ledger.resident
+        if not self.engine.policy.keeps_pages and held > self.engine.policy.resident + self._two_pages():
+            self.faults.append(f"{held} bytes of pages after a step")
+
+    def _two_pages(self) -> int:
+        return sum(sorted((unit.layout.page_bytes for unit in self.engine.units), reverse=True)[:2])
+
+
+def play(recipe: Recipe, rank: int) -> Trace:
+    side = EngineSide(recipe, rank)
+    player, optimizer = Player(recipe, side), sgd(side.model, recipe)
+    grads = []
+    for phase in recipe.phases:
+        player.phase(phase)
+        if phase.raises:
+            TOGETHER["zero"](recipe, side.model, optimizer)
+        grads.append(copies(side.engine.full_grads()))
+        for name in phase.then:
+            TOGETHER[name](recipe, side.model, optimizer)
+            if name == "step":
+                side.check_step()
+    weights = copies(side.model.state_dict())
+    dist.barrier()
+    return Trace(grads, weights, side.records, side.faults)
+
+
+@contextlib.contextmanager
+def delays(seed: int | None) -> Iterator[None]:
+    """Messages that wait before they are looked at, and ranks that come late to meetings, at random."""
+    if seed is None:
+        yield
+        return
+    chance, deliver, meet = random.Random(seed), Station.on_message, Station.meet
+
+    def wait() -> None:
+        if chance.random() < 0.1:
+            time.sleep(chance.random() * 0.004)
+
+    def late_delivery(self: Station, *args: Any) -> None:
+        wait()
+        deliver(self, *args)
+
+    def late_meeting(self: Station, *args: Any) -> Any:
+        wait()
+        return meet(self, *args)
+
+    Station.on_message, Station.meet = late_delivery, late_meeting  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        Station.on_message, Station.meet = deliver, meet  # type: ignore[method-assign]
+
+
+def _run(rank: int, world: int, recipes: Sequence[Recipe], delay: int | None) -> list[Trace]:
+    traces = []
+    for recipe in recipes:
+        with delays(None if delay is None else 1000 * delay + recipe.seed + rank):
+            traces.append(play(recipe, rank))
+    return traces
+
+
+class Checker:
+    """Runs cases on pools of ranks. A pool that has seen a failure is not used again."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, RankPool] = {}
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+    def check(self, recipe: Recipe, delay: int | None = None) -> list[str]:
+        """What is wrong, if anything."""
+        return self.check_all([recipe], delay)[0]
+
+    def check_all(self, recipes: Sequence[Recipe], delay: int | None = None) -> list[list[str]]:
+        """Of several recipes of the same world. If one of them raises, each is run by itself."""
+        pool = self._pools.setdefault(recipes[0].world, RankPool(recipes[0].world))
+        expected: list[list[Trace]] = []
+        try:
+            by_rank = pool.run(
+                _run,
+                recipes,
+                delay,
+                timeout=3 * TIMEOUT + len(recipes),
+                beside=lambda: expected.extend(map(oracle.play, recipes)),
+            )
+        except (RankError, RankTimeout) as error:
+            if len(recipes) == 1:
+                return [[str(error)]]
+            return [self.check(recipe, delay) for recipe in recipes]
+        return [_compare(got, want) for got, want in zip(zip(*by_rank, strict=True), expected, strict=True)]
+
+
+def _compare(got: Sequence[Trace], want: Sequence[Trace]) -> list[str]:
+    pairs = enumerate(zip(got, want, strict=True))
+    return [f"rank {rank}: {each}" for rank, (ours, theirs) in pairs for each in differences(ours, theirs)]

@@ -1,0 +1,60 @@
+"""What a case consists of. Plain data: `repr` of a recipe is Python that makes it again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Kinds of blocks (models.py says what they are).
+KINDS = ("linear", "mlp", "lora", "frozen", "norm", "scalar", "empty", "unused", "nested", "tied", "twice")
+
+# How a block's activations are recomputed, or its backward nested in another one.
+PLAIN, CHECKPOINT, REENTRANT, AGAIN, TILED = "plain", "checkpoint", "reentrant", "again", "tiled"
+NESTED = (REENTRANT, AGAIN, TILED)
+
+
+@dataclass(frozen=True)
+class Act:
+    """Something one rank does between two places where all ranks are. `path`: the blocks it runs, in this order."""
+
+    kind: str
+    path: tuple[int, ...] = ()
+    remat: str = PLAIN
+    at: int = 0  # which block of the path is recomputed, raises or is asked for
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Each rank's acts, then what all ranks do together."""
+
+    acts: tuple[tuple[Act, ...], ...]
+    window: str | None = None  # "coalesce" or "no_sync"
+    budget: int | None = None
+    then: tuple[str, ...] = ()
+
+    @property
+    def raises(self) -> bool:
+        """Does a backward raise? torch keeps a part of what it has computed; windows and stage 1 keep another part.
+        Nobody can rely on it, so it is not compared, but zeroed."""
+        return any(act.kind == "raise" for acts in self.acts for act in acts)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """`exact`: numbers whose sums do not depend on their order, for ranks that do different things."""
+
+    seed: int
+    world: int
+    stage: int
+    blocks: tuple[str, ...]
+    phases: tuple[Phase, ...]
+    exact: bool = True
+    prefetch: bool = True
+    resident: int = 0
+    units: str = "blocks"
+    hooked: bool = False
+    in_backward: bool = False
+
+    @property
+    def alike(self) -> bool:
+        """Do all ranks do the same things?"""
+        return all(acts == phase.acts[0] for phase in self.phases for acts in phase.acts)
