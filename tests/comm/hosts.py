@@ -8,17 +8,17 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
-from retrograde.comm import Mesh, mesh
+from retrograde.comm import Mesh, connecting
 
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    real = mesh._host
-    mesh._host = secrets.token_hex
+    real = connecting.host
+    connecting.host = secrets.token_hex
     try:
         yield
     finally:
-        mesh._host = real
+        connecting.host = real
 
 
 def group_over_tcp() -> dist.ProcessGroup:

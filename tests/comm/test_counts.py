@@ -16,6 +16,7 @@ import torch.distributed as dist
 import retrograde as rg
 from benchmarks.meters import sent_on
 from retrograde.comm import Mesh, Station
+from retrograde.comm.messages import Message
 from tests.comm.hosts import group_over_tcp
 from tests.harness import RankPool
 from tests.small import BLOCKS, batch, build, loss_of
@@ -142,13 +143,13 @@ def _observed(rank: int, world: int, stage: int) -> tuple[dict[str, int], dict[s
     received: list[int] = []
     real_send, real_room = Mesh.send, Station.room
 
-    def send(self: Mesh, dst: int, *message: Any, data: Sequence[torch.Tensor] = ()) -> int:
+    def send(self: Mesh, dst: int, message: Message, data: Sequence[torch.Tensor] = ()) -> int:
         sent.append(sum(tensor.nbytes for tensor in data))
-        return real_send(self, dst, *message, data=data)
+        return real_send(self, dst, message, data=data)
 
-    def room(self: Station, op: str, args: list[Any], nbytes: int) -> torch.Tensor | None:
+    def room(self: Station, src: int, message: Message, nbytes: int) -> Sequence[torch.Tensor] | None:
         received.append(nbytes)
-        return real_room(self, op, args, nbytes)
+        return real_room(self, src, message, nbytes)
 
     dist.barrier()
     Mesh.send, Station.room = send, room  # type: ignore[method-assign]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import pickle
 import selectors
 import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,25 +22,29 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 import retrograde as rg
-from retrograde.comm import Key, Kind, Mesh, Position, Station, mesh
-from retrograde.comm.mesh import _bytes_of, _Line
+from retrograde.comm import Key, Kind, Mesh, Position, Station, connecting, leaving
+from retrograde.comm.line import Line, bytes_of
+from retrograde.comm.messages import Fail, Message, Put, UnixAddress, decode_contact
+from tests.comm.delays import delayed
 from tests.comm.hosts import apart
 from tests.harness import RankPool
+from tests.multiproc.twin import Twin
 from tests.small import batch, build, loss_of
 
 Ranks = Callable[[int], RankPool]
 LARGE = 2**20  # floats: more than a connection takes at once, three times over
 
 
-def _station() -> Station:
+def _station(elements: int = 0) -> Station:
     station = Station(Mesh.of(dist.group.WORLD), 20.0)  # type: ignore[arg-type]
+    station.elements = lambda unit: elements
     dist.barrier()  # as `shard()` does: data comes only when everybody has one
     return station
 
 
 def _everybody_sends(rank: int, world: int) -> list[str]:
     """Every main thread sends much before it takes anything, several times over."""
-    station = _station()
+    station = _station(LARGE)
     wrong, sending = [], []
     for turn in range(3):
         for dst in station.mesh.peers:
@@ -65,7 +68,7 @@ def test_much_in_all_directions(ranks: Ranks, world: int) -> None:
 
 def _from_where_it_is(rank: int, world: int) -> tuple[bool, list[float]]:
     """What is sent must not change before `finish` returns, and may after it."""
-    station = _station()
+    station = _station(16 * LARGE)
     peer, part = 1 - rank, torch.full((16 * LARGE,), float(rank))
     sending = [station.put(Key(0, 0, 0, 0), peer, [part])]
     took_all_at_once = station.mesh.sent(*sending[0])
@@ -88,8 +91,9 @@ def _stranger(rank: int, world: int, far: bool) -> set[Any]:
     store = _get_process_group_store(group)
     with apart() if far else contextlib.nullcontext():
         if rank == 1:
-            store.set("retrograde/host/1", mesh._host())
-            address, _ = pickle.loads(store.get("retrograde/0"))
+            store.set("retrograde/host/1", connecting.host())
+            told = decode_contact(store.get("retrograde/0")).address
+            address = told.name if isinstance(told, UnixAddress) else (told.host, told.port)
             for hello in (b"x" * 24, b"x"):  # a wrong secret, and no secret
                 with socket.socket(socket.AF_INET if far else socket.AF_UNIX) as call:
                     call.connect(address)
@@ -180,6 +184,8 @@ def _forks(rank: int, world: int) -> list[str]:
     station = _station()
     if (child := os.fork()) == 0:
         weakref.finalize._exitfunc()  # type: ignore[attr-defined]  # as Python does when a process ends
+        leaving.leave(list(leaving._open), None)
+        station.mesh.say_goodbye()
         os._exit(0)
     os.waitpid(child, 0)
     dist.barrier()
@@ -200,7 +206,7 @@ def test_memory_is_let_go_of_before_it_is_delivered() -> None:
     before = _references(page)
 
     def messages() -> Iterator[memoryview]:
-        yield _bytes_of(page)
+        yield bytes_of(page)
         seen.append(_references(page))  # where a message is delivered
         while True:
             yield memoryview(bytearray(1))
@@ -209,7 +215,7 @@ def test_memory_is_let_go_of_before_it_is_delivered() -> None:
         there = socket.create_connection(server.getsockname())
         here, _ = server.accept()
     with here, there:
-        line = _Line(here, selectors.DefaultSelector(), messages())
+        line = Line(1, here, selectors.DefaultSelector(), messages())
         there.sendall(bytes(torch.ones(8).numpy()))
         while not seen:
             line.receive()
@@ -219,30 +225,33 @@ def test_memory_is_let_go_of_before_it_is_delivered() -> None:
 class _Alone:
     """A mesh without connections."""
 
-    rank, world, peers = 0, 2, (1,)
+    rank, world, peers, departed = 0, 2, (1,), frozenset[int]()
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.sent: list[tuple[Any, ...]] = []
+        self.sent: list[Message] = []
 
     def attach(self, station: Station) -> None:
         pass
 
-    def send(self, dst: int, *message: Any, data: Any = ()) -> int:
+    def tell(self, dst: int, message: Message, data: Any = ()) -> None:
+        self.send(dst, message, data)
+
+    def send(self, dst: int, message: Message, data: Any = ()) -> int:
         self.sent.append(message)
         return 0
 
 
-def _hears(station: Station, src: int, op: str, args: tuple[Any, ...]) -> None:
+def _hears(station: Station, src: int, message: Message, *data: torch.Tensor) -> None:
     with station.mesh.changed:
-        station.on_message(src, op, args)
+        station.on_message(src, message, data)
 
 
 def test_a_rank_that_has_left_is_missed_only_if_it_owes_something() -> None:
     station = Station(_Alone(), 0.1)  # type: ignore[arg-type]
     station.on_lost("the connection to rank 1 was lost", ConnectionResetError())
     key = Key(0, 0, 0, 2)
-    _hears(station, 1, "put", (key, torch.float32, torch.ones(2)))
+    _hears(station, 1, Put(0, key, torch.float32), torch.ones(2))
     assert torch.equal(station.take(key, 1, "a unit"), torch.ones(2))
     with pytest.raises(rg.DivergenceError, match="rank 0: the connection to rank 1 was lost"):
         station.take(key, 1, "a unit")
@@ -251,20 +260,21 @@ def test_a_rank_that_has_left_is_missed_only_if_it_owes_something() -> None:
 def test_a_rank_that_gave_up_is_heard_whatever_it_owes() -> None:
     station = Station(_Alone(), 0.1)  # type: ignore[arg-type]
     key = Key(0, 0, 0, 2)
-    _hears(station, 1, "put", (key, torch.float32, torch.ones(2)))
-    _hears(station, 1, "fail", ("rank 1 waited in vain",))
+    _hears(station, 1, Put(0, key, torch.float32), torch.ones(2))
+    _hears(station, 1, Fail(0, "rank 1 waited in vain"))
     with pytest.raises(rg.DivergenceError, match="rank 1 waited in vain"):
         station.take(key, 1, "a unit")
 
 
 class Stumbling(Station):
-    def _on_put(self, *message: Any) -> None:
+    def on_message(self, src: int, message: Message, data: Sequence[torch.Tensor]) -> None:
         raise ValueError("stumbled")
 
 
 def _stumbles(rank: int, world: int) -> str:
     """A service thread that cannot go on says so to those who wait for it."""
     station = (Stumbling if rank else Station)(Mesh.of(dist.new_group()), 600.0)
+    station.elements = lambda unit: 2
     dist.barrier()
     said = ""
     if rank == 0:
@@ -279,29 +289,45 @@ def _stumbles(rank: int, world: int) -> str:
 
 def test_an_error_in_the_service_thread_is_told(ranks: Ranks) -> None:
     said = ranks(2).run(_stumbles)[1]
-    assert said.startswith("rank 1: the connection to rank 0 was lost") and said.endswith("ValueError('stumbled')")
+    told = "rank 1: the connection to rank 0 was closed by rank 1, which could not take what came from there: "
+    assert said == told + "ValueError: stumbled because of ValueError('stumbled')"
 
 
 def test_what_nobody_took_is_dropped_at_a_step() -> None:
     station = Station(_Alone(), 0.1)  # type: ignore[arg-type]
     early, late = Key(0, 1, 0, 2), Key(0, 2, 0, 2)
     for key in (early, late):
-        _hears(station, 1, "put", (key, torch.float32, torch.ones(2)))
+        _hears(station, 1, Put(0, key, torch.float32), torch.ones(2))
     station.meetings = 2
     station.discard_arrivals()
     assert not station.arrived(early, 1) and station.arrived(late, 1)
 
 
+def _trains_with_delays(rank: int, world: int, seed: int) -> None:
+    with delayed(100 * seed + rank):
+        twin = Twin(rank, world, 3, timeout=30.0)
+        twin.optimize()
+        for step in range(3):
+            twin.train(step)
+        twin.check_weights()
+        dist.barrier()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_messages_may_take_their_time(ranks: Ranks, seed: int) -> None:
+    ranks(4).run(_trains_with_delays, seed, timeout=90.0)
+
+
 def test_addresses_follow_the_store() -> None:
     here = SimpleNamespace()
-    with mesh._listen(here, False, 2) as server:  # type: ignore[arg-type]
+    with connecting.listen(here, False, 2) as server:  # type: ignore[arg-type]
         assert server.getsockname()[0] in ("127.0.0.1", "::1")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    with mesh._listen(dist.PrefixStore("a", dist.PrefixStore("b", store)), False, 2) as server:
+    with connecting.listen(dist.PrefixStore("a", dist.PrefixStore("b", store)), False, 2) as server:
         assert server.getsockname()[0] == "127.0.0.1"
 
 
 def test_a_host_is_known_where_there_is_a_kernel_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert mesh._host() == mesh._host()
-    monkeypatch.setattr(mesh, "Path", lambda name: Path("/nowhere"))
-    assert mesh._host() != mesh._host()
+    assert connecting.host() == connecting.host()
+    monkeypatch.setattr(connecting, "Path", lambda name: Path("/nowhere"))
+    assert connecting.host() != connecting.host()

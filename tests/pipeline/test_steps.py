@@ -71,15 +71,15 @@ def messages(rank: int, world: int) -> list[tuple[int, int]]:
     original, counts = Mesh.send, []
     sent: list[Any] = []
 
-    def counting(self: Mesh, dst: int, *message: Any, data: Any = ()) -> int:
+    def counting(self: Mesh, dst: int, message: Any, data: Any = ()) -> int:
         sent.append(message)
-        return original(self, dst, *message, data=data)
+        return original(self, dst, message, data=data)
 
     Mesh.send = counting  # type: ignore[method-assign]
     try:
         for batch in (8, 8, 12):
             pipe.step(torch.randn(batch, WIDTH), target=torch.randn(batch, WIDTH))
-            counts.append((len(sent), sum(layout is not None for *_, layout in sent)))
+            counts.append((len(sent), sum(message.form is not None for message in sent)))
             sent.clear()
     finally:
         Mesh.send = original  # type: ignore[method-assign]

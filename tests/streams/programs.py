@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrograde.comm import Key
+from retrograde.comm import Key, Use
 from retrograde.layout import Layout, Policy
 from retrograde.ledger import Ledger
 from retrograde.reduction import bucket as buckets
 from retrograde.reduction.bucket import Bucket
-from retrograde.reduction.exchange import Exchange, Use
+from retrograde.reduction.exchange import Exchange
 from retrograde.residency import BufferPool, Unit
 from retrograde.simulated import SimulatedDevice, SimulatedStream
 

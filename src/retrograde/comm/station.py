@@ -9,23 +9,31 @@ collectives: positions need not be equal, they only have to be reconcilable (red
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 
-from retrograde.comm.mesh import GONE, Mesh
+from retrograde.comm.mesh import Mesh
+from retrograde.comm.messages import (
+    Ask,
+    Fail,
+    Key,
+    Kind,
+    Meet,
+    MessageError,
+    Offers,
+    Page,
+    Put,
+    Read,
+    Stamp,
+    Tell,
+    ToReceiver,
+    Value,
+    pack,
+    tensor_forms,
+    unpack,
+)
 from retrograde.errors import DivergenceError
-
-
-class Kind(StrEnum):
-    """Why a rank came to a meeting, most urgent first (see reduction/council.py)."""
-
-    BACKWARD = "the end of a backward"
-    FENCE = "an edit of the weights"
-    FLUSH = "a reduction of pending gradients"
-    STEP = "an optimizer step"
-    TOTAL = "a value over all ranks"
 
 
 class Position(NamedTuple):
@@ -37,30 +45,9 @@ class Position(NamedTuple):
 
     kind: Kind
     label: str
-    launched: Any
-    pending: Any
-    value: Any = None
-
-
-class Stamp(NamedTuple):
-    """Which state of a unit's shards a reader needs: see residency/gate.py."""
-
-    clock: int
-    edits: int
-    stray: int
-
-
-class Key(NamedTuple):
-    """Names a gradient that is put. Ranks that do the same things since a meeting come to the same keys.
-
-    `meeting`: the last one before it. `attempt`: counts what was given up since then. `turn`: counts the unit's
-    gradients since then (reduction/exchange.py).
-    """
-
-    unit: int
-    meeting: int
-    attempt: int
-    turn: int
+    launched: Offers
+    pending: Offers
+    value: Value = None
 
 
 Reading = Callable[[], None]  # a page-in under way: returns when every part has arrived
@@ -73,6 +60,8 @@ class Station:
     timeout: float
     # Asked by the service thread: a unit's shard in the state that a reader needs, else why it is not to be had (yet).
     serve: Callable[[int, Stamp], torch.Tensor | str] = field(init=False)
+    # Asked by the service thread: how many elements a unit's shard has on this rank.
+    elements: Callable[[int], int] = field(init=False)
     number: int = -1
     failure: str | None = None
     _told: dict[int, str] = field(default_factory=dict)  # where others say they are, when something is amiss
@@ -81,7 +70,8 @@ class Station:
     _met: dict[int, dict[int, Position]] = field(default_factory=dict)
     _requests: list[tuple[int, int, Stamp]] = field(default_factory=list)  # reader, unit, state
     _reading: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # unit, owner: where its shard belongs
-    _lost: tuple[str, Exception] | None = None  # a connection
+    _lost: tuple[str, Exception] | None = None  # what went wrong with a rank
+    _said: bool = False  # has the main thread been told, by an exception, that something is wrong?
     _arrivals: dict[tuple[Key, int], torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -93,7 +83,7 @@ class Station:
         self.check()
         for src in self.mesh.peers:
             self._reading[unit, src] = into(src)
-            self._send(src, "read", unit, stamp)
+            self._send(src, Read(self.number, unit, stamp))
         what = f"reading unit {name}"
         return lambda: self._wait_for(lambda: [src for src in self.mesh.peers if (unit, src) in self._reading], what)
 
@@ -107,14 +97,13 @@ class Station:
         found = self.serve(unit, stamp)
         if isinstance(found, str):
             return False
-        with contextlib.suppress(OSError):  # a reader that is gone
-            self.mesh.send(src, "page", self.number, (unit, self.mesh.rank), data=[found])
+        self.mesh.tell(src, Page(self.number, unit), data=[found])
         return True
 
     # ---- putting gradients
     def put(self, key: Key, dst: int, parts: list[torch.Tensor]) -> Sending:
         """Start sending `parts` to `dst`, which takes them as one. They must not change before `finish`."""
-        return dst, self._send(dst, "put", key, parts[0].dtype, data=parts)
+        return dst, self._send(dst, Put(self.number, key, parts[0].dtype), data=parts)
 
     def finish(self, sending: list[Sending]) -> None:
         self._wait_for(lambda: [dst for dst, at in sending if not self.mesh.sent(dst, at)], "taking part of a gradient")
@@ -139,35 +128,42 @@ class Station:
         self.meetings = number = self.meetings + 1
         what = f"{position.kind} ({position.label})"
         self.where = f"waiting for the other ranks at {what}"
+        value, tensors = pack(position.value)
+        launched, pending = position.launched, position.pending
+        message = Meet(self.number, number, position.kind, position.label, launched, pending, value)
         for peer in self.mesh.peers:
-            self._send(peer, "meet", number, position)
-        self._wait_for(lambda: [p for p in self.mesh.peers if p not in self._met.get(number, {})], what)
+            self._send(peer, message, data=tensors)
+        absent = lambda: [p for p in self.mesh.peers if p not in self._met.get(number, {})]  # noqa: E731
+        self._wait_for(absent, what, for_main_threads=True)
         self.where = f"outside retrograde, after {what}"
         met = self._met.pop(number, {}) | {self.mesh.rank: position}
         return [met[rank] for rank in range(self.mesh.world)]
 
-    def _send(self, dst: int, op: str, *args: Any, data: Sequence[torch.Tensor] = ()) -> int:
+    def _send(self, dst: int, message: ToReceiver, data: Sequence[torch.Tensor] = ()) -> int:
         try:
-            return self.mesh.send(dst, op, self.number, *args, data=data)
+            return self.mesh.send(dst, message, data=data)
         except OSError as error:
+            cause = self.mesh.why_lost(dst)
             self.check()
-            return self.fail(f"rank {self.mesh.rank}: rank {dst} cannot be reached, {GONE}", error)
+            self._said = True
+            raise DivergenceError(f"rank {self.mesh.rank}: {cause}") from error
 
     def check(self) -> None:
         if self.failure is not None:
+            self._said = True
             raise DivergenceError(self.failure)
 
     def fail(self, text: str, cause: BaseException | None = None) -> NoReturn:
         """Give up on every rank: tell the others, then raise."""
         self._announce(text)
+        self._said = True
         raise DivergenceError(self.failure) from cause
 
     def _announce(self, failure: str) -> None:
         if self.failure is None:
             self.failure = failure
             for peer in self.mesh.peers:
-                with contextlib.suppress(OSError):
-                    self.mesh.send(peer, "fail", self.number, failure)
+                self.mesh.tell(peer, Fail(self.number, failure))
 
     @contextlib.contextmanager
     def shared_fate(self, what: str) -> Iterator[None]:
@@ -175,21 +171,33 @@ class Station:
         try:
             yield
         except Exception as error:
+            self._said = True
             if not isinstance(error, DivergenceError):
                 self._announce(f"rank {self.mesh.rank}: {what} raised {type(error).__name__}: {error}")
             raise
 
-    def _wait_for(self, missing: Callable[[], list[int]], what: str) -> None:
+    def _wait_for(self, missing: Callable[[], list[int]], what: str, for_main_threads: bool = False) -> None:
+        """Until no rank is missing. A rank that has said goodbye still serves; its main thread does nothing more."""
+
+        def finished() -> list[int]:
+            return [peer for peer in missing() if peer in self.mesh.departed] if for_main_threads else []
+
         with self.mesh.changed:
-            self.mesh.changed.wait_for(lambda: not missing() or self.failure or self._lost, self.timeout)
+            self.mesh.changed.wait_for(lambda: not missing() or self.failure or self._lost or finished(), self.timeout)
             self.check()
             if not (absent := missing()):
                 return  # also where a rank has left since: it had nothing more to bring
+            if gone := finished():
+                self.fail(
+                    f"rank {self.mesh.rank} is at {what} and needs rank(s) {', '.join(map(str, gone))}, which "
+                    f"finished: their programs have ended, or called dist.destroy_process_group(). Let every rank "
+                    f"come to the same steps, also one that has no more data: it may step without a backward"
+                )
             if self._lost is not None:
+                self._said = True
                 raise DivergenceError(f"rank {self.mesh.rank}: {self._lost[0]}") from self._lost[1]
             for peer in absent:
-                with contextlib.suppress(OSError):
-                    self.mesh.send(peer, "ask", self.number)
+                self.mesh.tell(peer, Ask(self.number))
             self.mesh.changed.wait_for(lambda: all(p in self._told for p in absent), 1.0)
         places = "; ".join(f"rank {p} is {self._told.get(p, 'not answering')}" for p in absent)
         self.fail(
@@ -199,40 +207,59 @@ class Station:
         )
 
     # ---- the service thread's side, which holds `mesh.changed`
-    def on_message(self, src: int, op: str, args: tuple[Any, ...]) -> None:
-        """`op` is what the sender gave `Mesh.send`; its handler is the method `_on_{op}`."""
-        getattr(self, f"_on_{op}")(src, *args)
-        if op != "read":  # which the main thread does not wait for
-            self.mesh.changed.notify_all()
+    def on_message(self, src: int, message: ToReceiver, data: Sequence[torch.Tensor]) -> None:
+        match message:
+            case Read():
+                if not self._answer(src, message.unit, message.stamp):
+                    self._requests.append((src, message.unit, message.stamp))
+                return  # the main thread does not wait for that
+            case Page():
+                self._reading.pop((message.unit, src), None)
+            case Put():
+                self._arrivals[message.key, src] = data[0]
+            case Meet():
+                value = unpack(message.value, data)
+                position = Position(message.kind, message.label, message.launched, message.pending, value)
+                self._met.setdefault(message.number, {})[src] = position
+            case Ask():
+                self._tell(src)
+            case Tell():
+                self._told[src] = message.where
+            case Fail():
+                self.failure = self.failure or message.text
+            case _:
+                raise MessageError(f"a {type(message).__name__} was sent to an engine")
+        self.mesh.changed.notify_all()
 
     def on_lost(self, cause: str, error: Exception) -> None:
         self._lost = (cause, error)
 
-    def _on_read(self, src: int, unit: int, stamp: Stamp) -> None:
-        if not self._answer(src, unit, stamp):
-            self._requests.append((src, unit, stamp))
+    def unsaid(self) -> str | None:
+        if self._said:
+            return None
+        if self.failure is not None:
+            return self.failure
+        return None if self._lost is None else self._lost[0]
 
-    def room(self, op: str, args: list[Any], nbytes: int) -> list[torch.Tensor]:
-        """Where the tensors of a message belong; nowhere: nobody wants them any more."""
-        if op == "page":
-            return [self._reading[args[0]]] if args[0] in self._reading else []
-        return [torch.empty(nbytes // args[1].itemsize, dtype=args[1])]
-
-    def _on_page(self, src: int, shard: tuple[int, int], *data: torch.Tensor) -> None:
-        self._reading.pop(shard, None)
-
-    def _on_put(self, src: int, key: Key, dtype: torch.dtype, *data: torch.Tensor) -> None:
-        self._arrivals[key, src] = data[0] if data else torch.empty(0, dtype=dtype)  # of a unit without elements
-
-    def _on_meet(self, src: int, number: int, position: Position) -> None:
-        self._met.setdefault(number, {})[src] = position
-
-    def _on_ask(self, src: int) -> None:
+    def _tell(self, src: int) -> None:
         answers = [self.serve(unit, stamp) for reader, unit, stamp in self._requests if reader == src]
-        self.mesh.send(src, "tell", self.number, "; ".join([self.where, *{a for a in answers if isinstance(a, str)}]))
+        reasons = {answer for answer in answers if isinstance(answer, str)}
+        self.mesh.tell(src, Tell(self.number, "; ".join([self.where, *reasons])))
 
-    def _on_tell(self, src: int, where: str) -> None:
-        self._told[src] = where
-
-    def _on_fail(self, src: int, text: str) -> None:
-        self.failure = self.failure or text
+    # ---- the service thread's side, which does not hold it
+    def room(self, src: int, message: ToReceiver, nbytes: int) -> Sequence[torch.Tensor] | None:
+        """Where the tensors of a message belong; None: nobody wants them any more."""
+        match message:
+            case Page():
+                waiting = self._reading.get((message.unit, src))
+                return None if waiting is None else [waiting]
+            case Put():
+                return [torch.empty(self.elements(message.key.unit), dtype=message.dtype)]
+            case Meet():
+                forms = tensor_forms(message.value)
+                expected = sum(form.nbytes for form in forms)
+                if expected != nbytes:  # before memory is taken
+                    raise MessageError(f"{nbytes} bytes of tensors with a meeting's value that has {expected}")
+                return [form.empty() for form in forms]
+            case _:
+                return ()

@@ -40,9 +40,10 @@ def shard(
     the next. `precision`: the dtype in which gradients travel; `exact=False`: the backend adds them up in its own order
     when a backward has ended. `resident`: bytes of pages that may stay at stage 3
     beyond the one in use and the one being prefetched. `timeout`: seconds after which waiting for a rank that never
-    comes becomes a `DivergenceError` on every rank.
+    comes, here or later, becomes a `DivergenceError` on every rank that waits.
     """
-    station = Station(Mesh.of(_group(process_group, mesh)), WAIT_FOR_ARGUMENTS)
+    ranks = Mesh.of(_group(process_group, mesh), _connecting_time(timeout))
+    station = Station(ranks, WAIT_FOR_ARGUMENTS)
     with station.shared_fate("shard()"):
         station.timeout = seconds("timeout", timeout)
         check_module("model", model)
@@ -66,6 +67,14 @@ def shard(
     engine.grow = growth(lambda: _enlist(engine, _added(model, units, least)))
     _enlist(engine, specs, arguments)
     return engine
+
+
+def _connecting_time(timeout: float) -> float:
+    """For how long to wait for the other ranks. One with a mistake in `timeout` connects too, to tell them."""
+    try:
+        return seconds("timeout", timeout)
+    except ShardingError:
+        return WAIT_FOR_ARGUMENTS
 
 
 def _enlist(engine: Engine, specs: list[UnitSpec], arguments: Sequence[Said] = ()) -> None:
@@ -200,5 +209,7 @@ def _same_values(engine: Engine, tensors: list[torch.Tensor]) -> None:
     for index, tensor in enumerate(tensors):
         if any(other[index] != everybody[0][index] for other in everybody):
             of_rank_0 = partial(torch.clone, tensor.detach()) if mesh.rank == 0 else lambda: None
+            value = engine.reducer.council.values(f"value {index} of the model", of_rank_0)[0]
+            assert value is not None  # rank 0 brings one
             with torch.no_grad():
-                tensor.copy_(engine.reducer.council.values(f"value {index} of the model", of_rank_0)[0])
+                tensor.copy_(value)

@@ -296,10 +296,9 @@ def whole(what: str, pieces: Sequence[Piece], local: Callable[[], Iterable[Any]]
     def put_together(piece: Piece, *parts: Any) -> torch.Tensor | None:
         if any(part is None for part in parts):
             return None
-        return torch.cat([torch.from_numpy(part) for part in parts]).view(piece.dtype).view(piece.whole)
+        return torch.cat(parts).view(piece.whole)
 
-    # As bytes: a tensor in a message would take a hundred times as long.
-    by_rank = _everybodys(what, pieces, lambda: [t if t is None else t.view(torch.uint8).numpy() for t in local()])
+    by_rank = _everybodys(what, pieces, lambda: list(local()))
     return list(map(put_together, pieces, *by_rank))
 
 

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from retrograde.comm.messages import Address
 from retrograde.errors import PipelineError
 from retrograde.pipeline.parcel import Parcel
 from retrograde.pipeline.schedule import Action, Kind, Schedule
 from retrograde.pipeline.stage import Lesson, Stage
 from retrograde.pipeline.timeline import Timed
-from retrograde.pipeline.transport import Address, Incoming, Transport, Void
+from retrograde.pipeline.transport import Incoming, Transport, Unreadable, Void
 
 
 @dataclass(frozen=True)
@@ -234,7 +235,7 @@ class Executor:
         if incoming is not None:
             try:
                 incoming()
-            except Void:
+            except (Void, Unreadable):
                 return
 
 

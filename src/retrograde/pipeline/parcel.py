@@ -1,5 +1,7 @@
 """What travels between stages: the tensors of any pytree, and a layout that says how to put it together again."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,23 +9,18 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from retrograde.comm.messages import Form, MessageError, TensorLayout, TreeForm
+from retrograde.pipeline.trees import constant_of, describe, describe_constant, spec_of
 
-@dataclass(frozen=True)
-class TensorLayout:
-    """A tensor as it is made again on the other side. Memory order is kept, since kernels choose by it."""
 
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
+def layout_of(tensor: Tensor) -> TensorLayout:
+    dense = _dense(tensor.shape, tensor.stride())
+    stride = tensor.stride() if dense else torch.empty(tensor.shape, device="meta").stride()
+    return TensorLayout(tuple(tensor.shape), tuple(stride), tensor.dtype, tensor.requires_grad)
 
-    @staticmethod
-    def of(tensor: Tensor) -> "TensorLayout":
-        stride = tensor.stride() if _dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
-        return TensorLayout(tuple(tensor.shape), tuple(stride), tensor.dtype, tensor.requires_grad)
 
-    def empty(self, device: torch.device) -> Tensor:
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
+def empty(layout: TensorLayout, device: torch.device) -> Tensor:
+    return torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=device)
 
 
 @dataclass(frozen=True)
@@ -33,10 +30,6 @@ class Layout:
     spec: TreeSpec
     tensors: tuple[TensorLayout | None, ...]
     constants: tuple[Any, ...]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # The tree itself travels, without its tensors: containers know how to be pickled, specs of them do not.
-        return _rebuild, (tree_unflatten(self.constants, self.spec), self.tensors)
 
 
 @dataclass(frozen=True)
@@ -48,7 +41,7 @@ class Parcel:
     def of(tree: Any) -> "Parcel":
         leaves, spec = tree_flatten(tree)
         tensors = [leaf if isinstance(leaf, Tensor) else None for leaf in leaves]
-        layouts = tuple(None if tensor is None else TensorLayout.of(tensor) for tensor in tensors)
+        layouts = tuple(None if tensor is None else layout_of(tensor) for tensor in tensors)
         constants = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         return Parcel(Layout(spec, layouts, constants), tensors)
 
@@ -68,29 +61,60 @@ class Parcel:
     def copied(self) -> "Parcel":
         """What a stage on another rank would receive: the same values in memory of its own."""
         made = [
-            None if layout is None or tensor is None else layout.empty(tensor.device).copy_(tensor.detach())
+            None if layout is None or tensor is None else empty(layout, tensor.device).copy_(tensor.detach())
             for layout, tensor in zip(self.layout.tensors, self.tensors, strict=True)
         ]
         return Parcel(self.layout, list(made))
 
 
-def _rebuild(skeleton: Any, tensors: tuple[TensorLayout | None, ...]) -> Layout:
-    constants, spec = tree_flatten(skeleton)
-    return Layout(spec, tensors, tuple(constants))
+Gradients = list[Tensor | None]
+
+
+def form_of(content: Parcel | Gradients) -> Form:
+    """How content is put together again on another rank."""
+    if not isinstance(content, Parcel):
+        return Form(tuple(None if grad is None else layout_of(grad) for grad in content), None)
+    layout = content.layout
+    tree = TreeForm(describe(layout.spec), [describe_constant(constant) for constant in layout.constants])
+    return Form(layout.tensors, tree)
+
+
+def content_of(form: Form, tensors: list[Tensor | None]) -> Parcel | Gradients:
+    """Raises `MessageError` for containers that this rank does not know."""
+    if form.tree is None:
+        return tensors
+    spec = spec_of(form.tree.root)
+    constants = tuple(constant_of(constant) for constant in form.tree.constants)
+    if not spec.num_leaves == len(constants) == len(tensors):
+        raise MessageError(f"a tree of {spec.num_leaves} leaves came with {len(tensors)} tensors or constants")
+    return Parcel(Layout(spec, form.tensors, constants), tensors)
+
+
+def space_for(form: Form, nbytes: int, device: torch.device) -> list[Tensor | None]:
+    """Memory for the tensors of a message, if they have that many bytes."""
+    expected = 0
+    for layout in form.tensors:
+        if layout is not None:
+            if len(layout.size) != len(layout.stride) or not _dense(layout.size, layout.stride):
+                raise MessageError(f"a tensor of shape {layout.size} and strides {layout.stride} was announced")
+            expected += layout.dtype.itemsize * math.prod(layout.size)
+    if expected != nbytes:
+        raise MessageError(f"{nbytes} bytes of tensors with a layout of {expected}")
+    return [None if layout is None else empty(layout, device) for layout in form.tensors]
 
 
 def as_sent(tensor: Tensor) -> Tensor:
     """The bytes of a tensor in memory order, one-dimensional; a copy only if it has gaps or overlaps."""
     tensor = tensor.detach()
-    if not _dense(tensor):
+    if not _dense(tensor.shape, tensor.stride()):
         tensor = tensor.contiguous()
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def _dense(tensor: Tensor) -> bool:
+def _dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Does each element have its own place, with no place between them?"""
     expected = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
+    for size, stride in sorted(zip(shape, strides, strict=True), key=lambda pair: (pair[1], pair[0])):
         if size != 1 and stride != expected:
             return False
         expected *= size

@@ -12,37 +12,33 @@ Rule 2: a received tensor exists from its arrival until its stage has let go of 
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from retrograde.comm import Mesh
+from retrograde.comm.mesh import TIMEOUT
+from retrograde.comm.messages import Address, Content, Form, MessageError, ToReceiver, encode
+from retrograde.comm.messages import Void as VoidMessage
 from retrograde.errors import PipelineError
-from retrograde.pipeline.parcel import Layout, Parcel, TensorLayout, as_sent
+from retrograde.pipeline.parcel import Parcel, as_sent, content_of, form_of, space_for
 
 PATIENCE = 1800.0  # seconds: another rank's first step may compile
-
-
-class Address(NamedTuple):
-    """One message of a step: what goes `forward` out of, or back into, the output of `stage`."""
-
-    forward: bool
-    stage: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{'output' if self.forward else 'output gradient'} of stage {self.stage}, microbatch {self.microbatch}"
 
 
 class Void(Exception):
     """The message says that its sender has failed."""
 
 
-Incoming = Callable[[], Any]  # waits for the content and returns it, once; raises `Void`
+class Unreadable(PipelineError):
+    """The message came, and its content cannot be made on this rank."""
+
+
+Incoming = Callable[[], Any]  # waits for the content and returns it, once; raises `Void` or `Unreadable`
 
 
 class Transport(Protocol):
@@ -54,20 +50,11 @@ class Transport(Protocol):
 
 
 @dataclass(frozen=True)
-class _Form:
-    """The layout of a message: of a parcel, or of a list of gradients (no tree)."""
+class _Arrived:
+    """The content of a message that has come, or None for one that is void."""
 
-    tensors: tuple[TensorLayout | None, ...]
-    tree: Layout | None
-
-    @staticmethod
-    def of(content: Any) -> "_Form":
-        if isinstance(content, Parcel):
-            return _Form(content.layout.tensors, content.layout)
-        return _Form(tuple(None if grad is None else TensorLayout.of(grad) for grad in content), None)
-
-    def content(self, tensors: list[Tensor | None]) -> Any:
-        return tensors if self.tree is None else Parcel(self.tree, tensors)
+    form: Form
+    tensors: list[Tensor | None]
 
 
 class MeshTransport:
@@ -76,64 +63,90 @@ class MeshTransport:
     number: int  # given by the mesh
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, patience: float = PATIENCE) -> None:
-        self._mesh, self._device, self._patience = Mesh.of(group), device, patience
-        self._sent_forms: dict[Address, _Form] = {}
-        self._forms: dict[Address, _Form] = {}
+        self._mesh = Mesh.of(group, patience)
+        self._device = device
+        self._patience = patience
+        self._sent_forms: dict[Address, bytes] = {}  # as they were sent: 1, 1.0 and True are not the same
+        self._forms: dict[Address, Form] = {}
         self._filling: dict[Address, list[Tensor | None]] = {}  # the tensors of a message that is arriving
-        self._arrived: dict[Address, deque[Any]] = {}
+        self._arrived: dict[Address, deque[_Arrived | None]] = {}
+        self.timeout = TIMEOUT
         self._lost: tuple[str, Exception] | None = None
+        self._said = False  # has the main thread been told of it?
         self._mesh.attach(self)
 
     def send(self, peer: int, address: Address, content: Any) -> None:
-        form = _Form.of(content)
+        form = form_of(content)
+        packed = encode(form)
+        news = None if packed == self._sent_forms.get(address) else form
         tensors = content.tensors if isinstance(content, Parcel) else content
-        news = None if form == self._sent_forms.get(address) else form
-        self._sent_forms[address] = form
-        self._post(peer, "content", address, news, data=[as_sent(tensor) for tensor in tensors if tensor is not None])
+        data = [as_sent(tensor) for tensor in tensors if tensor is not None]
+        self._post(peer, Content(self.number, address, news), data)
+        self._sent_forms[address] = packed
 
     def send_void(self, peer: int, address: Address) -> None:
-        self._post(peer, "void", address)
+        self._post(peer, VoidMessage(self.number, address))
 
-    def _post(self, peer: int, op: str, *args: Any, data: list[Tensor] | None = None) -> None:
+    def _post(self, peer: int, message: ToReceiver, data: Sequence[Tensor] = ()) -> None:
         try:
-            self._mesh.send(peer, op, self.number, *args, data=data or ())
+            self._mesh.send(peer, message, data=data)
         except OSError as error:
-            raise PipelineError(f"rank {self._mesh.rank}: pipeline rank {peer} cannot be reached: {error}") from error
+            cause = self._mesh.why_lost(peer)
+            self._said = True
+            raise PipelineError(f"rank {self._mesh.rank}, sending to pipeline rank {peer}: {cause}") from error
 
     def receive(self, peer: int, address: Address) -> Incoming:
         return lambda: self._take(peer, address)
 
     def _take(self, peer: int, address: Address) -> Any:
         waiting = f"rank {self._mesh.rank} waits for the {address} from pipeline rank {peer}"
+        departed = self._mesh.departed
         with self._mesh.changed:
-            if not self._mesh.changed.wait_for(lambda: self._arrived.get(address) or self._lost, self._patience):
-                raise PipelineError(f"{waiting}: nothing came in {self._patience:g} s")
+            self._mesh.changed.wait_for(
+                lambda: self._arrived.get(address) or self._lost or peer in departed, self._patience
+            )
             if not self._arrived.get(address):
-                assert self._lost is not None
+                if self._lost is None and peer in departed:
+                    raise PipelineError(f"{waiting}, which has finished; let all ranks do the same number of steps")
+                if self._lost is None:
+                    raise PipelineError(f"{waiting}: nothing came in {self._patience:g} s")
+                self._said = True
                 raise PipelineError(f"{waiting}: {self._lost[0]}") from self._lost[1]
-            content = self._arrived[address].popleft()
-        if content is None:
+            arrived = self._arrived[address].popleft()
+        if arrived is None:
             raise Void
-        return content
+        try:
+            return content_of(arrived.form, arrived.tensors)
+        except MessageError as error:
+            raise Unreadable(f"rank {self._mesh.rank}, the {address} from pipeline rank {peer}: {error}") from error
 
     # ---- the service thread's side
-    def room(self, op: str, args: list[Any], nbytes: int) -> list[Tensor]:
+    def room(self, src: int, message: ToReceiver, nbytes: int) -> Sequence[Tensor] | None:
         """Where the tensors of a message belong."""
-        address, news = args
-        form = self._forms[address] = news or self._forms[address]
-        made = [None if layout is None else layout.empty(self._device) for layout in form.tensors]
-        self._filling[address] = made
+        if not isinstance(message, Content):
+            return ()
+        address = message.address
+        if message.form is not None:
+            self._forms[address] = message.form
+        if address not in self._forms:
+            raise MessageError(f"the {address} came without a layout")
+        made = self._filling[address] = space_for(self._forms[address], nbytes, self._device)
         return [as_sent(tensor) for tensor in made if tensor is not None]
 
-    def on_message(self, src: int, op: str, args: tuple[Any, ...]) -> None:
-        address = args[0]
-        content = None
-        if op == "content":
-            if address not in self._filling:  # without a byte in its tensors
-                self.room(op, list(args[:2]), 0)
-            content = self._forms[address].content(self._filling.pop(address))
-        self._arrived.setdefault(address, deque()).append(content)
+    def on_message(self, src: int, message: ToReceiver, data: Sequence[Tensor]) -> None:
+        match message:
+            case Content():
+                address = message.address
+                arrived = _Arrived(self._forms[address], self._filling.pop(address))
+                self._arrived.setdefault(address, deque()).append(arrived)
+            case VoidMessage():
+                self._arrived.setdefault(message.address, deque()).append(None)
+            case _:
+                raise MessageError(f"a {type(message).__name__} was sent to a pipeline")
         self._mesh.changed.notify_all()
 
     def on_lost(self, cause: str, error: Exception) -> None:
         self._lost = (cause, error)
+
+    def unsaid(self) -> str | None:
+        return None if self._said or self._lost is None else self._lost[0]

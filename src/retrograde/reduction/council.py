@@ -15,15 +15,17 @@ has launched before the meeting are added up at it (exchange.py, Rule 1).
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
-from retrograde.comm import Kind, Position, Station
+from retrograde.comm import Kind, Offers, Position, Station, Value
 from retrograde.ledger import Kind as Entry
 from retrograde.ledger import Ledger
-from retrograde.reduction.exchange import Offers
 
 if TYPE_CHECKING:
     from retrograde.reduction.reducer import Reducer
+
+V = TypeVar("V", bound=Value)
+
 
 class Council:
     def __init__(self, station: Station, member: "Reducer", ledger: Ledger) -> None:
@@ -34,11 +36,11 @@ class Council:
         positions = self._meet(Position(Kind.BACKWARD, label, self._member.launched(), {}))
         return {rank: position.launched for rank, position in enumerate(positions)}
 
-    def values(self, label: str, value: Callable[[], Any]) -> list[Any]:
+    def values(self, label: str, value: Callable[[], V]) -> list[V]:
         """Everybody's value, by rank. Asked for anew if a flush changed gradients while this rank waited."""
-        return [p.value for p in self.attend(Kind.TOTAL, label, value)]
+        return [p.value for p in self.attend(Kind.TOTAL, label, value)]  # type: ignore[misc]
 
-    def attend(self, kind: Kind, label: str, value: Callable[[], Any] = lambda: None) -> list[Position]:
+    def attend(self, kind: Kind, label: str, value: Callable[[], Value] = lambda: None) -> list[Position]:
         """Meet for `kind`, and for what others came for before it; returns the positions of the last meeting."""
         member = self._member
         while True:

@@ -21,29 +21,17 @@ Rule 2: parts are added as they come, before the meeting, if their key is that o
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum, IntEnum, auto
+from enum import Enum, auto
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from retrograde.comm import Event, Key, Sending, Station
+from retrograde.comm import Event, Key, Offers, Sending, Station, Use, Uses
 from retrograde.layout import Policy
 from retrograde.ledger import Kind, Ledger
 from retrograde.reduction.bucket import Bucket, Grads, huge
 from retrograde.residency import BufferPool, Unit
-
-
-class Use(IntEnum):
-    """What a backward does with a parameter's gradient on one rank."""
-
-    NONE = 0
-    CAPTURED = 1  # torch.autograd.grad returns it
-    ACCUMULATED = 2  # it goes to .grad
-
-
-Uses = tuple[Use, ...]  # for each parameter of a unit
-Offers = dict[Key, Uses]  # what a rank says at a meeting about the gradients it has put, or would put
 
 
 class State(Enum):

@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from retrograde.comm import Key, Kind, Station
+from retrograde.comm import Key, Kind, Offers, Station, Use, Uses
 from retrograde.errors import UnsupportedError
 from retrograde.ledger import Ledger
 from retrograde.reduction.bucket import Bucket, Grads
 from retrograde.reduction.council import Council
-from retrograde.reduction.exchange import Exchange, Launch, Offers, State, Use, Uses, accumulated, by_key
+from retrograde.reduction.exchange import Exchange, Launch, State, accumulated, by_key
 from retrograde.reduction.window import Windows
 from retrograde.residency import Gate, Pager, Unit
 

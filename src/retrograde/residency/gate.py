@@ -37,6 +37,7 @@ class Gate:
     def __init__(self, station: Station, units: list["Unit"], fence: Callable[[str], None]) -> None:
         self.clock, self._station, self._units, self._fence = 0, station, units, fence
         station.serve = self.shard_for
+        station.elements = self.shard_numel
         self._phase: Kind | None = None  # what is being written: a step, or edits (a fence)
 
     # ---- the main thread
@@ -84,6 +85,9 @@ class Gate:
         self._station.answer_waiting()
 
     # ---- the service thread
+    def shard_numel(self, index: int) -> int:
+        return self._units[index].layout.shard_numel
+
     def shard_for(self, index: int, stamp: Stamp) -> torch.Tensor | str:
         """The unit's shard as the reader needs it, else why it is not to be had (yet)."""
         unit = self._units[index]

@@ -1,0 +1,136 @@
+"""How a process leaves the others: at its end, and when a process group is destroyed.
+
+A rank that has finished may still be read by one that has not. So ranks say goodbye, and serve until all have. A rank
+that fails does not wait: it says what went wrong and goes.
+
+                    finishes            waits, and answers reads
+    rank 1   ───────────┤ goodbye ├──────────────────────────────┐
+    rank 0   ────────────────── saves the model ──┤ goodbye ├────┤ both have said it: connections close
+
+Ways to leave, and how each is noticed:
+- the program ends, or `sys.exit()`: `atexit`, when all other threads have been joined but for the service threads;
+- it ends because of an exception nobody caught: the same, and the interpreter keeps that exception (`sys.last_value`);
+- a process that was made by `multiprocessing` ends without `atexit`: it has finalizers of its own, which run
+  while the exception that ends it, if any, is being handled;
+- `dist.destroy_process_group()`: it shuts each group down, and `ProcessGroup.shutdown` is ours around torch's own;
+- `os._exit()` and signals: nothing runs here, and the others find the connection lost (mesh.py).
+
+In a program that ends by `sys.exit(1)`, Python does not say so to `atexit`: such a rank says goodbye as if it had
+finished.
+"""
+
+import atexit
+import functools
+import logging
+import multiprocessing
+import multiprocessing.util
+import os
+import sys
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import torch.distributed as dist
+
+from retrograde.errors import RetrogradeError
+
+logger = logging.getLogger("retrograde")
+
+
+class Leaver(Protocol):
+    """A mesh, seen from here."""
+
+    rank: int
+    process: int
+
+    def say_goodbye(self) -> None:
+        """Say that this rank has finished. Does not wait, and may be called anywhere."""
+
+    def wait_for_goodbyes(self) -> str | None:
+        """Serve until all have said it; returns what there is to tell about those that did not."""
+
+    def abandon(self, why: str) -> None:
+        """Say what went wrong, and close the connections."""
+
+    def unsaid(self) -> list[str]:
+        """What other ranks have said to have gone wrong, and nobody here has been told by an exception."""
+
+
+_open: list[Leaver] = []
+_of_group: Callable[[dist.ProcessGroup], Leaver | None]
+
+
+def watch(mesh: Leaver, of_group: Callable[[dist.ProcessGroup], Leaver | None]) -> None:
+    """From now on this mesh is left properly."""
+    global _of_group
+    _of_group = of_group
+    _open.append(mesh)
+    _register_in(os.getpid())
+    _wrap_shutdown()
+
+
+def forget(mesh: Leaver) -> None:
+    """It has been left."""
+    if mesh in _open:
+        _open.remove(mesh)
+
+
+@functools.cache
+def _register_in(process: int) -> None:
+    """Once in each process: one that was forked does not run its parent's finalizers."""
+    atexit.register(_at_exit)
+    if multiprocessing.parent_process() is not None:
+        multiprocessing.util.Finalize(None, _at_end_of_child, exitpriority=100)
+
+
+@functools.cache
+def _wrap_shutdown() -> None:
+    shutdown = dist.ProcessGroup.shutdown
+
+    def leave_and_shut_down(group: dist.ProcessGroup) -> None:
+        mesh = _of_group(group)
+        if mesh is not None and mesh in _open:
+            leave([mesh], sys.exc_info()[1])
+        shutdown(group)
+
+    dist.ProcessGroup.shutdown = leave_and_shut_down  # type: ignore[method-assign, assignment]
+
+
+def _at_exit() -> None:
+    leave(list(_open), getattr(sys, "last_value", None))
+
+
+def _at_end_of_child() -> None:
+    leave(list(_open), sys.exc_info()[1])
+
+
+def leave(meshes: Iterable[Leaver], error: BaseException | None) -> None:
+    """Leave all of them: because of an error, or having finished."""
+    mine = [mesh for mesh in meshes if mesh.process == os.getpid()]  # one that was forked leaves its parent's alone
+    failure = _failure(error)
+    if failure is not None:
+        for mesh in mine:
+            for text in mesh.unsaid():
+                logger.warning("retrograde: rank %d was told before it ended: %s", mesh.rank, text)
+            mesh.abandon(failure if isinstance(error, RetrogradeError) else f"rank {mesh.rank} ended with {failure}")
+            forget(mesh)
+        return
+    for mesh in mine:
+        mesh.say_goodbye()
+    for mesh in mine:
+        told = mesh.wait_for_goodbyes()
+        if told is not None:
+            logger.warning("retrograde: %s", told)
+        for text in mesh.unsaid():
+            logger.warning("retrograde: rank %d had finished when something went wrong: %s", mesh.rank, text)
+        forget(mesh)
+
+
+def _failure(error: BaseException | None) -> str | None:
+    """What to say about an error that ends this process; None if it is none."""
+    if error is None:
+        return None
+    if isinstance(error, SystemExit):
+        return None if error.code in (None, 0) else f"exit status {error.code}"
+    if isinstance(error, RetrogradeError):
+        return str(error)
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
