@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import random
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -14,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import retrograde as rg
-from retrograde.comm import Station
+from tests.comm.delays import delayed
 from tests.fuzz import oracle
 from tests.fuzz.models import build, units_of
 from tests.fuzz.oracle import step_in_backward
@@ -117,37 +115,10 @@ def play(recipe: Recipe, rank: int) -> Trace:
     return Trace(grads, weights, side.records, side.faults)
 
 
-@contextlib.contextmanager
-def delays(seed: int | None) -> Iterator[None]:
-    """Messages that wait before they are looked at, and ranks that come late to meetings, at random."""
-    if seed is None:
-        yield
-        return
-    chance, deliver, meet = random.Random(seed), Station.on_message, Station.meet
-
-    def wait() -> None:
-        if chance.random() < 0.1:
-            time.sleep(chance.random() * 0.004)
-
-    def late_delivery(self: Station, *args: Any) -> None:
-        wait()
-        deliver(self, *args)
-
-    def late_meeting(self: Station, *args: Any) -> Any:
-        wait()
-        return meet(self, *args)
-
-    Station.on_message, Station.meet = late_delivery, late_meeting  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        Station.on_message, Station.meet = deliver, meet  # type: ignore[method-assign]
-
-
 def _run(rank: int, world: int, recipes: Sequence[Recipe], delay: int | None) -> list[Trace]:
     traces = []
     for recipe in recipes:
-        with delays(None if delay is None else 1000 * delay + recipe.seed + rank):
+        with nothing() if delay is None else delayed(1000 * delay + recipe.seed + rank, chance=0.2):
             traces.append(play(recipe, rank))
     return traces
 
