@@ -116,7 +116,10 @@ def test_constants_come_as_they_went(constant: Any) -> None:
     assert type(came) is type(constant) and repr(came) == repr(constant)
 
 
-@pytest.mark.parametrize("constant", [Colour.RED, print, lambda: None, object(), Colour], ids=lambda it: type(it).__name__)
+OTHERS = [Colour.RED, print, lambda: None, object(), Colour]
+
+
+@pytest.mark.parametrize("constant", OTHERS, ids=lambda it: type(it).__name__)
 def test_other_constants_are_refused_by_name(constant: Any) -> None:
     kind = f"{type(constant).__module__}.{type(constant).__qualname__}"
     with pytest.raises(rg.PipelineError) as caught:

@@ -57,6 +57,7 @@ class Gate:
         with self._station.mesh.changed:
             if self._phase is Kind.FENCE:
                 unit.undo.append((slot, unit.pieces[slot].clone()))
+        version = unit.version
         try:
             yield
         except BaseException:
@@ -65,6 +66,7 @@ class Gate:
             raise
         with self._station.mesh.changed:
             unit.edits = unit.fenced + len(unit.undo)
+            unit.settled += unit.version - version  # it was reported
         self._station.answer_waiting()
 
     def advance(self, phase: Kind | None) -> None:
