@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from retrograde.comm import Mesh, Station
 from retrograde.compiling import mark_regions
+from retrograde.engine.ddp_and_fsdp import refuse_ddp_and_fsdp
 from retrograde.engine.engine import Engine
 from retrograde.engine.growth import growth
 from retrograde.engine.materialize import check_resettable, materialize
@@ -48,6 +49,7 @@ def shard(
             raise ShardingError(f"{type(model).__name__} has no parameters to shard")
         _check_plain(specs)
         watch_steps()
+        refuse_ddp_and_fsdp()
         engine = Engine(model, policy, station)
     engine.grow = growth(lambda: _enlist(engine, _added(model, units, least)))
     _enlist(engine, specs)
