@@ -63,7 +63,9 @@ def _wrapped(rank: int, world: int, name: str) -> str:
 def test_wrapping_a_sharded_model_is_refused(ranks: Callable[[int], RankPool], name: str) -> None:
     for rank, said in enumerate(ranks(2).run(_wrapped, name)):
         assert said.startswith(f"rank {rank}: {WRAPS[name][1]} around parameter 0.weight")
-        assert "call the sharded model itself" in said and "accelerator.prepare_model(model, evaluation_mode=True)" in said
+        assert (
+            "call the sharded model itself" in said and "accelerator.prepare_model(model, evaluation_mode=True)" in said
+        )
 
 
 def _replicated(rank: int, world: int) -> str:
