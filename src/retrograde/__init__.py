@@ -2,12 +2,19 @@
 
 from retrograde.compiling import compile
 from retrograde.engine import Engine, shard
-from retrograde.errors import DivergenceError, PipelineError, RetrogradeError, ShardingError, UnsupportedError
+from retrograde.errors import (
+    DivergenceError,
+    PipelineError,
+    RetrogradeError,
+    ShardingError,
+    StateError,
+    UnsupportedError,
+)
 from retrograde.layout import Precision
 from retrograde.ledger import Event, Ledger
 from retrograde.pipeline.pipeline import Cut, Microbatches, Pipeline, Zero
 
 __all__ = [
     "Cut", "DivergenceError", "Engine", "Event", "Ledger", "Microbatches", "Pipeline", "PipelineError", "Precision",
-    "RetrogradeError", "ShardingError", "UnsupportedError", "Zero", "compile", "shard",
+    "RetrogradeError", "ShardingError", "StateError", "UnsupportedError", "Zero", "compile", "shard",
 ]  # fmt: skip

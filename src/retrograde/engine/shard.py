@@ -21,7 +21,7 @@ from retrograde.engine.growth import growth
 from retrograde.engine.materialize import check_resettable, materialize
 from retrograde.errors import ShardingError
 from retrograde.layout import Layout, Policy, Precision, Units, UnitSpec, find_units, parse_bytes
-from retrograde.optim import ShardedParameter, watch_steps
+from retrograde.optim import ShardedParameter, watch_states, watch_steps
 from retrograde.residency import Unit, patch, set_data, unpatched
 
 
@@ -49,6 +49,7 @@ def shard(
             raise ShardingError(f"{type(model).__name__} has no parameters to shard")
         _check_plain(specs)
         watch_steps()
+        watch_states()
         refuse_ddp_and_fsdp()
         engine = Engine(model, policy, station)
     engine.grow = growth(lambda: _enlist(engine, _added(model, units, least)))

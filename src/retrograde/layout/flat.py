@@ -33,6 +33,7 @@ class Layout:
         step = 64 // dtype.itemsize  # bytes, as torch's allocator
         ends = list(itertools.accumulate((-(-shape.numel() // step) * step for _, shape in named_shapes), initial=0))
         self.slots = tuple(Slot(n, s, at, at + s.numel()) for (n, s), at in zip(named_shapes, ends, strict=False))
+        self.world = world
         self.offsets, self.dtype, self.shard_numel = ends[:-1], dtype, -(-ends[-1] // world)
         self.numel, self.padded_numel = sum(slot.numel for slot in self.slots), self.shard_numel * world
         self.shard_bytes, self.page_bytes = self.shard_numel * dtype.itemsize, self.padded_numel * dtype.itemsize

@@ -1,6 +1,7 @@
 """What optimizers and users hold: leaves and gradients that are pieces, and the hooks around a step."""
 
 from retrograde.optim.pieces import ShardedGradient, ShardedParameter
+from retrograde.optim.state import watch_states
 from retrograde.optim.steps import watch_steps
 
-__all__ = ["ShardedGradient", "ShardedParameter", "watch_steps"]
+__all__ = ["ShardedGradient", "ShardedParameter", "watch_states", "watch_steps"]

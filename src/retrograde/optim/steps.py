@@ -8,6 +8,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from retrograde.errors import UnsupportedError
 from retrograde.optim.pieces import Piece, ShardedParameter, raw_grad
+from retrograde.optim.state import cut_to_pieces
 from retrograde.reduction import Reducer
 
 
@@ -39,6 +40,7 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             )
         reducer.begin_step()
         for leaf in leaves:
+            cut_to_pieces(optimizer, leaf)
             for key, value in optimizer.state[leaf].items():
                 if type(value) is torch.Tensor and value.shape == leaf.shape:
                     optimizer.state[leaf][key] = leaf.like(value, Piece)  # its norm is that of the whole (LAMB)
