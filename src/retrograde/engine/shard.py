@@ -20,7 +20,7 @@ from retrograde.engine.engine import Engine
 from retrograde.engine.growth import growth
 from retrograde.engine.materialize import check_resettable, materialize
 from retrograde.errors import ShardingError
-from retrograde.layout import Layout, Policy, Precision, Units, UnitSpec, find_units, parse_bytes
+from retrograde.layout import Layout, Policy, Precision, Units, UnitSpec, find_units, parse_bytes, strides_of
 from retrograde.optim import ShardedParameter, watch_states, watch_steps
 from retrograde.residency import Unit, patch, set_data, unpatched
 
@@ -119,7 +119,7 @@ def _check_plain(specs: list[UnitSpec]) -> None:
 
 def _check_same(engine: Engine, specs: list[UnitSpec]) -> None:
     """All ranks must shard the same model in the same way; say what differs, by name."""
-    mine = [f"{name}{list(p.shape)} {p.dtype} in unit {spec.name}" for spec in specs for name, p in spec.params]
+    mine = [_described(name, param, spec) for spec in specs for name, param in spec.params]
     everybody = engine.reducer.council.values("shard()", lambda: [*mine, str(engine.policy)])
     for rank, theirs in enumerate(everybody):
         if theirs != everybody[0]:
@@ -130,10 +130,17 @@ def _check_same(engine: Engine, specs: list[UnitSpec]) -> None:
             )
 
 
+def _described(name: str, param: nn.Parameter, spec: UnitSpec) -> str:
+    strides = strides_of(param)
+    memory = "" if strides is None else f" with strides {strides}"
+    return f"{name}{list(param.shape)} {param.dtype}{memory} in unit {spec.name}"
+
+
 def _make(index: int, spec: UnitSpec, policy: Policy, ranks: Mesh) -> Unit:
     """Allocate a unit on this rank; values come later."""
     first = spec.params[0][1]
-    layout = Layout([(name, param.shape) for name, param in spec.params], first.dtype, ranks.world)
+    strides = [strides_of(param) for _, param in spec.params]
+    layout = Layout([(name, param.shape) for name, param in spec.params], first.dtype, ranks.world, strides)
     device = torch.device("cpu") if first.device.type == "meta" else first.device
     whole = policy.keeps_pages or ranks.world == 1
     home = torch.zeros(layout.padded_numel if whole else layout.shard_numel, dtype=layout.dtype, device=device)
@@ -148,7 +155,7 @@ def _fill(engine: Engine, specs: list[UnitSpec], units: list[Unit]) -> None:
         unit, index = places[id(param)]
         slot, rank = unit.layout.slots[index], unit.rank
         piece = unit.shard[unit.layout.piece(slot, rank)]
-        piece.copy_(value.detach().reshape(-1)[unit.layout.within(slot, rank)])
+        piece.copy_(slot.flatten(value.detach())[unit.layout.within(slot, rank)])
         if param.device.type == "meta":
             torch.utils.swap_tensors(param, nn.Parameter(piece, param.requires_grad))  # type: ignore[no-untyped-call]
         else:

@@ -1,7 +1,7 @@
 """Pure arithmetic: which parameters form a unit, and where each lies in the flat buffer and the shards."""
 
-from retrograde.layout.flat import Layout, Slot
+from retrograde.layout.flat import Layout, Slot, strides_of
 from retrograde.layout.policy import Policy, Precision, parse_bytes
 from retrograde.layout.units import Units, UnitSpec, find_units
 
-__all__ = ["Layout", "Policy", "Precision", "Slot", "UnitSpec", "Units", "find_units", "parse_bytes"]
+__all__ = ["Layout", "Policy", "Precision", "Slot", "UnitSpec", "Units", "find_units", "parse_bytes", "strides_of"]

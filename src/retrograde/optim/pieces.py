@@ -73,7 +73,7 @@ class Piece(torch.Tensor):
 
     def piece_of(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's piece of a full-shaped tensor."""
-        return full.reshape(-1)[self.unit.layout.within(self.slot, self.unit.rank)]
+        return self.slot.flatten(full)[self.unit.layout.within(self.slot, self.unit.rank)]
 
     def like(self, data: torch.Tensor, cls: "type[Piece]", flat: bool = False) -> "Piece":
         """`data` as a piece of what this is a piece of."""
@@ -280,7 +280,10 @@ def _wholes(args: Any, name: str) -> Any:
     if any(piece.place == JOINED for piece in pieces):
         raise UnsupportedError(f"{name} of parts of several parameters: use p.full() or engine.full_grad(p) for each")
     recorded = [piece for piece in pieces if torch.is_grad_enabled() and piece.requires_grad]
-    wholes = {id(p): p.reducer.regather(p.unit, p.place, p.as_subclass(torch.Tensor)).view(p.whole) for p in recorded}
+    wholes = {}
+    for piece in recorded:
+        full = piece.reducer.regather(piece.unit, piece.place, piece.as_subclass(torch.Tensor))
+        wholes[id(piece)] = full.reshape(piece.whole)
     if rest := [piece for piece in pieces if id(piece) not in wholes]:
         wholes |= zip(map(id, rest), whole(name, rest, lambda: map(plain, rest)), strict=True)
     for leaf in leaves:
@@ -296,7 +299,8 @@ def whole(what: str, pieces: Sequence[Piece], local: Callable[[], Iterable[Any]]
     def put_together(piece: Piece, *parts: Any) -> torch.Tensor | None:
         if any(part is None for part in parts):
             return None
-        return torch.cat([torch.from_numpy(part) for part in parts]).view(piece.dtype).view(piece.whole)
+        flat = torch.cat([torch.from_numpy(part) for part in parts]).view(piece.dtype)
+        return piece.slot.full(flat).reshape(piece.whole)
 
     # As bytes: a tensor in a message would take a hundred times as long.
     by_rank = _everybodys(what, pieces, lambda: [t if t is None else t.view(torch.uint8).numpy() for t in local()])
@@ -403,7 +407,8 @@ def _keep(result: Any, name: str, kind: Reads, args: Any) -> Any:
 def _drawn(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Random numbers for a piece: drawn for the whole, as torch does, so that ranks with one seed draw one tensor."""
     piece = args[0]
-    blank = piece.new_empty(piece.slot.shape, requires_grad=piece.requires_grad)  # torch may refuse to edit a leaf
+    blank = piece.slot.full(piece.new_empty(piece.slot.numel))
+    blank.requires_grad_(piece.requires_grad)  # torch may refuse to edit a leaf
     mine = piece.piece_of(func(blank, *args[1:], **kwargs))
     with torch.no_grad():
         return piece.copy_(mine) if edits(func.__name__) else piece.like(mine, Piece)

@@ -41,6 +41,7 @@ class Origin(NamedTuple):
     rank: int
     world: int
     shape: tuple[int, ...]
+    strides: tuple[int, ...] | None  # of the parameter, if it does not lie row by row: elements are in memory order
     start: int
     stop: int
 
@@ -50,7 +51,7 @@ class Origin(NamedTuple):
         mine = layout.within(slot, rank)
         if mine.start == mine.stop:
             mine = slice(0, 0)  # a rank that has nothing of it
-        return Origin(slot.name, rank, layout.world, tuple(slot.shape), mine.start, mine.stop)
+        return Origin(slot.name, rank, layout.world, tuple(slot.shape), slot.strides, mine.start, mine.stop)
 
     @property
     def numel(self) -> int:
@@ -63,7 +64,11 @@ class Origin(NamedTuple):
     def has(self, other: "Origin") -> bool:
         """Are all elements of `other` among these?"""
         inside = self.start <= other.start and other.stop <= self.stop
-        return self.shape == other.shape and (inside or other.numel == 0)
+        return self.memory == other.memory and (inside or other.numel == 0)
+
+    @property
+    def memory(self) -> tuple[Any, Any]:
+        return self.shape, self.strides
 
     @property
     def is_everything(self) -> bool:
@@ -150,6 +155,11 @@ def _own_part(value: Any, key: str, leaf: ShardedParameter, origin: Origin | Non
         return value
     here = Origin.of(leaf)
     if origin is not None and value.shape == (origin.numel,):
+        if origin.shape == here.shape and origin.strides != here.strides:
+            raise StateError(
+                f"{_what(key, here)} is for a parameter that lies otherwise in memory (strides {origin.strides}, here "
+                f"{here.strides}; None is row by row): give the model the memory format it had before rg.shard()"
+            )
         if not origin.has(here):
             raise StateError(
                 f"{_what(key, here)} ({origin.elements} of {leaf.slot.numel}) was saved by rank {origin.rank} of "
@@ -181,7 +191,8 @@ def _whole(value: Any, key: str, param: nn.Parameter, origin: Origin) -> Any:
             f"{origin.rank} of {origin.world}, and the parameter here is not sharded, of shape {tuple(param.shape)}: "
             f"call rg.shard() before load_state_dict(), on as many ranks"
         )
-    return _vector(value).view(origin.shape)
+    flat = _vector(value)
+    return flat.view(origin.shape) if origin.strides is None else flat.as_strided(origin.shape, origin.strides)
 
 
 def _vector(value: torch.Tensor) -> torch.Tensor:

@@ -48,12 +48,7 @@ class Sharded(nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         for name, leaf in self.named_parameters(recurse=recurse):
             if isinstance(leaf, Leaf):
-                probe = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
-                if (after := fn(probe)).dtype != probe.dtype or after.device != probe.device:
-                    raise UnsupportedError(
-                        f"{type(self).__name__}.to(): parameter {name} is sharded as {leaf.dtype} on {leaf.device}: "
-                        f"convert the model before rg.shard(), or load its state_dict() into a converted one"
-                    )
+                _refuse_conversion(self, fn, name, leaf)
         own = dict(self._parameters)
         self._parameters.clear()  # nothing to change in the leaves; buffers are the module's own
         try:
@@ -92,6 +87,23 @@ class Sharded(nn.Module):
             f"a sharded {type(self).__name__} cannot be copied or pickled: its shards live on all ranks. Build a new "
             f"model and load_state_dict(model.state_dict()), or save model.state_dict()"
         )
+
+
+def _refuse_conversion(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], name: str, leaf: Any) -> None:
+    """What `module.to()` would do to a parameter, seen on a small tensor in its place."""
+    probe = torch.empty([2] * leaf.dim(), dtype=leaf.dtype, device=leaf.device)
+    in_place = leaf.slot.strides
+    if in_place is not None:
+        outermost_first = sorted(range(probe.dim()), key=lambda dim: in_place[dim], reverse=True)
+        inverse = sorted(range(probe.dim()), key=outermost_first.__getitem__)
+        probe = probe.permute(inverse)
+    after = fn(probe)
+    if after.dtype == probe.dtype and after.device == probe.device and after.stride() == probe.stride():
+        return
+    raise UnsupportedError(
+        f"{type(module).__name__}.to(): parameter {name} is sharded as {leaf.dtype} on {leaf.device}, in the "
+        f"memory_format it had: convert the model before rg.shard(), or load its state_dict() into a converted one"
+    )
 
 
 class ShardedRNN:

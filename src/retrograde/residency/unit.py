@@ -213,7 +213,7 @@ class Unit:
         if self.trained[slot]:
             return self.outs[slot]
         place = self.layout.slots[slot]
-        return FullTensor.of(self.page[place.offset : place.end].view(place.shape), self, slot)
+        return FullTensor.of(place.full(self.page[place.offset : place.end]), self, slot)
 
     def _point(self, memory: Sequence[torch.Tensor]) -> None:
         for out, data in zip(self.outs, memory, strict=True):
