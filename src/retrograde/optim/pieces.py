@@ -176,6 +176,7 @@ class ShardedParameter(Piece, Leaf, nn.Parameter):
         param.__class__ = ShardedParameter
         leaf = cast(ShardedParameter, param)
         leaf._unit, leaf.place, leaf.aliases = weakref.ref(unit), index, WeakTensorKeyDictionary()
+        leaf.copies = None
         # Hooks registered before sharding get the same treatment as those registered after it. Their tables stay what
         # they are, so that the handles users hold still remove them.
         before, after = cast(Any, leaf._backward_hooks), cast(Any, leaf._post_accumulate_grad_hooks)
@@ -221,6 +222,8 @@ class ShardedParameter(Piece, Leaf, nn.Parameter):
             return super().register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
 
     def full(self) -> torch.Tensor:
+        if self.copies is not None:
+            self.check_copies()
         return self.reducer.full(self.unit, self.place)
 
     @property

@@ -40,6 +40,7 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             )
         reducer.begin_step()
         for leaf in leaves:
+            leaf.check_copies()
             cut_to_pieces(optimizer, leaf)
             for key, value in optimizer.state[leaf].items():
                 if type(value) is torch.Tensor and value.shape == leaf.shape:

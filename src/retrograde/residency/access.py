@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from retrograde.errors import UnsupportedError
+from retrograde.residency.copies import Copied
 from retrograde.residency.full import FullTensor
 from retrograde.residency.saved import SavedTensors
 
 MADE = "_retrograde_made"  # marks a generated class
 
 
-class Leaf:
+class Leaf(Copied):
     """A sharded parameter, as modules see it (optim/pieces.py)."""
 
     __slots__ = ()
@@ -60,8 +61,7 @@ class Sharded(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, leaf in leaves(self).items():
             if prefix + name in destination:
-                full = leaf.full()
-                destination[prefix + name] = full if keep_vars else full.detach().clone()
+                destination[prefix + name] = leaf.full() if keep_vars else leaf.copy_for(destination)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: Any, *rest: Any) -> None:
         errors: list[str] = rest[-1]
@@ -71,6 +71,7 @@ class Sharded(nn.Module):
             errors.append(f"{first}: assign=True would replace sharded parameters; load with assign=False")
             return
         for name, leaf in sharded.items():
+            leaf.forget_writes_to_copies()
             given = state_dict.get(prefix + name)
             if isinstance(given, torch.Tensor) and given.shape == leaf.slot.shape:
                 state_dict[prefix + name] = leaf.piece_of(given)
