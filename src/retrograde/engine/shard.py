@@ -7,6 +7,7 @@ memory on this rank, `Engine.enlist` connects pages (residency) and gradients (r
 
 import zlib
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from retrograde.engine.ddp_and_fsdp import refuse_ddp_and_fsdp
 from retrograde.engine.engine import Engine
 from retrograde.engine.growth import growth
 from retrograde.engine.materialize import check_resettable, materialize
-from retrograde.errors import ShardingError
+from retrograde.errors import ShardingError, UnsupportedError
 from retrograde.layout import Layout, Policy, Precision, Units, UnitSpec, find_units, parse_bytes, strides_of
 from retrograde.optim import ShardedParameter, watch_states, watch_steps
 from retrograde.residency import Unit, patch, set_data, unpatched
@@ -159,6 +160,7 @@ def _fill(engine: Engine, specs: list[UnitSpec], units: list[Unit]) -> None:
         if param.device.type == "meta":
             torch.utils.swap_tensors(param, nn.Parameter(piece, param.requires_grad))  # type: ignore[no-untyped-call]
         else:
+            _end_older_graphs(param, slot.name)
             other = torch.float16 if piece.dtype != torch.float16 else torch.float32
             set_data(param, torch.empty(0, dtype=other))  # the node that graphs made before hold is not ours
             set_data(param, piece)
@@ -171,6 +173,22 @@ def _fill(engine: Engine, specs: list[UnitSpec], units: list[Unit]) -> None:
         settle(param, param)
     if len(real) < len(params):
         materialize(engine.model, settle)
+
+
+def _end_older_graphs(param: nn.Parameter, name: str) -> None:
+    """A graph recorded before the parameter was sharded is of no further use, and must not run: what it saved of the
+    parameter is about to become a piece, and its gradient would reach `.grad` without being reduced."""
+    torch.autograd.graph.increment_version(param)  # autograd refuses what was saved
+    if not param.requires_grad:
+        return
+
+    def refuse(grads: Any) -> None:
+        raise UnsupportedError(
+            f"backward through a graph that was recorded before parameter {name} was sharded: call rg.shard() first, "
+            f"and the model itself before a submodule, a hook or a loss uses parameters that were added to it"
+        )
+
+    torch.autograd.graph.get_gradient_edge(param).node.register_prehook(refuse)  # dies with those graphs
 
 
 def _same_values(engine: Engine, tensors: list[torch.Tensor]) -> None:
