@@ -93,3 +93,21 @@ def _plain(rank: int, world: int) -> bool:
 
 def test_a_plain_model_may_be_wrapped(ranks: Callable[[int], RankPool]) -> None:
     assert all(ranks(2).run(_plain))
+
+
+def _the_other_way_round(rank: int, world: int) -> list[str]:
+    said = []
+    wrapped = [DistributedDataParallel(nn.Linear(4, 4)), Outer(DistributedDataParallel(nn.Linear(4, 4)))]
+    wrapped.append(fully_shard(nn.Sequential(nn.Linear(4, 4))))
+    for model in wrapped:
+        with pytest.raises(rg.ShardingError) as refused:
+            rg.shard(model, 3)
+        said.append(str(refused.value))
+    return said
+
+
+def test_sharding_a_wrapped_model_is_refused(ranks: Callable[[int], RankPool]) -> None:
+    for said in ranks(2).run(_the_other_way_round):
+        assert "module (root) is a DistributedDataParallel" in said[0] and "as in model.module" in said[0]
+        assert "module inner is a DistributedDataParallel" in said[1] and "as in model.inner.module" in said[1]
+        assert "parameter 0.weight is a DTensor" in said[2]

@@ -19,10 +19,11 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from retrograde.errors import UnsupportedError
+from retrograde.errors import ShardingError, UnsupportedError
 from retrograde.optim import ShardedParameter
 
 _FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
+_DTENSOR = "torch.distributed.tensor"
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard._fsdp_param"
 
 
@@ -33,6 +34,25 @@ def refuse_ddp_and_fsdp() -> None:
         _guard(sys.modules[_FSDP].FullyShardedDataParallel, "module", _of_module)
     if _FULLY_SHARD in sys.modules:
         _guard(sys.modules[_FULLY_SHARD].FSDPParam, "param", _of_param, "fully_shard")
+
+
+def check_unwrapped(model: nn.Module) -> None:
+    """The other way round: `shard()` of a model that DDP or FSDP has already."""
+    wrappers: list[type[nn.Module]] = [DistributedDataParallel]
+    if _FSDP in sys.modules:
+        wrappers.append(sys.modules[_FSDP].FullyShardedDataParallel)
+    for name, module in model.named_modules():
+        if isinstance(module, tuple(wrappers)):
+            inside = f"model.{name}.module" if name else "model.module"
+            raise ShardingError(
+                f"module {name or '(root)'} is a {type(module).__name__}, which reduces gradients itself: give "
+                f"rg.shard() the plain model, as in {inside}"
+            )
+    if _DTENSOR not in sys.modules:
+        return
+    for name, param in model.named_parameters():
+        if isinstance(param, sys.modules[_DTENSOR].DTensor):
+            raise ShardingError(f"parameter {name} is a DTensor, sharded already: give rg.shard() the plain model")
 
 
 Check = Callable[[Any, str], None]

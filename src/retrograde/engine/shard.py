@@ -16,13 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from retrograde.comm import Mesh, Station
 from retrograde.compiling import mark_regions
-from retrograde.engine.ddp_and_fsdp import refuse_ddp_and_fsdp
+from retrograde.engine.ddp_and_fsdp import check_unwrapped, refuse_ddp_and_fsdp
 from retrograde.engine.engine import Engine
 from retrograde.engine.growth import growth
 from retrograde.engine.materialize import check_resettable, materialize
+from retrograde.engine.parametrizing import refuse_parametrizations
 from retrograde.errors import ShardingError, UnsupportedError
 from retrograde.layout import Layout, Policy, Precision, Units, UnitSpec, find_units, parse_bytes, strides_of
-from retrograde.optim import ShardedParameter, watch_states, watch_steps
+from retrograde.optim import ShardedParameter, serve_initializers, watch_states, watch_steps
 from retrograde.residency import Unit, patch, set_data, unpatched
 
 
@@ -44,6 +45,7 @@ def shard(
     with station.shared_fate("shard()"):
         policy = Policy.of(stage, resident, reduce, prefetch, precision, exact)
         _check_unsharded(model)
+        check_unwrapped(model)
         least = parse_bytes(join, "join")
         specs = find_units(model, units, least)
         if not specs:
@@ -51,7 +53,9 @@ def shard(
         _check_plain(specs)
         watch_steps()
         watch_states()
+        serve_initializers()
         refuse_ddp_and_fsdp()
+        refuse_parametrizations()
         engine = Engine(model, policy, station)
     engine.grow = growth(lambda: _enlist(engine, _added(model, units, least)))
     _enlist(engine, specs)

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 
+from retrograde.errors import UnsupportedError
 from retrograde.layout import Slot
 from retrograde.reduction import Reducer
 from retrograde.residency import Unit, alive
@@ -42,6 +43,28 @@ class Part(torch.Tensor):
         return 1 if self.place == JOINED else len(self.whole)
 
     ndim = property(dim)
+
+    def ndimension(self) -> int:
+        """torch's initializers ask this before they take rows and columns for those of the whole."""
+        if self.place == JOINED:
+            return 1
+        raise UnsupportedError(
+            f"{self._called}.ndimension(): it is this rank's piece, whose rows are not those of the parameter. Use "
+            f"p.dim(), or do it with the module's attribute (module.weight), which is whole"
+        )
+
+    def size(self, dim: int | None = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if dim is None or dim in (0, -1) or self.place == JOINED:
+                return super().size() if dim is None else super().size(dim)
+        raise UnsupportedError(
+            f"{self._called}.size({dim}): it is this rank's piece, a vector; the parameter's shape is "
+            f"{tuple(self.whole)}. Use the module's attribute (module.weight.size({dim})), which is whole"
+        )
+
+    @property
+    def _called(self) -> str:
+        return f"rank {self.unit.rank}: parameter {self.slot.name}"
 
     def piece_of(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's piece of a full-shaped tensor."""

@@ -79,6 +79,8 @@ class Piece(Part):
         items = name in ("__getitem__", "__setitem__") and isinstance(args[0], Piece)
         if items and isinstance(args[1], slice | EllipsisType) and args[1] in (..., slice(None)):
             return args[0] if name == "__getitem__" else args[0].copy_(torch.as_tensor(args[2]))
+        if name == "view_as" and not isinstance(args[0], Piece) and args[1].place != JOINED:
+            return _viewed_as(args[0], args[1])
         if func in _TRANSPOSED:
             return _on_wholes(func, "transposed", args, kwargs)
         # Attributes are this piece's own, and asked for all the time; pieces of several parameters are vectors.
@@ -295,6 +297,18 @@ def _on_wholes(func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> A
     graph = torch.is_grad_enabled() and any(piece.requires_grad for piece in pieces_in(args))
     with torch.inference_mode() if view and not graph else contextlib.nullcontext():
         return func(*_wholes(args, name), **kwargs)
+
+
+def _viewed_as(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """A plain tensor in the shape of a parameter: of as many elements as the whole has, or nobody knows which."""
+    if tensor.numel() != piece.slot.numel:
+        raise UnsupportedError(
+            f"rank {piece.unit.rank}: a tensor of shape {tuple(tensor.shape)} viewed as parameter {piece.slot.name}, "
+            f"of shape {tuple(piece.whole)}, of which this rank has a piece of shape {tuple(piece.shape)}. If it is "
+            f"part of a vector of all parameters, call parameters_to_vector() and vector_to_parameters() both under "
+            f"torch.no_grad()"
+        )
+    return tensor.view(piece.shape if piece.shape == tensor.shape else piece.whole)
 
 
 def _takes_wholes(name: str, args: Any) -> bool:

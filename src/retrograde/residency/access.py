@@ -85,8 +85,11 @@ class Sharded(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(
-            f"a sharded {type(self).__name__} cannot be copied or pickled: its shards live on all ranks. Build a new "
-            f"model and load_state_dict(model.state_dict()), or save model.state_dict()"
+            f"a sharded {type(self).__name__} cannot be copied or pickled: its shards live on all ranks. For a second "
+            f"model (a reference, an average, as deepcopy() and AveragedModel() make it) build it as the first one, "
+            f"load_state_dict(model.state_dict()) and give it to rg.shard(), on every rank; for an average of the "
+            f"weights keep [p.detach().clone() for p in model.parameters()] and torch._foreach_lerp_(); to save, use "
+            f"model.state_dict()"
         )
 
 
