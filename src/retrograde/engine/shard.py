@@ -23,7 +23,7 @@ from retrograde.engine.materialize import check_resettable, materialize
 from retrograde.engine.parametrizing import refuse_parametrizations
 from retrograde.errors import ShardingError, UnsupportedError
 from retrograde.layout import Layout, Policy, Precision, Units, UnitSpec, find_units, parse_bytes, strides_of
-from retrograde.optim import ShardedParameter, serve_initializers, watch_states, watch_steps
+from retrograde.optim import ShardedParameter, refuse_pieces_outside, serve_initializers, watch_states, watch_steps
 from retrograde.residency import Unit, patch, set_data, unpatched
 
 
@@ -54,6 +54,7 @@ def shard(
         watch_steps()
         watch_states()
         serve_initializers()
+        refuse_pieces_outside()
         refuse_ddp_and_fsdp()
         refuse_parametrizations()
         engine = Engine(model, policy, station)

@@ -53,6 +53,9 @@ class Part(torch.Tensor):
             f"p.dim(), or do it with the module's attribute (module.weight), which is whole"
         )
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError(f"{self._called}.set_(): its memory is part of a shard; use p.data = value or copy_")
+
     def size(self, dim: int | None = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             if dim is None or dim in (0, -1) or self.place == JOINED:

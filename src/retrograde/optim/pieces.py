@@ -33,7 +33,7 @@ from retrograde.optim.answers import OVER_ALL
 from retrograde.optim.filled import mark_filled
 from retrograde.optim.part import JOINED, Part, pieces_in, plain, whole
 from retrograde.optim.reads import DRAWS, JOINS, POSITIONAL, VIEWS, Reads, reads
-from retrograde.residency import Aliased, FullTensor, Leaf, Unit, edits, set_data, set_requires_grad, views
+from retrograde.residency import RESHAPES, Aliased, FullTensor, Leaf, Unit, edits, set_data, set_requires_grad, views
 
 # Without what reading and writing `.grad` does.
 raw_grad, _set_grad = (getattr(torch.Tensor.grad, name) for name in ("__get__", "__set__"))
@@ -81,6 +81,11 @@ class Piece(Part):
             return args[0] if name == "__getitem__" else args[0].copy_(torch.as_tensor(args[2]))
         if name == "view_as" and not isinstance(args[0], Piece) and args[1].place != JOINED:
             return _viewed_as(args[0], args[1])
+        if name in RESHAPES and isinstance(args[0], Piece):
+            raise UnsupportedError(
+                f"rank {args[0].unit.rank}: {name} would change the shape of this rank's piece "
+                f"and not of what it is a piece of: use the function that returns another tensor ({name[:-1]})"
+            )
         if func in _TRANSPOSED:
             return _on_wholes(func, "transposed", args, kwargs)
         # Attributes are this piece's own, and asked for all the time; pieces of several parameters are vectors.
@@ -93,6 +98,8 @@ class Piece(Part):
             return args[0].like(found, Piece) if name == "__getitem__" and found.dim() == 1 else found
         if not args and (first := kwargs.keys() & _FIRST):
             args = (kwargs.pop(first.pop()),)
+        if name.startswith("_foreach_"):
+            args = _aligned_lists(name, args)
         kind = reads(name, getattr(func, "__module__", "") == "torch.nn.functional")
         pieces = list(pieces_in(args))
         beside = [arg for arg in args if isinstance(arg, torch.Tensor) and not isinstance(arg, Piece)]
@@ -145,14 +152,30 @@ class Piece(Part):
         return super().detach_() if self.requires_grad else self  # torch refuses it for any view
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        """In a file nothing would say that it is a piece, and of what."""
+        if self.place == JOINED or self.unit.layout.world > 1:
+            of = "several parameters" if self.place == JOINED else f"parameter {self.slot.name}"
+            raise UnsupportedError(
+                f"rank {self.unit.rank}: pickling or saving this rank's piece of {of}, as if it were all of it. Save "
+                f"model.state_dict() or entries of it, engine.full_grad(p) for a gradient, optimizer.state_dict() for "
+                f"an optimizer's state; for this rank's elements use p.data.as_subclass(torch.Tensor), which is plain"
+            )
+        return self.slot.full(plain(self)).reshape(self.whole).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return plain(self)
+        kept = OptimizerState if isinstance(self, OptimizerState) else Piece
+        return memo.setdefault(id(self), self.like(plain(self), kept))  # type: ignore[no-any-return]
 
 
 class _Alias(Piece):
     """A view of a sharded parameter (`p.data`, `p.detach()`, `p.view(-1)`): writing it writes the parameter."""
+
+
+class OptimizerState(Piece):
+    """What `optimizer.state_dict()` holds: each rank saves its own, which says whose it is (state.py)."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 class ShardedGradient(Piece):
@@ -266,7 +289,7 @@ def _run_all(hooks: dict[int, Callable[[torch.Tensor], Any]], grad: torch.Tensor
 def _wholes(args: Any, name: str) -> Any:
     """The arguments with everything that is a piece made whole, in one meeting."""
     leaves, spec = tree_flatten(list(args))
-    pieces = [leaf for leaf in leaves if type(leaf) in (Piece, ShardedGradient)]
+    pieces = [leaf for leaf in leaves if type(leaf) in (Piece, OptimizerState, ShardedGradient)]
     if any(piece.place == JOINED for piece in pieces):
         raise UnsupportedError(f"{name} of parts of several parameters: use p.full() or engine.full_grad(p) for each")
     recorded = [piece for piece in pieces if torch.is_grad_enabled() and piece.requires_grad]
@@ -339,10 +362,41 @@ def _aligned(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
     return piece.piece_of(tensor.expand(piece.whole)) if fits and tensor.dim() <= len(piece.whole) else tensor
 
 
+def _aligned_lists(name: str, args: Any) -> Any:
+    """The same for lists of tensors: each is aligned with the piece that has its place in another list."""
+    columns = [arg for arg in args if isinstance(arg, list | tuple)]
+    beside = [each for column in columns for each in column if not isinstance(each, Piece | float | int)]
+    if not beside:
+        return args  # as in every optimizer's step
+    rows = [list(pieces_in(row)) for row in zip(*columns, strict=False)]
+    aligned = []
+    for arg in args:
+        if not isinstance(arg, list | tuple):
+            aligned.append(arg)
+            continue
+        column = list(arg)
+        for index, pieces in enumerate(rows):
+            tensor = column[index]
+            if not pieces or not isinstance(tensor, torch.Tensor) or _aligned(tensor, pieces[0]) is tensor:
+                continue
+            if not aligned and edits(name):
+                raise UnsupportedError(
+                    f"rank {pieces[0].unit.rank}: {name} of a tensor of shape {tuple(tensor.shape)} with this rank's "
+                    f"piece of parameter {pieces[0].slot.name}: start from pieces (p.detach().clone()), or edit whole "
+                    f"tensors one by one (x.lerp_(p.detach(), weight))"
+                )
+            column[index] = _aligned(tensor, pieces[0])
+        aligned.append(column)
+    return tuple(aligned)
+
+
 def _asks_for_all(name: str, args: Any, kwargs: Any) -> bool:
     """Because of its arguments: a shape that is not this piece's own is one of the whole's."""
-    if name == "where" or name in JOINS:
-        return len(args) == 1 if name == "where" else not all(isinstance(each, Piece) for each in args[0])
+    if name == "where":
+        return len(args) == 1
+    if name in JOINS:
+        along = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+        return along != 0 or not all(isinstance(each, Piece) for each in args[0])
     given = [*args[1:], *(kwargs[key] for key in ("shape", "size") if key in kwargs)]
     if name not in ("view", "reshape") or not given or isinstance(given[0], torch.dtype):
         return False

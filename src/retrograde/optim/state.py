@@ -28,7 +28,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from retrograde.errors import StateError
-from retrograde.optim.pieces import ShardedParameter
+from retrograde.optim.pieces import OptimizerState, Piece, ShardedGradient, ShardedParameter, raw_grad
 
 ENTRY = "sharded"  # of a state dict: index of a parameter -> whose piece of it the state is for
 _COUNTER = "step"  # torch's name, which its own load_state_dict treats apart as well
@@ -122,6 +122,15 @@ def _say_whose(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     }
     if origins:
         state_dict[ENTRY] = origins
+        _allow_saving(optimizer)
+
+
+def _allow_saving(optimizer: Optimizer) -> None:
+    """Pieces are not pickled, but for these."""
+    for param, state in optimizer.state.items():
+        for value in state.values():
+            if type(value) in (Piece, ShardedGradient) and value is not raw_grad(param):
+                value.__class__ = OptimizerState
 
 
 def _params(optimizer: Optimizer) -> Iterator[nn.Parameter]:

@@ -7,7 +7,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from retrograde.errors import UnsupportedError
-from retrograde.optim.pieces import Piece, ShardedParameter, raw_grad
+from retrograde.optim.pieces import OptimizerState, ShardedParameter, raw_grad
 from retrograde.optim.state import cut_to_pieces
 from retrograde.reduction import Reducer
 
@@ -44,7 +44,7 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             cut_to_pieces(optimizer, leaf)
             for key, value in optimizer.state[leaf].items():
                 if type(value) is torch.Tensor and value.shape == leaf.shape:
-                    optimizer.state[leaf][key] = leaf.like(value, Piece)  # its norm is that of the whole (LAMB)
+                    optimizer.state[leaf][key] = leaf.like(value, OptimizerState)  # its norm is the whole's (LAMB)
 
 
 def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
