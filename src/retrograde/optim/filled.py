@@ -26,6 +26,8 @@ def mark_filled(name: str, args: Any, kwargs: Any, pieces: list[Piece], from_gra
 
     `from_gradients`: not from parameters alone. A whole tensor may be filled from a parameter, by which it stays plain,
     and where one rank has all of a parameter the two cannot be told apart there."""
+    if isinstance(args[0], Part) and kwargs.get("out") is None:
+        return
     if name == "__setitem__":
         _mark_item(args[0], args[1], pieces[0], from_gradients)
         return

@@ -98,7 +98,9 @@ class Piece(Part):
             return args[0].like(found, Piece) if name == "__getitem__" and found.dim() == 1 else found
         if not args and (first := kwargs.keys() & _FIRST):
             args = (kwargs.pop(first.pop()),)
-        if name.startswith("_foreach_"):
+        foreach = name.startswith("_foreach_")
+        mixed = foreach and any(_is_beside(each) for arg in args if isinstance(arg, list | tuple) for each in arg)
+        if mixed:
             args = _aligned_lists(name, args)
         kind = reads(name, getattr(func, "__module__", "") == "torch.nn.functional")
         pieces = list(pieces_in(args))
@@ -134,7 +136,7 @@ class Piece(Part):
                 gates.enter_context(leaf.unit.gate.writing(f"{name} on {leaf.slot.name}", leaf.unit, leaf.place))
             gates.enter_context(torch._C.DisableTorchFunctionSubclass())
             result = func(*args, **kwargs)
-        if pieces and (edits(name) or kwargs.get("out") is not None):
+        if pieces and (mixed or not foreach) and (edits(name) or "out" in kwargs):
             from_gradients = not all(isinstance(piece, Leaf | _Alias) for piece in pieces)
             mark_filled(name, args, kwargs, pieces, from_gradients)
         return _keep(result, name, kind, given)
@@ -362,12 +364,14 @@ def _aligned(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
     return piece.piece_of(tensor.expand(piece.whole)) if fits and tensor.dim() <= len(piece.whole) else tensor
 
 
+def _is_beside(each: Any) -> bool:
+    """A tensor that is no piece. In an optimizer's step there is none among them."""
+    return not isinstance(each, Piece) and isinstance(each, torch.Tensor)
+
+
 def _aligned_lists(name: str, args: Any) -> Any:
     """The same for lists of tensors: each is aligned with the piece that has its place in another list."""
     columns = [arg for arg in args if isinstance(arg, list | tuple)]
-    beside = [each for column in columns for each in column if not isinstance(each, Piece | float | int)]
-    if not beside:
-        return args  # as in every optimizer's step
     rows = [list(pieces_in(row)) for row in zip(*columns, strict=False)]
     aligned = []
     for arg in args:

@@ -99,12 +99,18 @@ def watch_states() -> None:
     Optimizer.state_dict, Optimizer.load_state_dict = state_dict, load_state_dict  # type: ignore[method-assign]
 
 
-def cut_to_pieces(optimizer: Optimizer, leaf: ShardedParameter) -> None:
-    """The state of an optimizer that has stepped before its parameter was sharded is that of the whole."""
+def adopt_state(optimizer: Optimizer, leaf: ShardedParameter) -> None:
+    """Before a step: what an optimizer keeps for a parameter becomes a piece, whose norm is the whole's (LAMB).
+
+    The state of one that has stepped before its parameter was sharded is that of the whole, and is cut."""
     state = optimizer.state[leaf]
     for key, value in state.items():
-        if isinstance(value, torch.Tensor) and _is_whole(value, key, leaf.slot.shape) and value.shape != leaf.shape:
-            state[key] = leaf.piece_of(value).clone()
+        if type(value) is not torch.Tensor or (key == _COUNTER and value.dim() == 0):
+            continue
+        if value.shape == leaf.shape:
+            state[key] = leaf.like(value, OptimizerState)
+        elif _is_whole(value, key, leaf.slot.shape):
+            state[key] = leaf.like(leaf.piece_of(value).clone(), OptimizerState)
 
 
 def _is_whole(value: torch.Tensor, key: str, shape: torch.Size) -> bool:

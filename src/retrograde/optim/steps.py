@@ -7,8 +7,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from retrograde.errors import UnsupportedError
-from retrograde.optim.pieces import OptimizerState, ShardedParameter, raw_grad
-from retrograde.optim.state import cut_to_pieces
+from retrograde.optim.pieces import ShardedParameter, raw_grad
+from retrograde.optim.state import adopt_state
 from retrograde.reduction import Reducer
 
 
@@ -41,10 +41,7 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         reducer.begin_step()
         for leaf in leaves:
             leaf.check_copies()
-            cut_to_pieces(optimizer, leaf)
-            for key, value in optimizer.state[leaf].items():
-                if type(value) is torch.Tensor and value.shape == leaf.shape:
-                    optimizer.state[leaf][key] = leaf.like(value, OptimizerState)  # its norm is the whole's (LAMB)
+            adopt_state(optimizer, leaf)
 
 
 def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
