@@ -2,7 +2,14 @@
 
 from retrograde.compiling import compile
 from retrograde.engine import Engine, shard
-from retrograde.errors import DivergenceError, PipelineError, RetrogradeError, ShardingError, UnsupportedError
+from retrograde.errors import (
+    DivergenceError,
+    PipelineError,
+    RetrogradeError,
+    ShardingError,
+    StateError,
+    UnsupportedError,
+)
 from retrograde.layout import Precision
 from retrograde.ledger import Event, Ledger
 from retrograde.pipeline.options import Cut, Microbatches, Zero
@@ -10,5 +17,5 @@ from retrograde.pipeline.pipeline import Pipeline
 
 __all__ = [
     "Cut", "DivergenceError", "Engine", "Event", "Ledger", "Microbatches", "Pipeline", "PipelineError", "Precision",
-    "RetrogradeError", "ShardingError", "UnsupportedError", "Zero", "compile", "shard",
+    "RetrogradeError", "ShardingError", "StateError", "UnsupportedError", "Zero", "compile", "shard",
 ]  # fmt: skip

@@ -13,6 +13,10 @@ class UnsupportedError(RetrogradeError, TypeError):
     """Something torch allows on a plain module that has no meaning on a sharded one."""
 
 
+class StateError(RetrogradeError, ValueError):
+    """A saved optimizer state that is not the one of this rank's pieces."""
+
+
 class DivergenceError(RetrogradeError):
     """Ranks did things that cannot be reconciled; raised on every rank that takes part."""
 

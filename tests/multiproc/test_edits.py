@@ -169,6 +169,68 @@ def test_full_params(ranks: Ranks, stage: int, world: int) -> None:
     ranks(world).run(_full_params, stage)
 
 
+# ---- functions that write to full tensors without telling
+def _foreach(model: nn.Module) -> None:
+    torch._foreach_mul_([model.blocks[1].up.weight, model.head.weight], 0.5)
+
+
+def _out(model: nn.Module) -> None:
+    weight = model.blocks[1].up.weight
+    torch.mul(weight.detach().clone(), 0.5, out=weight)
+
+
+UNTOLD: dict[str, Edit] = {"foreach": _foreach, "out=": _out}
+
+
+def _untold(rank: int, world: int, stage: int, name: str) -> None:
+    """All ranks make the edit, each at its own pace, and meet before they read."""
+    twin = Twin(rank, world, stage)
+    twin.optimize()
+    for step in range(2):
+        twin.train(step)
+        for model in twin.both:
+            model(batch(rank, 70))
+            dist.barrier()
+            torch.no_grad()(UNTOLD[name])(model)
+        assert torch.equal(twin.model(batch(rank, 80)), twin.plain(batch(rank, 80))), step
+    twin.check_weights()
+    twin.close()
+
+
+@pytest.mark.parametrize("name", UNTOLD)
+@pytest.mark.parametrize("stage", (1, 2, 3))
+def test_edits_by_functions(ranks: Ranks, stage: int, name: str) -> None:
+    ranks(2).run(_untold, stage, name)
+
+
+def _too_early(rank: int, world: int, stage: int, name: str, frozen: bool) -> str:
+    """Rank 0 edits while rank 1 has yet to read the weights as they were."""
+    model = build()
+    model.requires_grad_(not frozen)
+    rg.shard(model, stage, timeout=3.0)
+    try:
+        if rank == 0:
+            torch.no_grad()(UNTOLD[name])(model)
+            dist.barrier()
+            time.sleep(1.0)  # the other is the first to give up
+            model.get_parameter("head.weight").detach().norm()  # all ranks meet for it
+        else:
+            dist.barrier()
+            model(batch(rank))
+    except rg.DivergenceError as error:
+        return str(error)
+    return "nothing was said"
+
+
+@pytest.mark.parametrize("frozen", (False, True), ids=("trained", "frozen"))
+@pytest.mark.parametrize("name", UNTOLD)
+@pytest.mark.parametrize("stage", (1, 2))
+def test_an_edit_by_a_function_before_others_have_read(ranks: Ranks, stage: int, name: str, frozen: bool) -> None:
+    for said in ranks(2).run(_too_early, stage, name, frozen):
+        assert "has written to the full tensor of parameter" in said and "full_params(write=True)" in said
+        assert frozen or "parameter blocks.1.up.weight" in said or "parameter head.weight" in said
+
+
 # ---- loops without an optimizer, averages
 def _manual_sgd(rank: int, world: int, stage: int) -> None:
     twin = Twin(rank, world, stage)

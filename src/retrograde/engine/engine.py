@@ -13,7 +13,8 @@ from retrograde.errors import ShardingError
 from retrograde.layout import Policy, parse_bytes
 from retrograde.ledger import Ledger
 from retrograde.optim import ShardedParameter
-from retrograde.optim.pieces import plain, raw_grad, whole
+from retrograde.optim.part import plain, whole
+from retrograde.optim.pieces import raw_grad
 from retrograde.reduction import Exchange, Reducer
 from retrograde.reports import explain, report
 from retrograde.residency import BufferPool, Pager, SavedTensors, Unit

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from torch.compiler import is_exporting
 from torch.nn.modules import module as modules
 
 from retrograde.errors import UnsupportedError
@@ -34,6 +35,11 @@ def growth(enlist: Callable[[], None]) -> Callable[[], None]:
     seen = list(_changes)
 
     def check() -> None:
+        if is_exporting():
+            raise UnsupportedError(
+                "torch.export of a sharded model: it would record pages, which come and go. Build the plain model, "
+                "load_state_dict(model.state_dict()) and export that"
+            )
         if seen != _changes:
             enlist()
             seen[:] = _changes

@@ -8,6 +8,7 @@ memory on this rank, `Engine.enlist` connects pages (residency) and gradients (r
 import zlib
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,12 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from retrograde.arguments import Said, check_module, differences, instance, said, seconds
 from retrograde.comm import Mesh, Station
 from retrograde.compiling import mark_regions
+from retrograde.engine.ddp_and_fsdp import check_unwrapped, refuse_ddp_and_fsdp
 from retrograde.engine.engine import Engine
 from retrograde.engine.growth import growth
 from retrograde.engine.materialize import check_resettable, materialize
-from retrograde.errors import ShardingError
-from retrograde.layout import Layout, Policy, Precision, Units, UnitSpec, find_units, parse_bytes
-from retrograde.optim import ShardedParameter, watch_steps
+from retrograde.engine.parametrizing import refuse_parametrizations
+from retrograde.errors import ShardingError, UnsupportedError
+from retrograde.layout import Layout, Policy, Precision, Units, UnitSpec, find_units, parse_bytes, strides_of
+from retrograde.optim import ShardedParameter, refuse_pieces_outside, serve_initializers, watch_states, watch_steps
 from retrograde.residency import Unit, patch, set_data, unpatched
 
 WAIT_FOR_ARGUMENTS = 60.0  # seconds, until the argument `timeout` is known to be one
@@ -57,12 +60,18 @@ def shard(
             said("prefetch", prefetch, policy.prefetch),
         ]
         _check_unsharded(model)
+        check_unwrapped(model)
         least = parse_bytes(join, "join")
         specs = find_units(model, units, least)
         if not specs:
             raise ShardingError(f"{type(model).__name__} has no parameters to shard")
         _check_plain(specs)
         watch_steps()
+        watch_states()
+        serve_initializers()
+        refuse_pieces_outside()
+        refuse_ddp_and_fsdp()
+        refuse_parametrizations()
         engine = Engine(model, policy, station)
     engine.grow = growth(lambda: _enlist(engine, _added(model, units, least)))
     _enlist(engine, specs, arguments)
@@ -147,7 +156,7 @@ def _check_same(engine: Engine, specs: list[UnitSpec], arguments: Sequence[Said]
     """All ranks must shard the same model in the same way; say what differs, by name."""
     meanings = [one.meaning for one in arguments]
     words = [one.words for one in arguments]
-    mine = [f"{name}{list(p.shape)} {p.dtype} in unit {spec.name}" for spec in specs for name, p in spec.params]
+    mine = [_described(name, param, spec) for spec in specs for name, param in spec.params]
     told = engine.reducer.council.values("shard()", lambda: [meanings, words, mine])
     if text := differences([list(map(Said, theirs[0], theirs[1])) for theirs in told]):
         raise ShardingError(
@@ -163,10 +172,17 @@ def _check_same(engine: Engine, specs: list[UnitSpec], arguments: Sequence[Said]
             )
 
 
+def _described(name: str, param: nn.Parameter, spec: UnitSpec) -> str:
+    strides = strides_of(param)
+    memory = "" if strides is None else f" with strides {strides}"
+    return f"{name}{list(param.shape)} {param.dtype}{memory} in unit {spec.name}"
+
+
 def _make(index: int, spec: UnitSpec, policy: Policy, ranks: Mesh) -> Unit:
     """Allocate a unit on this rank; values come later."""
     first = spec.params[0][1]
-    layout = Layout([(name, param.shape) for name, param in spec.params], first.dtype, ranks.world)
+    strides = [strides_of(param) for _, param in spec.params]
+    layout = Layout([(name, param.shape) for name, param in spec.params], first.dtype, ranks.world, strides)
     device = torch.device("cpu") if first.device.type == "meta" else first.device
     whole = policy.keeps_pages or ranks.world == 1
     home = torch.zeros(layout.padded_numel if whole else layout.shard_numel, dtype=layout.dtype, device=device)
@@ -181,10 +197,11 @@ def _fill(engine: Engine, specs: list[UnitSpec], units: list[Unit]) -> None:
         unit, index = places[id(param)]
         slot, rank = unit.layout.slots[index], unit.rank
         piece = unit.shard[unit.layout.piece(slot, rank)]
-        piece.copy_(value.detach().reshape(-1)[unit.layout.within(slot, rank)])
+        piece.copy_(slot.flatten(value.detach())[unit.layout.within(slot, rank)])
         if param.device.type == "meta":
             torch.utils.swap_tensors(param, nn.Parameter(piece, param.requires_grad))  # type: ignore[no-untyped-call]
         else:
+            _end_older_graphs(param, slot.name)
             other = torch.float16 if piece.dtype != torch.float16 else torch.float32
             set_data(param, torch.empty(0, dtype=other))  # the node that graphs made before hold is not ours
             set_data(param, piece)
@@ -197,6 +214,22 @@ def _fill(engine: Engine, specs: list[UnitSpec], units: list[Unit]) -> None:
         settle(param, param)
     if len(real) < len(params):
         materialize(engine.model, settle)
+
+
+def _end_older_graphs(param: nn.Parameter, name: str) -> None:
+    """A graph recorded before the parameter was sharded is of no further use, and must not run: what it saved of the
+    parameter is about to become a piece, and its gradient would reach `.grad` without being reduced."""
+    torch.autograd.graph.increment_version(param)  # autograd refuses what was saved
+    if not param.requires_grad:
+        return
+
+    def refuse(grads: Any) -> None:
+        raise UnsupportedError(
+            f"backward through a graph that was recorded before parameter {name} was sharded: call rg.shard() first, "
+            f"and the model itself before a submodule, a hook or a loss uses parameters that were added to it"
+        )
+
+    torch.autograd.graph.get_gradient_edge(param).node.register_prehook(refuse)  # dies with those graphs
 
 
 def _same_values(engine: Engine, tensors: list[torch.Tensor]) -> None:

@@ -1,6 +1,6 @@
 """Pure arithmetic: which parameters form a unit, and where each lies in the flat buffer and the shards."""
 
-from retrograde.layout.flat import Layout, Slot
+from retrograde.layout.flat import Layout, Slot, strides_of
 from retrograde.layout.policy import Policy, Precision, check_reduce, check_stage, parse_bytes
 from retrograde.layout.units import Units, UnitSpec, check_units, find_units
 
@@ -16,4 +16,5 @@ __all__ = [
     "check_units",
     "find_units",
     "parse_bytes",
+    "strides_of",
 ]

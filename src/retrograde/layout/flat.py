@@ -12,27 +12,69 @@ from typing import NamedTuple
 
 import torch
 
+Strides = tuple[int, ...]
+
 
 class Slot(NamedTuple):
-    """One parameter of a unit: its full name, true shape and place in the flat buffer."""
+    """One parameter of a unit: its full name, true shape and place in the flat buffer.
+
+    In the flat buffer its elements are in the order in which they lie in the parameter's own memory. That is row by row
+    unless `strides` says otherwise (channels_last, transposed matrices): torch chooses kernels by strides.
+    """
 
     name: str
     shape: torch.Size
     offset: int
     end: int
+    strides: Strides | None = None
 
     @property
     def numel(self) -> int:
         return self.end - self.offset
 
+    def full(self, flat: torch.Tensor) -> torch.Tensor:
+        """The parameter, in its true shape, as a view of its elements in memory order."""
+        if self.strides is None:
+            return flat.view(self.shape)
+        return flat.as_strided(self.shape, self.strides, int(flat.storage_offset()))
+
+    def flatten(self, full: torch.Tensor) -> torch.Tensor:
+        """The elements of a tensor in the parameter's shape, in memory order. A view where that is possible."""
+        if self.strides is None:
+            return full.reshape(-1)
+        strides = self.strides
+        outermost_first = sorted(range(len(strides)), key=lambda dim: strides[dim], reverse=True)
+        return full.reshape(self.shape).permute(outermost_first).reshape(-1)
+
+
+def strides_of(param: torch.Tensor) -> Strides | None:
+    """The strides to keep: None for a tensor that lies row by row, or has gaps or overlaps in its memory."""
+    strides = tuple(param.stride())
+    row_by_row = torch.empty(param.shape, device="meta").stride()
+    outermost_first = sorted(range(param.dim()), key=lambda dim: strides[dim], reverse=True)
+    dense = param.detach().permute(outermost_first).is_contiguous()
+    return strides if dense and strides != row_by_row else None
+
 
 class Layout:
     """A unit's parameters one after the other, for a number of ranks."""
 
-    def __init__(self, named_shapes: Sequence[tuple[str, torch.Size]], dtype: torch.dtype, world: int) -> None:
+    def __init__(
+        self,
+        named_shapes: Sequence[tuple[str, torch.Size]],
+        dtype: torch.dtype,
+        world: int,
+        strides: Sequence[Strides | None] = (),
+    ) -> None:
+        """`strides`: those of each parameter, or None; all lie row by row if it is empty."""
+        kept = strides or [None] * len(named_shapes)
         step = 64 // dtype.itemsize  # bytes, as torch's allocator
         ends = list(itertools.accumulate((-(-shape.numel() // step) * step for _, shape in named_shapes), initial=0))
-        self.slots = tuple(Slot(n, s, at, at + s.numel()) for (n, s), at in zip(named_shapes, ends, strict=False))
+        self.slots = tuple(
+            Slot(name, shape, at, at + shape.numel(), memory)
+            for (name, shape), at, memory in zip(named_shapes, ends[:-1], kept, strict=True)
+        )
+        self.world = world
         self.offsets, self.dtype, self.shard_numel = ends[:-1], dtype, -(-ends[-1] // world)
         self.numel, self.padded_numel = sum(slot.numel for slot in self.slots), self.shard_numel * world
         self.shard_bytes, self.page_bytes = self.shard_numel * dtype.itemsize, self.padded_numel * dtype.itemsize
@@ -54,4 +96,4 @@ class Layout:
 
     def views(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
         """Full-shaped views of the parameters inside a flat buffer."""
-        return (flat[slot.offset : slot.end].view(slot.shape) for slot in self.slots)
+        return (slot.full(flat[slot.offset : slot.end]) for slot in self.slots)

@@ -18,7 +18,7 @@ Full tensors do not come through here, so forward and backward pay nothing.
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping
 from types import EllipsisType
 from typing import Any, cast
 
@@ -29,57 +29,34 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from retrograde.comm import Kind
 from retrograde.errors import UnsupportedError
-from retrograde.layout import Slot
+from retrograde.optim.answers import OVER_ALL
+from retrograde.optim.filled import mark_filled
+from retrograde.optim.part import JOINED, Part, pieces_in, plain, whole
 from retrograde.optim.reads import DRAWS, JOINS, POSITIONAL, VIEWS, Reads, reads
-from retrograde.reduction import Reducer
-from retrograde.residency import Aliased, FullTensor, Leaf, Unit, alive, edits, set_data, set_requires_grad, views
+from retrograde.residency import RESHAPES, Aliased, FullTensor, Leaf, Unit, edits, set_data, set_requires_grad, views
 
 # Without what reading and writing `.grad` does.
 raw_grad, _set_grad = (getattr(torch.Tensor.grad, name) for name in ("__get__", "__set__"))
 _TOGETHER = "computing with gradients"
-JOINED = -1  # the place of a piece that was put together from several
 
 
-class Piece(torch.Tensor):
+class Piece(Part):
     """Behaviour shared by sharded parameters, their gradients and what is computed from these elementwise."""
 
-    _unit: "weakref.ref[Unit]"
-    place: int
-    flat = False  # a piece of the flattened whole (`p.grad.flatten()`)
     aliases: "MutableMapping[Piece, None]" = {}  # noqa: RUF012 - none, but for parameters
-
-    @property
-    def unit(self) -> Unit:
-        return alive(self._unit)
-
-    @property
-    def reducer(self) -> Reducer:
-        return cast(Reducer, self.unit.sink)
-
-    @property
-    def slot(self) -> Slot:
-        return self.unit.layout.slots[self.place]
-
-    @property
-    def whole(self) -> torch.Size:
-        """The shape of what this is a piece of."""
-        return torch.Size([self.slot.numel]) if self.flat else self.slot.shape
-
-    def dim(self) -> int:
-        """The whole's, by which people choose what decays."""
-        return 1 if self.place == JOINED else len(self.whole)
-
-    ndim = property(dim)
-
-    def piece_of(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's piece of a full-shaped tensor."""
-        return full.reshape(-1)[self.unit.layout.within(self.slot, self.unit.rank)]
 
     def like(self, data: torch.Tensor, cls: "type[Piece]", flat: bool = False) -> "Piece":
         """`data` as a piece of what this is a piece of."""
         piece = data.as_subclass(cls)
         piece._unit, piece.place, piece.flat = self._unit, self.place, self.flat or flat
         return piece
+
+    def mark(self, tensor: torch.Tensor, joined: bool = False) -> None:
+        """A plain tensor that was filled from this becomes a piece, of the same parameter or of several."""
+        tensor.__class__ = Piece
+        piece = cast(Piece, tensor)
+        piece._unit, piece.flat = self._unit, self.flat
+        piece.place = JOINED if joined else self.place
 
     @property
     def data(self) -> torch.Tensor:
@@ -102,16 +79,31 @@ class Piece(torch.Tensor):
         items = name in ("__getitem__", "__setitem__") and isinstance(args[0], Piece)
         if items and isinstance(args[1], slice | EllipsisType) and args[1] in (..., slice(None)):
             return args[0] if name == "__getitem__" else args[0].copy_(torch.as_tensor(args[2]))
+        if name == "view_as" and not isinstance(args[0], Piece) and args[1].place != JOINED:
+            return _viewed_as(args[0], args[1])
+        if name in RESHAPES and isinstance(args[0], Piece):
+            raise UnsupportedError(
+                f"rank {args[0].unit.rank}: {name} would change the shape of this rank's piece "
+                f"and not of what it is a piece of: use the function that returns another tensor ({name[:-1]})"
+            )
         if func in _TRANSPOSED:
             return _on_wholes(func, "transposed", args, kwargs)
         # Attributes are this piece's own, and asked for all the time; pieces of several parameters are vectors.
-        if name in ("__get__", "__set__") or (items and args[0].place == JOINED):
+        if name in ("__get__", "__set__"):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if items and args[0].place == JOINED:
+            with torch._C.DisableTorchFunctionSubclass():
+                found = func(*args, **kwargs)
+            return args[0].like(found, Piece) if name == "__getitem__" and found.dim() == 1 else found
         if not args and (first := kwargs.keys() & _FIRST):
             args = (kwargs.pop(first.pop()),)
+        foreach = name.startswith("_foreach_")
+        mixed = foreach and any(_is_beside(each) for arg in args if isinstance(arg, list | tuple) for each in arg)
+        if mixed:
+            args = _aligned_lists(name, args)
         kind = reads(name, getattr(func, "__module__", "") == "torch.nn.functional")
-        pieces = list(_pieces(args))
+        pieces = list(pieces_in(args))
         beside = [arg for arg in args if isinstance(arg, torch.Tensor) and not isinstance(arg, Piece)]
         recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*pieces, *beside))
         if _asks_for_all(name, args, kwargs) or (recorded and name in VIEWS and name != "detach"):
@@ -119,16 +111,16 @@ class Piece(torch.Tensor):
         for piece in pieces if edits(name) or kind is not Reads.LOCAL else ():
             if isinstance(piece, ShardedGradient):
                 piece.reducer.settle("p.grad is used")
-                if edits(name) or (kind is Reads.ELEMENTS and name not in _OVER_ALL):
+                if edits(name) or (kind is Reads.ELEMENTS and name not in OVER_ALL):
                     piece.reducer.settle(_TOGETHER, Kind.TOTAL)
-        if name in _OVER_ALL or (kind is not Reads.LOCAL and not edits(name)):
+        if name in OVER_ALL or (kind is not Reads.LOCAL and not edits(name)):
             if recorded:
                 return func(*_wholes(args, name), **kwargs)  # part of a loss: it must be differentiable
-            result = _OVER_ALL[name](func, args, kwargs) if name in _OVER_ALL else NotImplemented
+            result = OVER_ALL[name](func, args, kwargs) if name in OVER_ALL else NotImplemented
             if result is not NotImplemented:
                 return result
             others = (*args[1:], *kwargs.values())
-            if kind is Reads.ALL or (name in _OVER_ALL and not any(isinstance(arg, torch.Tensor) for arg in others)):
+            if kind is Reads.ALL or (name in OVER_ALL and not any(isinstance(arg, torch.Tensor) for arg in others)):
                 return _on_wholes(func, name, args, kwargs)
         if edits(name) and (name in POSITIONAL if isinstance(args[0], Piece) else _takes_wholes(name, args)):
             return _edited(func, name, args, kwargs)
@@ -144,20 +136,48 @@ class Piece(torch.Tensor):
                 gates.enter_context(leaf.unit.gate.writing(f"{name} on {leaf.slot.name}", leaf.unit, leaf.place))
             gates.enter_context(torch._C.DisableTorchFunctionSubclass())
             result = func(*args, **kwargs)
+        if pieces and (mixed or not foreach) and (edits(name) or "out" in kwargs):
+            from_gradients = not all(isinstance(piece, Leaf | _Alias) for piece in pieces)
+            mark_filled(name, args, kwargs, pieces, from_gradients)
         return _keep(result, name, kind, given)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The whole, to which numpy refuses to write: it would not reach the piece."""
+        array = super().numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
 
     def detach_(self) -> Any:
         return super().detach_() if self.requires_grad else self  # torch refuses it for any view
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        """In a file nothing would say that it is a piece, and of what."""
+        if self.place == JOINED or self.unit.layout.world > 1:
+            of = "several parameters" if self.place == JOINED else f"parameter {self.slot.name}"
+            raise UnsupportedError(
+                f"rank {self.unit.rank}: pickling or saving this rank's piece of {of}, as if it were all of it. Save "
+                f"model.state_dict() or entries of it, engine.full_grad(p) for a gradient, optimizer.state_dict() for "
+                f"an optimizer's state; for this rank's elements use p.data.as_subclass(torch.Tensor), which is plain"
+            )
+        return self.slot.full(plain(self)).reshape(self.whole).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return plain(self)
+        kept = OptimizerState if isinstance(self, OptimizerState) else Piece
+        return memo.setdefault(id(self), self.like(plain(self), kept))  # type: ignore[no-any-return]
 
 
 class _Alias(Piece):
     """A view of a sharded parameter (`p.data`, `p.detach()`, `p.view(-1)`): writing it writes the parameter."""
+
+
+class OptimizerState(Piece):
+    """What `optimizer.state_dict()` holds: each rank saves its own, which says whose it is (state.py)."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 class ShardedGradient(Piece):
@@ -176,6 +196,7 @@ class ShardedParameter(Piece, Leaf, nn.Parameter):
         param.__class__ = ShardedParameter
         leaf = cast(ShardedParameter, param)
         leaf._unit, leaf.place, leaf.aliases = weakref.ref(unit), index, WeakTensorKeyDictionary()
+        leaf.copies = None
         # Hooks registered before sharding get the same treatment as those registered after it. Their tables stay what
         # they are, so that the handles users hold still remove them.
         before, after = cast(Any, leaf._backward_hooks), cast(Any, leaf._post_accumulate_grad_hooks)
@@ -221,6 +242,8 @@ class ShardedParameter(Piece, Leaf, nn.Parameter):
             return super().register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
 
     def full(self) -> torch.Tensor:
+        if self.copies is not None:
+            self.check_copies()
         return self.reducer.full(self.unit, self.place)
 
     @property
@@ -265,22 +288,17 @@ def _run_all(hooks: dict[int, Callable[[torch.Tensor], Any]], grad: torch.Tensor
 
 
 # ---- arguments and results
-def _pieces(args: Any) -> Iterator[Piece]:
-    for arg in args:
-        if isinstance(arg, Piece):
-            yield arg
-        elif isinstance(arg, list | tuple):
-            yield from _pieces(arg)
-
-
 def _wholes(args: Any, name: str) -> Any:
     """The arguments with everything that is a piece made whole, in one meeting."""
     leaves, spec = tree_flatten(list(args))
-    pieces = [leaf for leaf in leaves if type(leaf) in (Piece, ShardedGradient)]
+    pieces = [leaf for leaf in leaves if type(leaf) in (Piece, OptimizerState, ShardedGradient)]
     if any(piece.place == JOINED for piece in pieces):
         raise UnsupportedError(f"{name} of parts of several parameters: use p.full() or engine.full_grad(p) for each")
     recorded = [piece for piece in pieces if torch.is_grad_enabled() and piece.requires_grad]
-    wholes = {id(p): p.reducer.regather(p.unit, p.place, p.as_subclass(torch.Tensor)).view(p.whole) for p in recorded}
+    wholes = {}
+    for piece in recorded:
+        full = piece.reducer.regather(piece.unit, piece.place, piece.as_subclass(torch.Tensor))
+        wholes[id(piece)] = full.reshape(piece.whole)
     if rest := [piece for piece in pieces if id(piece) not in wholes]:
         wholes |= zip(map(id, rest), whole(name, rest, lambda: map(plain, rest)), strict=True)
     for leaf in leaves:
@@ -288,29 +306,6 @@ def _wholes(args: Any, name: str) -> Any:
             full = leaf.reducer.full(leaf.unit, leaf.place)
             wholes[id(leaf)] = full if isinstance(leaf, ShardedParameter) else full.detach().view(leaf.whole)
     return tree_unflatten([wholes.get(id(leaf), leaf) for leaf in leaves], spec)
-
-
-def whole(what: str, pieces: Sequence[Piece], local: Callable[[], Iterable[Any]]) -> list[torch.Tensor | None]:
-    """What `pieces` are pieces of, from everybody's `local` parts, in one meeting; None where a rank has none."""
-
-    def put_together(piece: Piece, *parts: Any) -> torch.Tensor | None:
-        if any(part is None for part in parts):
-            return None
-        return torch.cat(parts).view(piece.whole)
-
-    by_rank = _everybodys(what, pieces, lambda: list(local()))
-    return list(map(put_together, pieces, *by_rank))
-
-
-def _everybodys(what: str, pieces: Sequence[Piece], value: Callable[[], Any]) -> list[Any]:
-    of = "several parameters" if pieces[0].place == JOINED else pieces[0].slot.name
-    label = f"{what} of {of}" + f" and {len(pieces) - 1} more" * (len(pieces) > 1)
-    return pieces[0].reducer.council.values(label, value)
-
-
-def plain(piece: torch.Tensor) -> torch.Tensor:
-    with torch._C.DisableTorchFunctionSubclass():
-        return piece.detach().as_subclass(torch.Tensor).reshape(-1).clone()
 
 
 _FIRST = {"input", "self", "tensor", "tensors"}  # names of a first argument
@@ -324,20 +319,34 @@ def _on_wholes(func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> A
     if view and isinstance(args[0], ShardedParameter | _Alias):
         full, *rest = _wholes(args, name)
         return getattr(full, name, functools.partial(func, full))(*rest, **kwargs)
-    graph = torch.is_grad_enabled() and any(piece.requires_grad for piece in _pieces(args))
+    graph = torch.is_grad_enabled() and any(piece.requires_grad for piece in pieces_in(args))
     with torch.inference_mode() if view and not graph else contextlib.nullcontext():
         return func(*_wholes(args, name), **kwargs)
+
+
+def _viewed_as(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """A plain tensor in the shape of a parameter: of as many elements as the whole has, or nobody knows which."""
+    if tensor.numel() != piece.slot.numel:
+        raise UnsupportedError(
+            f"rank {piece.unit.rank}: a tensor of shape {tuple(tensor.shape)} viewed as parameter {piece.slot.name}, "
+            f"of shape {tuple(piece.whole)}, of which this rank has a piece of shape {tuple(piece.shape)}. If it is "
+            f"part of a vector of all parameters, call parameters_to_vector() and vector_to_parameters() both under "
+            f"torch.no_grad()"
+        )
+    return tensor.view(piece.shape if piece.shape == tensor.shape else piece.whole)
 
 
 def _takes_wholes(name: str, args: Any) -> bool:
     """Is a plain tensor edited that is not of a piece's size? A full tensor is not, whatever its size."""
     place = args[0][args[1]] if name == "__setitem__" else args[0]
-    return isinstance(place, torch.Tensor) and (isinstance(place, Aliased) or place.shape != next(_pieces(args)).shape)
+    if not isinstance(place, torch.Tensor):
+        return False
+    return isinstance(place, Aliased) or place.shape != next(pieces_in(args)).shape
 
 
 def _edited(func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
     """An edit that asks where in the whole an element is, or one of a plain tensor by a piece."""
-    if not isinstance(args[0], Aliased | Piece) and not all(isinstance(p, Leaf | _Alias) for p in _pieces(args)):
+    if not isinstance(args[0], Aliased | Piece) and not all(isinstance(p, Leaf | _Alias) for p in pieces_in(args)):
         raise UnsupportedError(f"{name} with a part of a gradient: write x = x + p.grad, or use engine.full_grad(p)")
     full, *rest = _wholes(args, name)
     if full is args[0]:
@@ -355,10 +364,43 @@ def _aligned(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
     return piece.piece_of(tensor.expand(piece.whole)) if fits and tensor.dim() <= len(piece.whole) else tensor
 
 
+def _is_beside(each: Any) -> bool:
+    """A tensor that is no piece. In an optimizer's step there is none among them."""
+    return not isinstance(each, Piece) and isinstance(each, torch.Tensor)
+
+
+def _aligned_lists(name: str, args: Any) -> Any:
+    """The same for lists of tensors: each is aligned with the piece that has its place in another list."""
+    columns = [arg for arg in args if isinstance(arg, list | tuple)]
+    rows = [list(pieces_in(row)) for row in zip(*columns, strict=False)]
+    aligned = []
+    for arg in args:
+        if not isinstance(arg, list | tuple):
+            aligned.append(arg)
+            continue
+        column = list(arg)
+        for index, pieces in enumerate(rows):
+            tensor = column[index]
+            if not pieces or not isinstance(tensor, torch.Tensor) or _aligned(tensor, pieces[0]) is tensor:
+                continue
+            if not aligned and edits(name):
+                raise UnsupportedError(
+                    f"rank {pieces[0].unit.rank}: {name} of a tensor of shape {tuple(tensor.shape)} with this rank's "
+                    f"piece of parameter {pieces[0].slot.name}: start from pieces (p.detach().clone()), or edit whole "
+                    f"tensors one by one (x.lerp_(p.detach(), weight))"
+                )
+            column[index] = _aligned(tensor, pieces[0])
+        aligned.append(column)
+    return tuple(aligned)
+
+
 def _asks_for_all(name: str, args: Any, kwargs: Any) -> bool:
     """Because of its arguments: a shape that is not this piece's own is one of the whole's."""
-    if name == "where" or name in JOINS:
-        return len(args) == 1 if name == "where" else not all(isinstance(each, Piece) for each in args[0])
+    if name == "where":
+        return len(args) == 1
+    if name in JOINS:
+        along = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+        return along != 0 or not all(isinstance(each, Piece) for each in args[0])
     given = [*args[1:], *(kwargs[key] for key in ("shape", "size") if key in kwargs)]
     if name not in ("view", "reshape") or not given or isinstance(given[0], torch.dtype):
         return False
@@ -384,7 +426,7 @@ def _keep(result: Any, name: str, kind: Reads, args: Any) -> Any:
         return tuple(_gradient(grad, of) for grad, of in zip(result, args[1], strict=True))
     if name in _FLAT and isinstance(result, Piece):
         result = result.as_subclass(torch.Tensor)  # torch returns what has one dimension already as it is
-    if type(result) is not torch.Tensor or (source := next(_pieces(args), None)) is None:
+    if type(result) is not torch.Tensor or (source := next(pieces_in(args), None)) is None:
         return result
     joined, like = isinstance(args[0], list | tuple), kind is Reads.ELEMENTS or name.endswith("_like") or name in VIEWS
     if not like or (not joined and result.numel() != source.numel()):
@@ -402,7 +444,8 @@ def _keep(result: Any, name: str, kind: Reads, args: Any) -> Any:
 def _drawn(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Random numbers for a piece: drawn for the whole, as torch does, so that ranks with one seed draw one tensor."""
     piece = args[0]
-    blank = piece.new_empty(piece.slot.shape, requires_grad=piece.requires_grad)  # torch may refuse to edit a leaf
+    blank = piece.slot.full(piece.new_empty(piece.slot.numel))
+    blank.requires_grad_(piece.requires_grad)  # torch may refuse to edit a leaf
     mine = piece.piece_of(func(blank, *args[1:], **kwargs))
     with torch.no_grad():
         return piece.copy_(mine) if edits(func.__name__) else piece.like(mine, Piece)
@@ -412,65 +455,3 @@ def _gradient(grad: torch.Tensor | None, of: Any) -> torch.Tensor | None:
     if grad is not None and isinstance(of, FullTensor):
         return cast(torch.Tensor, _wholes([cast(Piece, of.leaf).like(grad, Piece)], "the gradient")[0])
     return of.like(grad, Piece) if grad is not None and isinstance(of, ShardedParameter) else grad
-
-
-# ---- reading all of it, without moving all of it
-def _folded(pieces: Sequence[Piece], name: str, local: Callable[..., Any], combine: Callable[..., Any]) -> list[Any]:
-    """`local` of each whole tensor from `local` of its pieces, in one meeting. An empty piece has no say in it."""
-    with torch._C.DisableTorchFunctionSubclass():
-        plain = [piece.as_subclass(torch.Tensor).detach() for piece in pieces]
-        by_rank = _everybodys(name, pieces, lambda: [local(t) if t.numel() else None for t in plain])
-        found = [[value for value in values if value is not None] for values in zip(*by_rank, strict=True)]
-        return [functools.reduce(combine, f) if f else local(t) for f, t in zip(found, plain, strict=True)]
-
-
-def _norms(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Of one tensor (torch calls the order `p` or `ord`) or, foreach, of many; added up in double precision, so that
-    the order of adding pieces is not seen in the result's dtype."""
-    many = isinstance(args[0], list | tuple)
-    tensors = list(args[0]) if many else [args[0]]
-    beside = [value for name, value in kwargs.items() if name not in ("p", "ord", "dtype")]
-    along = not many and (len(args) > 2 or any(value is not None and value is not False for value in beside))
-    given = args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord", 2))
-    order = float({"fro": 2.0, None: 2.0}.get(given, given))
-    if many and len({getattr(tensor, "_unit", None) and tensor.reducer for tensor in tensors}) > 1:
-        return [torch.linalg.vector_norm(tensor, order) for tensor in tensors]  # of several engines, or of none
-    if along or not all(isinstance(tensor, Piece) for tensor in tensors):
-        return NotImplemented
-
-    def norm(*parts: Any) -> float:
-        values = parts[0].abs().double() if len(parts) == 1 else torch.tensor(parts, dtype=torch.double)
-        return float(torch.linalg.vector_norm(values, order))
-
-    wholes = _folded(tensors, f"norm {order:g}", norm, norm if order else float.__add__)
-    norms = [t.new_tensor(whole, dtype=t.dtype.to_real()) for t, whole in zip(tensors, wholes, strict=True)]
-    return norms if many else norms[0]
-
-
-def _reduction(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    if len(args) != 1 or kwargs or not isinstance(args[0], Piece):
-        return NotImplemented
-    return _folded(args, func.__name__, func, _COMBINE[func.__name__])[0]
-
-
-def _found_inf(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """GradScaler's check: inf on one rank is inf on all."""
-    grads, found = args[0], args[1]
-    with torch._C.DisableTorchFunctionSubclass():
-        func(*args, **kwargs)
-    if (piece := next(_pieces(grads), None)) is not None:
-        by_rank = piece.reducer.council.values("found_inf", found.clone)
-        found.copy_(functools.reduce(torch.maximum, by_rank))
-
-
-# How the ranks' answers make the answer for the whole.
-_COMBINE: dict[str, Callable[..., torch.Tensor]] = {
-    "sum": torch.add, "any": torch.logical_or, "all": torch.logical_and,
-    "max": torch.maximum, "amax": torch.maximum, "min": torch.minimum, "amin": torch.minimum,
-}  # fmt: skip
-_OVER_ALL: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("norm", "linalg_vector_norm", "linalg_norm", "_foreach_norm"), _norms),
-    **dict.fromkeys(_COMBINE, _reduction),
-    "_foreach_max": lambda func, args, kwargs: [tensor.max() for tensor in args[0]],
-    "_amp_foreach_non_finite_check_and_unscale_": _found_inf,
-}

@@ -3,8 +3,8 @@
 | reads    | such as                                  | on a piece                                            |
 |----------|------------------------------------------|-------------------------------------------------------|
 | ELEMENTS | `mul`, `abs`, `isfinite`, `lerp`         | works as it is; the result is a piece again            |
-| ALL      | `norm`, `sum`, `topk`, `equal`, `t`      | would be a silent error: answered for the whole tensor |
-| LOCAL    | `numel`, `size`, `numpy`, `zeros_like`   | plain torch on this rank's memory (the last: a piece)  |
+| ALL      | `norm`, `sum`, `topk`, `numpy`, `t`      | would be a silent error: answered for the whole tensor |
+| LOCAL    | `numel`, `size`, `zeros_like`            | plain torch on this rank's memory (the last: a piece)  |
 
 Views are local where they leave a piece a piece (`VIEWS`), if no graph records them. Edits that ask where in the whole
 an element is (`POSITIONAL`) are made on the whole, and random numbers (`DRAWS`) are drawn for the whole.
@@ -32,7 +32,8 @@ class Reads(Enum):
 _ELEMENTS = {"float", "double", "half", "bfloat16", "int", "long", "bool", "type", "to", "type_as", "cpu", "contiguous"}
 JOINS = {"cat", "concat", "concatenate", "hstack"}
 _ELEMENTS |= {"byte", "short", *JOINS}
-_ALL = {"equal", "allclose", "item", "unique", "unique_consecutive", "__getitem__"}
+_ALL = {"equal", "allclose", "item", "unique", "unique_consecutive", "__getitem__", "__contains__"}
+_ALL |= {"numpy", "tolist", "__array__", "__float__", "__int__", "__bool__", "__complex__", "__index__"}
 VIEWS = {"detach", "view", "reshape", "flatten", "ravel", "view_as"}
 # Edits in which it matters where in the whole an element is.
 POSITIONAL = {"index_add_", "index_copy_", "index_fill_", "index_put_", "index_reduce_", "put_", "renorm_", "addmm_"}

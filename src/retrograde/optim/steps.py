@@ -12,7 +12,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from retrograde.errors import UnsupportedError
-from retrograde.optim.pieces import Piece, ShardedParameter, raw_grad
+from retrograde.optim.pieces import ShardedParameter, raw_grad
+from retrograde.optim.state import adopt_state
 from retrograde.reduction import Reducer
 from retrograde.torch_internals import before_clipping, before_zero_grad
 
@@ -58,9 +59,8 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             )
         reducer.begin_step()
         for leaf in leaves:
-            for key, value in optimizer.state[leaf].items():
-                if type(value) is torch.Tensor and value.shape == leaf.shape:
-                    optimizer.state[leaf][key] = leaf.like(value, Piece)  # its norm is that of the whole (LAMB)
+            leaf.check_copies()
+            adopt_state(optimizer, leaf)
 
 
 def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -19,7 +19,7 @@ Grads = Sequence[torch.Tensor | None]
 
 
 def huge(grads: Grads) -> dict[int, torch.Tensor]:
-    return {i: grad.reshape(-1) for i, grad in enumerate(grads) if grad is not None and grad.nbytes >= HUGE}
+    return {i: grad for i, grad in enumerate(grads) if grad is not None and grad.nbytes >= HUGE}
 
 
 class _Producer(NamedTuple):
@@ -30,7 +30,8 @@ class _Producer(NamedTuple):
 
 class Bucket:
     def __init__(self, unit: Unit, pool: BufferPool, passed: Mapping[int, torch.Tensor]) -> None:
-        self.unit, self._pool, self._passed = unit, pool, dict(sorted(passed.items()))
+        self.unit, self._pool = unit, pool
+        self._passed = {index: unit.layout.slots[index].flatten(grad) for index, grad in sorted(passed.items())}
         self.present = [False] * len(unit.leaves)
         self._producers: list[_Producer] = []
         numel = unit.layout.padded_numel - sum(grad.numel() for grad in passed.values())
@@ -46,7 +47,7 @@ class Bucket:
                 stream.wait(other.event)
         for index, grad in mine.items():
             if index not in self._passed:
-                place = self.place(index).view(grad.shape)
+                place = self.unit.layout.slots[index].full(self.place(index))
                 write = place.add_ if self.present[index] else place.copy_
                 stream.run(lambda write=write, grad=grad: write(grad))  # type: ignore[misc]
             self.present[index] = True

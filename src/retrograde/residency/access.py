@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from retrograde.errors import UnsupportedError
+from retrograde.residency.copies import Copied
 from retrograde.residency.full import FullTensor
 from retrograde.residency.saved import SavedTensors
 
 MADE = "_retrograde_made"  # marks a generated class
 
 
-class Leaf:
+class Leaf(Copied):
     """A sharded parameter, as modules see it (optim/pieces.py)."""
 
     __slots__ = ()
@@ -48,12 +49,7 @@ class Sharded(nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         for name, leaf in self.named_parameters(recurse=recurse):
             if isinstance(leaf, Leaf):
-                probe = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
-                if (after := fn(probe)).dtype != probe.dtype or after.device != probe.device:
-                    raise UnsupportedError(
-                        f"{type(self).__name__}.to(): parameter {name} is sharded as {leaf.dtype} on {leaf.device}: "
-                        f"convert the model before rg.shard(), or load its state_dict() into a converted one"
-                    )
+                _refuse_conversion(self, fn, name, leaf)
         own = dict(self._parameters)
         self._parameters.clear()  # nothing to change in the leaves; buffers are the module's own
         try:
@@ -65,8 +61,7 @@ class Sharded(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, leaf in leaves(self).items():
             if prefix + name in destination:
-                full = leaf.full()
-                destination[prefix + name] = full if keep_vars else full.detach().clone()
+                destination[prefix + name] = leaf.full() if keep_vars else leaf.copy_for(destination)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: Any, *rest: Any) -> None:
         errors: list[str] = rest[-1]
@@ -76,6 +71,7 @@ class Sharded(nn.Module):
             errors.append(f"{first}: assign=True would replace sharded parameters; load with assign=False")
             return
         for name, leaf in sharded.items():
+            leaf.forget_writes_to_copies()
             given = state_dict.get(prefix + name)
             if isinstance(given, torch.Tensor) and given.shape == leaf.slot.shape:
                 state_dict[prefix + name] = leaf.piece_of(given)
@@ -89,9 +85,29 @@ class Sharded(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(
-            f"a sharded {type(self).__name__} cannot be copied or pickled: its shards live on all ranks. Build a new "
-            f"model and load_state_dict(model.state_dict()), or save model.state_dict()"
+            f"a sharded {type(self).__name__} cannot be copied or pickled: its shards live on all ranks. For a second "
+            f"model (a reference, an average, as deepcopy() and AveragedModel() make it) build it as the first one, "
+            f"load_state_dict(model.state_dict()) and give it to rg.shard(), on every rank; for an average of the "
+            f"weights keep [p.detach().clone() for p in model.parameters()] and torch._foreach_lerp_(); to save, use "
+            f"model.state_dict()"
         )
+
+
+def _refuse_conversion(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], name: str, leaf: Any) -> None:
+    """What `module.to()` would do to a parameter, seen on a small tensor in its place."""
+    probe = torch.empty([2] * leaf.dim(), dtype=leaf.dtype, device=leaf.device)
+    in_place = leaf.slot.strides
+    if in_place is not None:
+        outermost_first = sorted(range(probe.dim()), key=lambda dim: in_place[dim], reverse=True)
+        inverse = sorted(range(probe.dim()), key=outermost_first.__getitem__)
+        probe = probe.permute(inverse)
+    after = fn(probe)
+    if after.dtype == probe.dtype and after.device == probe.device and after.stride() == probe.stride():
+        return
+    raise UnsupportedError(
+        f"{type(module).__name__}.to(): parameter {name} is sharded as {leaf.dtype} on {leaf.device}, in the "
+        f"memory_format it had: convert the model before rg.shard(), or load its state_dict() into a converted one"
+    )
 
 
 class ShardedRNN:

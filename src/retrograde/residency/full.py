@@ -20,6 +20,11 @@ get_requires_grad, set_requires_grad = (getattr(torch.Tensor.requires_grad, name
 _NOT_EDITS = {"requires_grad_", "detach_", "share_memory_", "rename_"}
 
 
+# Edits of what a tensor is, not of its elements.
+RESHAPES = {"set_", "resize_", "resize_as_", "t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"}
+RESHAPES |= {"as_strided_"}
+
+
 def overloads(name: str) -> list[Any]:
     """What torch knows of its function of this name: none if it is written in Python."""
     packet = getattr(torch.ops.aten, name, None)
@@ -73,6 +78,12 @@ class Aliased(torch.Tensor):
         with torch.no_grad():
             self.copy_(value)
 
+    def numpy(self, *, force: bool = False) -> Any:
+        """An array to which numpy refuses to write: no counter would move, and the shard would not know."""
+        array = super().numpy(force=force)
+        array.flags.writeable = False
+        return array
+
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return self.detach().clone().requires_grad_(self.requires_grad)
 
@@ -121,6 +132,12 @@ def _reporting(name: str) -> Callable[..., Any]:
         unit = self._unit()
         if unit is None:
             return method(self, *args, **kwargs)
+        if name in RESHAPES:
+            parameter = unit.layout.slots[self._slot].name
+            raise UnsupportedError(
+                f"rank {unit.rank}: {name} would change the shape of what shows parameter {parameter}, and not of the "
+                f"parameter: use the function that returns another tensor ({name[:-1]})"
+            )
         if torch.is_grad_enabled() and self.requires_grad:
             raise RuntimeError(
                 f"parameter {unit.layout.slots[self._slot].name} requires grad and is used in an in-place "

@@ -19,6 +19,9 @@ Rule 3: the first edit after a step needs a fence; so does editing a parameter a
         edit to the next step owners send copies.
 Rule 4: an edit nobody reported (through an alias of a leaf) still moves the leaf's version counter: readers
         and owners compare how many such stray edits they saw.
+Rule 5: an edit of a full tensor that nobody reported (`torch._foreach_mul_`, `out=`) moves the full tensor's counter.
+        It becomes a reported one when its rank next looks (unit.py). Until then, where pages stay, the shard is not
+        served: its old values are gone, and who still needs them is told so.
 """
 
 import contextlib
@@ -99,6 +102,13 @@ class Gate:
             return f"it has not finished the step or edit that the reader has finished (fence {self.clock})"
         if not unit.fenced <= stamp.edits <= unit.edits:
             return f"it has made {unit.edits} edits of this unit where the reader has made {stamp.edits}"
+        stray = unit.stray_edit()
+        if stray is not None:
+            return (
+                f"it has written to the full tensor of parameter {stray} before the reader had read it, by a function "
+                f"that does not wait for readers, as torch._foreach_mul_ or out=; edit weights by their methods (mul_, "
+                f"copy_), by functions of model.parameters(), or under engine.full_params(write=True)"
+            )
         if self._phase is Kind.FENCE or unit.edits > stamp.edits:
             return unit.shard_after(stamp.edits)
         if unit.version - unit.settled != stamp.stray:

@@ -102,6 +102,7 @@ class Unit:
         self.reading: Reading | None = None
         self._loaded: Event = None
         self._read_at = -1
+        self._edits_seen: list[int] | None = None  # counters of the full tensors, but while these are being renewed
         self._stubs = [torch.empty((), dtype=layout.dtype, device=home.device).expand(s.shape) for s in layout.slots]
 
     def connect(self, gate: Gate, sink: Any, pool: BufferPool) -> None:
@@ -192,6 +193,7 @@ class Unit:
 
     def outdate(self) -> None:
         """What was saved of the memory so far without a handle is stale, and refused by autograd."""
+        self._edits_seen = None  # the service thread may look meanwhile (`stray_edit`)
         for out in self.outs:
             torch.autograd.graph.increment_version(out)
         self._edits_seen = self._edit_counters()
@@ -214,7 +216,7 @@ class Unit:
         if self.trained[slot]:
             return self.outs[slot]
         place = self.layout.slots[slot]
-        return FullTensor.of(self.page[place.offset : place.end].view(place.shape), self, slot)
+        return FullTensor.of(place.full(self.page[place.offset : place.end]), self, slot)
 
     def _point(self, memory: Sequence[torch.Tensor]) -> None:
         for out, data in zip(self.outs, memory, strict=True):
@@ -233,12 +235,28 @@ class Unit:
 
     def write_back_if_edited(self) -> None:
         """An edit that was not reported (through an alias of a full tensor) reaches the shard here."""
-        if self.ready and (now := self._edit_counters()) != (seen := self._edits_seen):
+        seen = self._edits_seen
+        if self.ready and seen is not None and (now := self._edit_counters()) != seen:
             self._edits_seen = now  # a fence looks for edits too
             slots = [slot for slot in range(len(self.leaves)) if now[slot] != seen[slot] or now[-1] != seen[-1]]
             for slot in slots:
                 with self.gate.writing(f"an edit of {self.layout.slots[slot].name}", self, slot):
                     self.write_back(slot)
+
+    def stray_edit(self) -> str | None:
+        """The name of a parameter whose shard was written to through its full tensor by a function that does not tell
+        (`torch._foreach_mul_`, `out=`), and has not passed a fence since. Where the page is the shard's home there is
+        nothing left of the values before."""
+        seen = self._edits_seen
+        if not self.at_home or not self.ready or seen is None:
+            return None
+        told = {slot for slot, _ in self.undo}
+        now = self._edit_counters()
+        stray = [slot for slot in range(len(self.leaves)) if now[slot] != seen[slot] and slot not in told]
+        if stray:
+            return self.layout.slots[stray[0]].name
+        frozen = now[-1] != seen[-1] and not told  # their full tensors share the page's counter
+        return f"of unit {self.name}" if frozen else None
 
     def write_back(self, slot: int) -> None:
         """A full tensor was edited: its part on this rank goes into the shard. The page stays valid."""

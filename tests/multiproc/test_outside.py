@@ -1,0 +1,153 @@
+"""Pieces in the hands of code that does not ask them: collectives by hand, files, vmap, buffers, changes of shape."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import retrograde as rg
+from tests.harness import RankPool
+from tests.multiproc.test_idioms import STAGES, Idiom, Loss, batch, both, net, sgd, weight
+
+Ranks = Callable[[int], RankPool]
+
+
+def saved(thing: Any) -> None:
+    torch.save(thing, io.BytesIO())
+
+
+REFUSED: dict[str, tuple[Callable[[nn.Module], Any], tuple[str, ...]]] = {
+    "all_reduce by hand": (
+        lambda model: [dist.all_reduce(param.grad) for param in model.parameters()],
+        ("a collective of torch.distributed", "0.0.weight", "reduced its gradient already"),
+    ),
+    "broadcast by hand": (
+        lambda model: dist.broadcast(weight(model).data, 0),
+        ("a collective of torch.distributed", "1.0.weight", "rank 0's values"),
+    ),
+    "all_gather by hand": (
+        lambda model: dist.all_gather([torch.empty(1)] * 2, weight(model).grad),
+        ("a collective of torch.distributed", "as_subclass(torch.Tensor)"),
+    ),
+    "a list": (lambda model: dist.all_reduce_coalesced([weight(model).grad]), ("a collective", "1.0.weight")),
+    "torch.save of p.data": (
+        lambda model: saved({name: param.data for name, param in model.named_parameters()}),
+        ("saving this rank's piece of parameter 0.0.weight", "model.state_dict()"),
+    ),
+    "torch.save of p.grad": (
+        lambda model: saved([param.grad.cpu() for param in model.parameters()]),
+        ("saving this rank's piece of parameter 0.0.weight", "engine.full_grad(p)"),
+    ),
+    "pickle of what was computed": (
+        lambda model: pickle.dumps(weight(model).grad * 2),
+        ("saving this rank's piece of parameter 1.0.weight",),
+    ),
+    "pickle of several": (
+        lambda model: pickle.dumps(torch.cat([param.grad.flatten() for param in model.parameters()]).detach()),
+        ("saving this rank's piece of several parameters",),
+    ),
+    "vmap": (lambda model: torch.vmap(torch.sum)(weight(model).grad), ("torch.vmap", "engine.full_grad(p)")),
+    "a buffer": (
+        lambda model: model.register_buffer("before", weight(model).detach().clone()),
+        ("Sequential.before, a buffer", "module.weight.detach().clone()"),
+    ),
+    "t_": (lambda model: weight(model).grad.t_(), ("t_ would change the shape",)),
+    "t_ of a full tensor": (
+        lambda model: model[1][0].weight.data.t_(),
+        ("t_ would change the shape", "parameter 1.0.weight"),
+    ),
+    "set_": (lambda model: weight(model).grad.set_(torch.ones(8, 8)), ("1.0.weight.set_()", "p.data = value")),
+    "foreach with wholes": (
+        lambda model: torch._foreach_lerp_([torch.zeros(8, 8)], [weight(model).detach()], 0.5),
+        ("_foreach_lerp_ of a tensor of shape (8, 8)", "p.detach().clone()"),
+    ),
+}
+
+
+def _refused(rank: int, world: int, name: str) -> str:
+    model = net()
+    rg.shard(model, 3)
+    model(batch(rank)).sum().backward()
+    do, _ = REFUSED[name]
+    with pytest.raises(rg.UnsupportedError) as refused:
+        do(model)
+    sgd(model).step()  # goes on
+    model(batch(rank)).sum().backward()
+    dist.barrier()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(ranks: Ranks, name: str) -> None:
+    for rank, said in enumerate(ranks(2).run(_refused, name)):
+        assert said.startswith(f"rank {rank}: ")
+        assert all(words in said for words in REFUSED[name][1]), said
+
+
+# ---- what is right
+def copies(model: nn.Module, loss: Loss) -> Tensor:
+    loss().backward()
+    copied = copy.deepcopy([param.grad for param in model.parameters()])
+    return torch.stack([grad.norm() for grad in copied])
+
+
+def side_by_side(model: nn.Module, loss: Loss) -> Tensor:
+    loss().backward()
+    grad = weight(model).grad
+    return torch.cat([grad, grad * 2], dim=1)
+
+
+def foreach_beside_wholes(model: nn.Module, loss: Loss) -> Tensor:
+    """Masks in the shape of the whole, in lists."""
+    loss().backward()
+    params = [param for param in model.parameters() if param.dim() == 2]
+    masks = [torch.arange(8.0) % 3 if param.grad.norm() > 0 else torch.ones(8) for param in params[1:]]
+    torch._foreach_mul_([param.grad for param in params[1:]], masks)
+    return torch.stack(torch._foreach_norm([param.grad for param in params]))
+
+
+@STAGES
+@pytest.mark.parametrize("idiom", (copies, side_by_side, foreach_beside_wholes), ids=lambda idiom: idiom.__name__)
+def test_idiom(ranks: Ranks, idiom: Idiom, stage: int) -> None:
+    assert ranks(2).run(both, stage, idiom, net) == ["", ""]
+
+
+def _alone(rank: int, world: int) -> None:
+    """A world of one has everything: collectives and files are right, and in the parameter's shape."""
+    model, plain = net(), net()
+    rg.shard(model, 3)
+    for each in (model, plain):
+        each(batch(0)).sum().backward()
+    dist.all_reduce(weight(model).grad)
+    again = pickle.loads(pickle.dumps(weight(model).grad))
+    assert type(again) is Tensor and torch.equal(again, weight(plain).grad)
+
+
+def test_a_world_of_one(ranks: Ranks) -> None:
+    ranks(1).run(_alone)
+
+
+def _elements(rank: int, world: int) -> int:
+    """The way out that the errors name."""
+    model = net()
+    rg.shard(model, 3)
+    model(batch(rank)).sum().backward()
+    mine = weight(model).grad.as_subclass(Tensor)
+    assert type(mine) is Tensor
+    saved(mine)
+    sizes = torch.tensor(mine.numel())
+    dist.all_reduce(sizes)
+    dist.barrier()
+    return int(sizes)
+
+
+def test_this_ranks_elements(ranks: Ranks) -> None:
+    assert ranks(2).run(_elements) == [64, 64]
