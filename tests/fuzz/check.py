@@ -18,7 +18,7 @@ from tests.fuzz.models import build, units_of
 from tests.fuzz.oracle import step_in_backward
 from tests.fuzz.play import TOGETHER, Player, install_hooks, nothing, sgd
 from tests.fuzz.recipes import NESTED, Act, Phase, Recipe
-from tests.fuzz.traces import Trace, copies, differences
+from tests.fuzz.traces import Reduced, Trace, copies, differences, miscounted
 from tests.harness import RankError, RankPool, RankTimeout
 
 TIMEOUT = 5.0  # of the engine, so that a hang becomes an error that says where
@@ -78,6 +78,19 @@ class EngineSide:
             return set()  # they may stay
         return {unit.name for unit in self.engine.units if unit.ready and not unit.at_home}
 
+    def reductions(self) -> dict[str, Reduced]:
+        ledger = self.engine.ledger
+        return {
+            unit.name: Reduced(ledger.count("reduce", unit.name), [slot.name for slot in unit.layout.slots])
+            for unit in self.engine.units
+        }
+
+    def check_gathers(self) -> None:
+        """Where pages stay, they come once until the weights change."""
+        if self.engine.policy.keeps_pages:
+            often = [unit.name for unit in self.engine.units if self.engine.ledger.count("gather", unit.name) > 1]
+            self.faults += [f"page of {name} fetched again though it stays" for name in often]
+
     def check_step(self) -> None:
         """After a step nothing of what came before it is left."""
         reducer, station = self.engine.reducer, self.engine.station
@@ -100,19 +113,23 @@ class EngineSide:
 def play(recipe: Recipe, rank: int) -> Trace:
     side = EngineSide(recipe, rank)
     player, optimizer = Player(recipe, side), sgd(side.model, recipe)
-    grads = []
+    grads, reductions = [], []
     for phase in recipe.phases:
+        side.engine.ledger.clear()
         player.phase(phase)
+        if not recipe.in_backward:
+            side.check_gathers()
         if phase.raises:
             TOGETHER["zero"](recipe, side.model, optimizer)
         grads.append(copies(side.engine.full_grads()))
+        reductions.append(side.reductions())
         for name in phase.then:
             TOGETHER[name](recipe, side.model, optimizer)
             if name == "step":
                 side.check_step()
     weights = copies(side.model.state_dict())
     dist.barrier()
-    return Trace(grads, weights, side.records, side.faults)
+    return Trace(grads, weights, side.records, side.faults, reductions=reductions)
 
 
 def _run(rank: int, world: int, recipes: Sequence[Recipe], delay: int | None) -> list[Trace]:
@@ -153,9 +170,13 @@ class Checker:
             if len(recipes) == 1:
                 return [[str(error)]]
             return [self.check(recipe, delay) for recipe in recipes]
-        return [_compare(got, want) for got, want in zip(zip(*by_rank, strict=True), expected, strict=True)]
+        triples = zip(recipes, zip(*by_rank, strict=True), expected, strict=True)
+        return [_compare(recipe, got, want) for recipe, got, want in triples]
 
 
-def _compare(got: Sequence[Trace], want: Sequence[Trace]) -> list[str]:
-    pairs = enumerate(zip(got, want, strict=True))
-    return [f"rank {rank}: {each}" for rank, (ours, theirs) in pairs for each in differences(ours, theirs)]
+def _compare(recipe: Recipe, got: Sequence[Trace], want: Sequence[Trace]) -> list[str]:
+    found = []
+    for rank, (ours, theirs) in enumerate(zip(got, want, strict=True)):
+        wrong = differences(ours, theirs) + miscounted(recipe, ours, theirs)
+        found += [f"rank {rank}: {each}" for each in wrong]
+    return found

@@ -15,7 +15,7 @@ from tests.fuzz.models import build
 from tests.fuzz.play import RATE, TOGETHER, Player, install_hooks, nothing, sgd
 from tests.fuzz.recipes import Act, Phase, Recipe
 from tests.fuzz.traces import Trace, copies
-from tests.patterns.oracle import Recorder, replay
+from tests.patterns.oracle import Contribution, Recorder, replay
 
 
 class PlainSide:
@@ -50,12 +50,13 @@ def play(recipe: Recipe) -> list[Trace]:
     trained = sides[0].model
     optimizer = sgd(trained, recipe)
     reduced: dict[str, Tensor | None] = dict.fromkeys(dict(trained.named_parameters()))
-    grads = []
+    grads, backwards = [], []
     for phase in recipe.phases:
         for side, player in zip(sides, players, strict=True):
             side.model.zero_grad()
             side.recorder.begin()
             player.phase(phase)
+        backwards.append(_backwards(sides[0].recorder))
         _put_together(recipe, sides, reduced)
         if phase.raises:
             TOGETHER["zero"](recipe, trained, optimizer)
@@ -65,7 +66,15 @@ def play(recipe: Recipe) -> list[Trace]:
         reduced = {name: p.grad for name, p in trained.named_parameters()}
         _follow(sides)
     weights = copies(trained.state_dict())
-    return [Trace(grads, weights, side.records, []) for side in sides]
+    return [Trace(grads, weights, side.records, backwards=backwards) for side in sides]
+
+
+def _backwards(recorder: Recorder) -> dict[str, set[int]]:
+    """Which backwards brought a gradient of each parameter, on one rank. In a window all count as one."""
+    return {
+        name: {entry.group for entry in timeline if isinstance(entry, Contribution)}
+        for name, timeline in recorder.timelines.items()
+    }
 
 
 def _put_together(recipe: Recipe, sides: list[PlainSide], reduced: dict[str, Tensor | None]) -> None:

@@ -16,7 +16,7 @@ from tests.fuzz.models import batch, build
 from tests.fuzz.play import sgd
 from tests.fuzz.recipes import ALIKE, ALONE, KINDS, NESTED, Act, Phase, Recipe
 from tests.fuzz.shrink import candidates, shrink
-from tests.fuzz.traces import Trace, differences
+from tests.fuzz.traces import Reduced, Trace, differences, miscounted
 from tests.harness import RankPool
 
 SEEDS = range(50)
@@ -81,6 +81,18 @@ def test_differences_are_seen() -> None:
     got.records[0][1].mul_(2)
     got.faults.append("a page")
     assert differences(got, want) == ["a page", "phase 0: gradient of head.bias", "weight inp.weight", "record 0: loss"]
+
+
+def test_a_reduction_too_many_is_seen() -> None:
+    """Two backwards are two reductions; in a window, and at stage 1, one."""
+    acts = (Act("backward", (0,)), Act("backward", (0,)))
+    case = replace(PLAIN, phases=(Phase((acts, acts)),))
+    windowed = replace(case, phases=(Phase((acts, acts), window="coalesce"),))
+    for each, right in ((case, 2), (windowed, 1), (replace(case, stage=1), 1)):
+        want = oracle.play(each)[0]
+        for times in range(4):
+            got = replace(want, reductions=[{"(root)": Reduced(times, ["inp.weight", "head.bias"])}])
+            assert bool(miscounted(each, got, want)) == (times != right)
 
 
 def _forgetful(rank: int, world: int, case: Recipe) -> Trace:
