@@ -59,9 +59,9 @@ def _ends_on_the_way(rank: int, world: int) -> None:
         store.set("retrograde/host/0", connecting.host())
         with socket.socket(socket.AF_UNIX) as server:
             server.bind("")
-            server.listen()
-            store.set("retrograde/0", encode(Contact(UnixAddress(server.getsockname()), bytes(16))))  # type: ignore[arg-type]
-            os._exit(7)
+            address = UnixAddress(server.getsockname())
+        store.set("retrograde/0", encode(Contact(address, bytes(16))))  # type: ignore[arg-type]
+        os._exit(7)
     try:
         rg.shard(build(), process_group=group, timeout=SOON)
     except Exception as error:
