@@ -101,6 +101,24 @@ def test_frozen_units_are_not_reduced_and_at_stages_1_and_2_not_gathered_again(
             assert seen["gather"]["blocks.1"] == 0
 
 
+def _wanted_but_unused(rank: int, world: int, stage: int) -> tuple[list[str], list[str]]:
+    """`inputs=` has a parameter that the loss does not depend on: torch runs its unit's node all the same."""
+    model = build()
+    model.blocks[0].register_parameter("idle", torch.nn.Parameter(torch.ones(3)))
+    engine = rg.shard(model, stage)
+    wanted = dict(model.named_parameters())
+    loss_of(model, batch(rank)).backward(inputs=[wanted["blocks.0.idle"], wanted["blocks.2.up.weight"]])
+    grads = engine.full_grads()
+    dist.barrier()
+    reduced = [event.unit for event in engine.ledger.events if event.kind in ("reduce", "join")]
+    return reduced, [name for name, grad in grads.items() if grad is not None]
+
+
+@pytest.mark.parametrize("stage", (1, 2, 3))
+def test_what_has_no_gradient_is_not_reduced(ranks: Callable[[int], RankPool], stage: int) -> None:
+    assert ranks(2).run(_wanted_but_unused, stage) == [(["blocks.2"], ["blocks.2.up.weight"])] * 2
+
+
 def test_a_unit_is_reduced_before_the_next_is_gathered(ranks: Callable[[int], RankPool]) -> None:
     """Without prefetch the order is plain: forward, then each unit's page, then its reduction."""
     forward = ["(root)", *INNER, "(root)"]

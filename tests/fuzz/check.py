@@ -17,7 +17,7 @@ from tests.fuzz import oracle
 from tests.fuzz.models import build, units_of
 from tests.fuzz.oracle import step_in_backward
 from tests.fuzz.play import TOGETHER, Player, install_hooks, nothing, sgd
-from tests.fuzz.recipes import NESTED, Act, Phase, Recipe
+from tests.fuzz.recipes import PLAIN, Act, Phase, Recipe
 from tests.fuzz.traces import Reduced, Trace, copies, differences, miscounted
 from tests.harness import RankError, RankPool, RankTimeout
 
@@ -58,14 +58,14 @@ class EngineSide:
 
     @contextlib.contextmanager
     def backward(self, act: Act) -> Iterator[None]:
-        """A backward leaves no page that was not there before, and fetches none twice in a row: unless one inside it
-        has used the same page before, or a guess was wrong."""
+        """A backward leaves no page that was not there before, and fetches none twice in a row: unless it recomputes,
+        for which nobody knows what it needs, or a guess was wrong."""
         before, start = self._pages(), len(self.engine.ledger.events)
         yield
         self.faults += [f"page of {name} left by a backward" for name in sorted(self._pages() - before)]
         events = list(self.engine.ledger.events)[start:]
         fetched = [event.unit for event in events if event.kind == "gather"]
-        if act.remat in NESTED or self.engine.policy.prefetch:
+        if act.remat != PLAIN or self.engine.policy.prefetch:
             return
         again = [one for one, other in itertools.pairwise(fetched) if one == other]
         self.faults += [f"page of {name} fetched twice in a row" for name in again]

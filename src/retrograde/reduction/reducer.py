@@ -81,6 +81,8 @@ class Reducer:
         self.fresh |= Use.ACCUMULATED in uses
         if torch.is_grad_enabled():
             return _Reduce.apply(self, unit, uses, fates, *grads)  # type: ignore[no-any-return, no-untyped-call]
+        if not any(uses):
+            return None  # `inputs=` has a parameter of this unit, on which nothing depends
         if Use.CAPTURED not in uses:
             if (self.windows.open or (self._exchange.policy.until_step and not unit.hooked)) and self._make_room(unit):
                 self.keep(unit, grads)
