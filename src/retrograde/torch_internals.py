@@ -20,12 +20,18 @@ def before_clipping(call: Callable[[list[torch.Tensor]], None]) -> None:
     Assumes: `clip_grad_norm_` and `clip_grad_value_` are closures over the functions that do the work (`_no_grad`), so
     that changing the cell reaches everybody, however the name was imported and when.
     """
-    for public in (clip_grad.clip_grad_norm_, clip_grad.clip_grad_value_):
-        cells: Any = public.__closure__
-        inner = cells[0].cell_contents if cells is not None and len(cells) == 1 else None
-        if not isinstance(inner, types.FunctionType) or inner.__name__ != public.__name__:
-            raise InternalsChanged(f"torch.nn.utils.{public.__name__} is no longer a closure over what it does")
-        cells[0].cell_contents = _after_call(inner, call)
+    cells = [_cell_of(public) for public in (clip_grad.clip_grad_norm_, clip_grad.clip_grad_value_)]
+    for cell in cells:
+        cell.cell_contents = _after_call(cell.cell_contents, call)
+
+
+def _cell_of(public: Any) -> types.CellType:
+    """Where a function keeps the one that does the work."""
+    cells: tuple[types.CellType, ...] = public.__closure__ or ()
+    inner = cells[0].cell_contents if len(cells) == 1 else None
+    if not isinstance(inner, types.FunctionType) or inner.__name__ != public.__name__:
+        raise InternalsChanged(f"torch.nn.utils.{public.__name__} is no longer a closure over what it does")
+    return cells[0]
 
 
 def _after_call(inner: Callable[..., Any], call: Callable[[list[torch.Tensor]], None]) -> Callable[..., Any]:

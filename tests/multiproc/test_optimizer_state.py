@@ -52,7 +52,7 @@ def _own(rank: int, world: int, stage: int, make: Any) -> None:
     twin.optimize(make)
     small_steps(twin, 0, 2)
     plain, ours = (through_a_file(optimizer.state_dict()) for optimizer in twin.optimizers)
-    assert plain.keys() == {"state", "param_groups"} and ours.keys() == {"state", "param_groups", "sharded"}
+    assert plain.keys() == {"state", "param_groups"} and ours.keys() == {"state", "param_groups", "retrograde"}
     assert [list(each) for each in ours["state"].values()] == [list(each) for each in plain["state"].values()]
     twin.optimizers = []
     twin.optimize(make)
@@ -259,10 +259,10 @@ def test_pieces_into_plain_parameters(ranks: Ranks) -> None:
 # ---- what does not fit
 def test_a_state_that_does_not_say_whose_it_is(ranks: Ranks) -> None:
     states = ranks(2).run(_states, 3)
-    states[0].pop("sharded")
+    states[0].pop("retrograde")
     for rank, said in enumerate(ranks(2).run(_loaded, states[0])):
         assert said.startswith(f"rank {rank}: optimizer.load_state_dict(): exp_avg of parameter ")
-        assert "neither the parameter's shape" in said and '"sharded"' in said
+        assert "neither the parameter's shape" in said and '"retrograde"' in said
 
 
 def _misfits(rank: int, world: int) -> list[str]:
@@ -306,3 +306,38 @@ def _hooks(rank: int, world: int) -> None:
 
 def test_users_hooks(ranks: Ranks) -> None:
     ranks(2).run(_hooks)
+
+
+class _Own(torch.optim.Optimizer):
+    """Makes its state when there is none, and keeps something of its own beside it."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.state["calls"] = 0
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        self.state["calls"] += 1
+        for param in self.param_groups[0]["params"]:
+            if param not in self.state:
+                self.state[param] = {"average": torch.zeros_like(param)}
+            self.state[param]["average"].add_(param.grad, alpha=0.5)
+            param.sub_(self.state[param]["average"])
+
+
+def _written_otherwise(rank: int, world: int) -> tuple[Any, ...]:
+    twin = Twin(rank, world, 3)
+    twin.optimize(_Own)
+    for step in range(2):
+        twin.train(step)
+    twin.check_weights()
+    saved = twin.optimizers[1].state_dict()["state"]
+    sgd = torch.optim.SGD(twin.model.parameters(), lr=0.0)
+    twin.backward(3)
+    sgd.step()
+    twin.close()
+    return saved["calls"], sorted(saved[0]), sgd.state_dict()["state"]
+
+
+def test_optimizers_that_ask_whether_there_is_a_state(ranks: Ranks) -> None:
+    assert ranks(2).run(_written_otherwise) == [(2, ["average"], {})] * 2

@@ -84,6 +84,25 @@ def test_a_step_says_so(ranks: Ranks) -> None:
     assert all("head.weight was written to" in said for said in ranks(2).run(_stepped))
 
 
+def _one_rank_writes(rank: int, world: int) -> bool:
+    """The step is refused on that rank before the others have taken it: caught and called again, it is the first."""
+    twin = Twin(rank, world, 3)
+    twin.optimize()
+    twin.backward(0)
+    if rank == 0:
+        twin.model.state_dict()["head.weight"].mul_(2.0)
+        with pytest.raises(rg.UnsupportedError, match=r"head\.weight was written to"):
+            twin.optimizers[1].step()
+    twin.step()
+    twin.check_weights()
+    twin.close()
+    return True
+
+
+def test_a_refused_step_changes_nothing(ranks: Ranks) -> None:
+    assert ranks(2).run(_one_rank_writes) == [True, True]
+
+
 def _fine(rank: int, world: int, stage: int) -> None:
     """What people rightly do with a state dict."""
     twin = Twin(rank, world, stage)

@@ -115,6 +115,19 @@ def test_edits(ranks: Ranks, stage: int) -> None:
     ranks(2).run(_edited, stage)
 
 
+def _flat(rank: int, world: int) -> bool:
+    plain, model = pictures(), pictures()
+    rg.shard(model, 3)
+    found = dict(model.named_parameters())["first.weight"].detach().flatten().topk(3)
+    wanted = plain.first.weight.detach().flatten().topk(3)
+    dist.barrier()
+    return torch.equal(found.values, wanted.values) and torch.equal(found.indices, wanted.indices)
+
+
+def test_flat_views_are_in_torchs_order(ranks: Ranks) -> None:
+    assert ranks(2).run(_flat) == [True, True]
+
+
 def _from_meta(rank: int, world: int) -> None:
     plain, model = pictures(), pictures("meta")
     model.matrix = nn.Parameter(torch.randn(6, 5))

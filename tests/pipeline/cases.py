@@ -147,6 +147,15 @@ def tied(first: int, last: int) -> list[nn.Module]:
     return blocks
 
 
+def tied_transposed() -> list[nn.Module]:
+    """One weight, whose memory is not row by row, in two blocks, of which one gives it no gradient."""
+    blocks = tanhs(8)
+    blocks[7] = Fn(lambda m, x: torch.tanh(nn.functional.linear(x, m.a.weight.detach(), m.a.bias)), a=lin())
+    shared = nn.Parameter(blocks[0].a.weight.detach().t().contiguous().t())
+    blocks[0].a.weight = blocks[7].a.weight = shared
+    return blocks
+
+
 def language() -> list[nn.Module]:
     return [nn.Embedding(11, WIDTH), *(Attentive() for _ in range(6)), lin(WIDTH, 11)]
 
@@ -183,6 +192,7 @@ CASES: dict[str, Case] = {
     # Torch adds a tied weight's two gradients per microbatch; here each stage adds up its own over all microbatches
     # first. The order of the same additions differs, so the last bit may.
     "tied at both ends": Case(lambda: tied(0, 7), exact=False),
+    "tied, transposed": Case(tied_transposed),
     "keyword arguments": Case(
         lambda: [Scaled() if n % 2 else tanhs(1)[0] for n in range(8)],
         lambda: Data((torch.randn(8, WIDTH),), torch.randn(8, WIDTH), {"mask": torch.rand(8), "scale": 0.5}),

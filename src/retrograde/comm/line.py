@@ -25,7 +25,8 @@ _PARTS = 64  # pieces of memory for one system call
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    plain = tensor.detach().resolve_conj().resolve_neg()  # torch may have left a conjugation to be done when it is read
+    return memoryview(plain.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def frame(message: Message, data: Sequence[torch.Tensor] = ()) -> list[memoryview]:

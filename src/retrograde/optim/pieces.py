@@ -37,7 +37,7 @@ from retrograde.residency import RESHAPES, Aliased, FullTensor, Leaf, Unit, edit
 
 # Without what reading and writing `.grad` does.
 raw_grad, _set_grad = (getattr(torch.Tensor.grad, name) for name in ("__get__", "__set__"))
-_TOGETHER = "computing with gradients"
+_TOGETHER = "computing with gradients: zero_grad(), clipping or an edit of p.grad"
 
 
 class Piece(Part):
@@ -304,7 +304,7 @@ def _wholes(args: Any, name: str) -> Any:
     for leaf in leaves:
         if isinstance(leaf, ShardedParameter | _Alias):
             full = leaf.reducer.full(leaf.unit, leaf.place)
-            wholes[id(leaf)] = full if isinstance(leaf, ShardedParameter) else full.detach().view(leaf.whole)
+            wholes[id(leaf)] = full if isinstance(leaf, ShardedParameter) else full.detach().reshape(leaf.whole)
     return tree_unflatten([wholes.get(id(leaf), leaf) for leaf in leaves], spec)
 
 
@@ -414,7 +414,7 @@ def _written(name: str, args: Any, kwargs: Any) -> list[Any]:
     targets = out if out is not None else args[0] if args and edits(name) else ()
     found = targets if isinstance(targets, list | tuple) else (targets,)
     leaves = {id(t.unit.leaves[t.place]): t for t in found if isinstance(t, ShardedParameter | _Alias)}
-    return sorted(leaves.values(), key=lambda leaf: leaf.place not in dict(leaf.unit.undo))
+    return sorted(leaves.values(), key=lambda leaf: leaf.place not in leaf.unit.undo)
 
 
 def _keep(result: Any, name: str, kind: Reads, args: Any) -> Any:

@@ -5,7 +5,7 @@ What an optimizer keeps for a sharded parameter (momentum, second moments) is a 
 it is a plain vector, and nothing of it says which elements of the parameter it is for: rank 0's would load on rank 1
 wherever the two have the same size. So `optimizer.state_dict()` says it, beside torch's own two entries:
 
-    {"state": {0: {"exp_avg": ...}}, "param_groups": [...], "sharded": {0: {"name": "head.weight", "rank": 0, ...}}}
+    {"state": {0: {"exp_avg": ...}}, "param_groups": [...], "retrograde": {0: {"name": "head.weight", "rank": 0, ...}}}
 
 and `load_state_dict()` looks at it. There are three outcomes for each tensor of a state:
 
@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from retrograde.errors import StateError
 from retrograde.optim.pieces import OptimizerState, Piece, ShardedGradient, ShardedParameter, raw_grad
 
-ENTRY = "sharded"  # of a state dict: index of a parameter -> whose piece of it the state is for
+ENTRY = "retrograde"  # of a state dict: index of a parameter -> whose piece of it the state is for
 _COUNTER = "step"  # torch's name, which its own load_state_dict treats apart as well
 
 
@@ -103,7 +103,7 @@ def adopt_state(optimizer: Optimizer, leaf: ShardedParameter) -> None:
     """Before a step: what an optimizer keeps for a parameter becomes a piece, whose norm is the whole's (LAMB).
 
     The state of one that has stepped before its parameter was sharded is that of the whole, and is cut."""
-    state = optimizer.state[leaf]
+    state = optimizer.state.get(leaf, {})  # not [leaf], which would make an entry
     for key, value in state.items():
         if type(value) is not torch.Tensor or (key == _COUNTER and value.dim() == 0):
             continue
@@ -134,6 +134,8 @@ def _say_whose(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 def _allow_saving(optimizer: Optimizer) -> None:
     """Pieces are not pickled, but for these."""
     for param, state in optimizer.state.items():
+        if not isinstance(param, ShardedParameter):
+            continue  # optimizers may keep other things there too
         for value in state.values():
             if type(value) in (Piece, ShardedGradient) and value is not raw_grad(param):
                 value.__class__ = OptimizerState
@@ -151,6 +153,8 @@ def _fit(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | N
     params = list(_params(optimizer))
     if len(indices) != len(params):
         return None  # torch says so in its own words
+    if ENTRY not in state_dict and not any(isinstance(param, ShardedParameter) for param in params):
+        return None  # nothing of ours
     origins = {index: Origin(**origin) for index, origin in state_dict.get(ENTRY, {}).items()}
     fitted = dict(state_dict["state"])
     for index, param in zip(indices, params, strict=True):

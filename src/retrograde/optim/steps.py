@@ -5,6 +5,7 @@ backward sees `p.grad` as None everywhere, so torch's functions would do nothing
 """
 
 import functools
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,10 +22,10 @@ from retrograde.torch_internals import before_clipping, before_zero_grad
 @functools.cache
 def watch_steps() -> None:
     """Install the hooks, once for the process."""
+    before_clipping(_bring_gradients)  # first: it may find that torch has changed
+    before_zero_grad(_bring_gradients)
     register_optimizer_step_pre_hook(_before)
     register_optimizer_step_post_hook(_after)
-    before_clipping(_bring_gradients)
-    before_zero_grad(_bring_gradients)
 
 
 def _by_engine(params: Iterable[torch.Tensor]) -> dict[Reducer, list[ShardedParameter]]:
@@ -51,7 +52,10 @@ _WHOLE = tuple(getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Mu
 
 
 def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for reducer, leaves in _by_engine(_params_of(optimizer)).items():
+    engines = _by_engine(_params_of(optimizer))
+    for leaf in itertools.chain.from_iterable(engines.values()):
+        leaf.check_copies()  # before ranks meet: a step that is refused is refused as a whole
+    for reducer, leaves in engines.items():
         if isinstance(optimizer, _WHOLE):
             raise UnsupportedError(
                 f"{type(optimizer).__name__} on sharded parameter {leaves[0].slot.name}: it needs whole parameters and "
@@ -59,7 +63,6 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             )
         reducer.begin_step()
         for leaf in leaves:
-            leaf.check_copies()
             adopt_state(optimizer, leaf)
 
 

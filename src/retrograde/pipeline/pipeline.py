@@ -375,11 +375,11 @@ def _summed_unreduced(ties: list[Tie], group: dist.ProcessGroup, rank: int, engi
         assert isinstance(leaf, ShardedParameter)
         waiting = engine.reducer.pending.get(leaf.unit.index)
         own = waiting.place(leaf.place) if waiting is not None and waiting.present[leaf.place] else None
-        total = _sum_tie(tie, own, leaf.slot.shape, group, rank)
+        total = _sum_tie(tie, own, torch.Size([leaf.slot.numel]), group, rank)  # in memory order on all ranks
         if own is not None and total is not None:
-            own.copy_(total.view(-1))
+            own.copy_(total)
         elif total is not None:
-            grads = [total if other is leaf else None for other in leaf.unit.leaves]
+            grads = [leaf.slot.full(total) if other is leaf else None for other in leaf.unit.leaves]
             engine.reducer.keep(leaf.unit, grads)
 
 

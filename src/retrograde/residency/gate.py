@@ -55,21 +55,22 @@ class Gate:
     @contextlib.contextmanager
     def writing(self, what: str, unit: "Unit", slot: int) -> Iterator[None]:
         """Around an edit of a parameter in place."""
-        if self._phase is None or slot in dict(unit.undo):
+        if self._phase is None or slot in unit.undo:
             self._fence(what)
         with self._station.mesh.changed:
             if self._phase is Kind.FENCE:
-                unit.undo.append((slot, unit.pieces[slot].clone()))
-        version = unit.version
+                unit.undo[slot] = unit.pieces[slot].clone()
+        version = unit.pieces[slot]._version
         try:
             yield
         except BaseException:
             with self._station.mesh.changed:
-                del unit.undo[unit.edits - unit.fenced :]
+                while len(unit.undo) > unit.edits - unit.fenced:
+                    unit.undo.popitem()
             raise
         with self._station.mesh.changed:
             unit.edits = unit.fenced + len(unit.undo)
-            unit.settled += unit.version - version  # it was reported
+            unit.settled += unit.pieces[slot]._version - version  # it was reported
         self._station.answer_waiting()
 
     def advance(self, phase: Kind | None) -> None:
@@ -78,7 +79,7 @@ class Gate:
             self.clock += 1
             for unit in self._units:
                 unit.edits = 0 if phase is Kind.STEP else unit.edits  # all ranks are here, whatever each has edited
-                unit.undo, unit.fenced = [], unit.edits
+                unit.undo, unit.fenced = {}, unit.edits
             self.settle(phase)
 
     def settle(self, phase: Kind | None = None) -> None:

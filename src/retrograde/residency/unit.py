@@ -98,7 +98,7 @@ class Unit:
         self.arrived = [False] * len(leaves)  # which leaves the last run of Pack had a gradient for
         self.frozen_handles: weakref.WeakSet[Any] = weakref.WeakSet()  # of frozen parameters, in graphs (saved.py)
         self.edits = self.fenced = self._own_references = 0  # edits since a step, and at the last fence (gate.py)
-        self.undo: list[tuple[int, torch.Tensor]] = []  # slots edited since then, with their pieces before
+        self.undo: dict[int, torch.Tensor] = {}  # slots edited since then, in order, with their pieces before
         self.reading: Reading | None = None
         self._loaded: Event = None
         self._read_at = -1
@@ -250,12 +250,11 @@ class Unit:
         seen = self._edits_seen
         if not self.at_home or not self.ready or seen is None:
             return None
-        told = {slot for slot, _ in self.undo}
         now = self._edit_counters()
-        stray = [slot for slot in range(len(self.leaves)) if now[slot] != seen[slot] and slot not in told]
+        stray = [slot for slot in range(len(self.leaves)) if now[slot] != seen[slot] and slot not in self.undo]
         if stray:
             return self.layout.slots[stray[0]].name
-        frozen = now[-1] != seen[-1] and not told  # their full tensors share the page's counter
+        frozen = now[-1] != seen[-1] and not self.undo  # their full tensors share the page's counter
         return f"of unit {self.name}" if frozen else None
 
     def write_back(self, slot: int) -> None:
@@ -269,7 +268,7 @@ class Unit:
     def shard_after(self, edits: int) -> torch.Tensor:
         """A copy of the shard as it was after so many edits. Also right while another is being made."""
         old = self.shard.clone()
-        for slot, piece in reversed(self.undo[edits - self.fenced :]):
+        for slot, piece in reversed(list(self.undo.items())[edits - self.fenced :]):
             old[self.layout.piece(self.layout.slots[slot], self.rank)] = piece
         return old
 
