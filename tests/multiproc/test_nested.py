@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import retrograde as rg
+from tests.fuzz.play import Again
 from tests.harness import RankPool
 from tests.multiproc.twin import same
 
@@ -54,25 +55,6 @@ class _Tiled(torch.autograd.Function):
         return None, grad * ctx.saved_tensors[0]
 
 
-class _Again(torch.autograd.Function):
-    """Runs forward and backward of what it wraps in its own backward."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        ctx.run = run
-        ctx.save_for_backward(x)
-        return run(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        (x,) = ctx.saved_tensors
-        with torch.enable_grad():
-            inside = x.detach().requires_grad_()
-            out = ctx.run(inside)
-        out.backward(grad)
-        return None, inside.grad
-
-
 def _plainly(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).sum()
 
@@ -91,7 +73,7 @@ def _checkpointed_at(*layers: int) -> Forward:
 def _again_at(*layers: int) -> Forward:
     def forward(model: nn.Module, x: Tensor) -> Tensor:
         for index, layer in enumerate(model):
-            x = _Again.apply(layer, x) if index in layers else layer(x)
+            x = Again.apply(layer, x) if index in layers else layer(x)
         return x.sum()
 
     return forward
@@ -106,15 +88,15 @@ def _tiled_after(first: int) -> Forward:
 
 def _same_unit_inside(model: nn.Module, x: Tensor) -> Tensor:
     """The backward inside brings gradients of the unit whose gradient the one around it has sent already."""
-    h = _Again.apply(lambda h: model[2](model[1](h)), model[0](x))
+    h = Again.apply(lambda h: model[2](model[1](h)), model[0](x))
     return model[2](h).sum()
 
 
 def _nested_twice(model: nn.Module, x: Tensor) -> Tensor:
     def inner(h: Tensor) -> Tensor:
-        return model[1](_Again.apply(model[2], h))
+        return model[1](Again.apply(model[2], h))
 
-    return _Again.apply(inner, model[0](x)).sum()
+    return Again.apply(inner, model[0](x)).sum()
 
 
 FORWARDS: dict[str, Forward] = {
@@ -199,7 +181,7 @@ def _raises_around(rank: int, world: int, stage: int) -> list[str]:
     engine = rg.shard(model, stage, units=[nn.Linear], timeout=TIMEOUT)
     x = _input(rank)
     if rank == 0:
-        loss = model[2](_Again.apply(model[1], _Raises.apply(model[0](x)))).sum()
+        loss = model[2](Again.apply(model[1], _Raises.apply(model[0](x)))).sum()
         with pytest.raises(ValueError, match="on purpose"):
             loss.backward()
     else:

@@ -84,7 +84,10 @@ class Reducer:
         if not any(uses):
             return None  # `inputs=` has a parameter of this unit, on which nothing depends
         if Use.CAPTURED not in uses:
-            if (self.windows.open or (self._exchange.policy.until_step and not unit.hooked)) and self._make_room(unit):
+            waits = bool(self.windows.open) or (self._exchange.policy.until_step and not unit.hooked)
+            if waits:
+                waits = self._make_room(unit)
+            if waits:
                 self.keep(unit, grads)
                 return None
             if unit.index in self.pending:
