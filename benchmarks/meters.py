@@ -2,7 +2,7 @@
 
 Nothing here asks the engine under test, but for one thing. Bytes come from the kernel's TCP counters and collectives
 from the profiler, which also sees those issued from C++ (DDP's reducer) and from other threads. The kernel does not
-count what goes through a socket within a host: there retrograde's connections are asked (tests/comm/test_counts.py
+count what goes through a socket within a host: there retrograde's connections are asked (tests/transport/test_counts.py
 compares their count with the kernel's, over TCP).
 """
 
@@ -61,8 +61,8 @@ def machine_busy_seconds() -> float:
 
 def bytes_sent() -> int:
     """Payload bytes this process has sent over the TCP sockets it now holds, and over retrograde's within the host."""
-    ours = sys.modules.get("retrograde.comm")  # its peers have not imported it
-    lines = [line for mesh in ours.Mesh._meshes.values() for line in mesh._lines.values()] if ours else []
+    ours = sys.modules.get("retrograde.transport")  # its peers have not imported it
+    lines = [line for mesh in ours.Connections._meshes.values() for line in mesh._lines.values()] if ours else []
     total = sum(line.sent for line in lines if line.socket.family == socket.AF_UNIX)
     for entry in os.listdir("/proc/self/fd"):
         try:

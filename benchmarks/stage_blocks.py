@@ -30,9 +30,7 @@ class Block(nn.Module):
 
     def attend(self, x: torch.Tensor) -> torch.Tensor:
         batch, tokens, width = x.shape
-        q, k, v = (
-            part.view(batch, tokens, HEADS, width // HEADS).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)
-        )
+        q, k, v = (part.view(batch, tokens, HEADS, width // HEADS).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
         if self.kind == "sdpa":
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:

@@ -36,8 +36,7 @@ class Record:
     def turn_seconds(self) -> list[float]:
         """The median step of each repeat. A step ends when its last rank ends it."""
         return [
-            median(max(ranks) for ranks in zip(*(rank.seconds for rank in turn), strict=True))
-            for turn in self.turns
+            median(max(ranks) for ranks in zip(*(rank.seconds for rank in turn), strict=True)) for turn in self.turns
         ]
 
     def step_seconds(self) -> Spread:

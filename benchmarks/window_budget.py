@@ -32,9 +32,13 @@ def _row(engine: rg.Engine, batches: Batches, backwards: int, budget: float) -> 
     ledger = engine.ledger
     once = sum(ledger.count("reduce", unit.name) == 1 for unit in engine.units)
     return [
-        f"{budget / MIB:.1f}", f"{waiting / MIB:.1f}", f"{once} of {len(engine.units)}", f"{ledger.count('reduce')}",
-        f"{ledger.bytes('reduce') / MIB:.1f}", f"{ledger.count('agree')}",
-    ]  # fmt: skip
+        f"{budget / MIB:.1f}",
+        f"{waiting / MIB:.1f}",
+        f"{once} of {len(engine.units)}",
+        f"{ledger.count('reduce')}",
+        f"{ledger.bytes('reduce') / MIB:.1f}",
+        f"{ledger.count('agree')}",
+    ]
 
 
 def _rank(rank: int, world: int, stage: int, backwards: int, store: str) -> None:

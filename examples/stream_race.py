@@ -11,12 +11,12 @@ engine's own.
 import torch
 from torch import nn
 
+from retrograde.devices.simulated import Corrupted, SimulatedDevice, Site, explore
+from retrograde.devices.simulated.explore import Check
+from retrograde.gradients.bucket import Bucket
 from retrograde.layout import Layout
 from retrograde.ledger import Ledger
-from retrograde.reduction.bucket import Bucket
-from retrograde.residency import BufferPool, Unit
-from retrograde.simulated import Corrupted, SimulatedDevice, Site, explore
-from retrograde.simulated.explore import Check
+from retrograde.pages import BufferPool, Unit
 
 VALUES = (1.0, 2.0, 3.0)  # the gradients of three parameters
 SIZE = 16  # elements of each

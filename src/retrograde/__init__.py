@@ -11,11 +11,25 @@ from retrograde.errors import (
     UnsupportedError,
 )
 from retrograde.layout import Precision
-from retrograde.ledger import Event, Ledger
+from retrograde.ledger import Entry, Ledger
 from retrograde.pipeline.options import Cut, Microbatches, Zero
 from retrograde.pipeline.pipeline import Pipeline
 
 __all__ = [
-    "Cut", "DivergenceError", "Engine", "Event", "Ledger", "Microbatches", "Pipeline", "PipelineError", "Precision",
-    "RetrogradeError", "ShardingError", "StateError", "UnsupportedError", "Zero", "compile", "shard",
-]  # fmt: skip
+    "Cut",
+    "DivergenceError",
+    "Engine",
+    "Entry",
+    "Ledger",
+    "Microbatches",
+    "Pipeline",
+    "PipelineError",
+    "Precision",
+    "RetrogradeError",
+    "ShardingError",
+    "StateError",
+    "UnsupportedError",
+    "Zero",
+    "compile",
+    "shard",
+]

@@ -14,7 +14,7 @@ from retrograde.arguments import instance, one_of
 HISTORY = 100_000
 
 
-class Kind(StrEnum):
+class Activity(StrEnum):
     GATHER = "gather"  # a page was requested from the other ranks
     DROP = "drop"  # a page's memory was given back
     REDUCE = "reduce"  # a unit's gradient was exchanged and summed into the shard
@@ -22,23 +22,23 @@ class Kind(StrEnum):
     AGREE = "agree"  # ranks met (a few bytes): end of a backward, a step, a fence, a norm
 
 
-class Event(NamedTuple):
-    kind: Kind
+class Entry(NamedTuple):
+    kind: Activity
     unit: str
     bytes: int
 
 
 class Ledger:
-    """An append-only list of events with running totals. Events beyond `HISTORY` keep only their totals."""
+    """An append-only list of entries with running totals. Events beyond `HISTORY` keep only their totals."""
 
     def __init__(self) -> None:
-        self.events: deque[Event] = deque(maxlen=HISTORY)
+        self.entries: deque[Entry] = deque(maxlen=HISTORY)
         self.resident = self.peak = 0
-        self._counts: Counter[tuple[Kind, str]] = Counter()
-        self._bytes: Counter[tuple[Kind, str]] = Counter()
+        self._counts: Counter[tuple[Activity, str]] = Counter()
+        self._bytes: Counter[tuple[Activity, str]] = Counter()
 
-    def record(self, kind: Kind, unit: str, nbytes: int = 0) -> None:
-        self.events.append(Event(kind, unit, nbytes))
+    def record(self, kind: Activity, unit: str, nbytes: int = 0) -> None:
+        self.entries.append(Entry(kind, unit, nbytes))
         self._counts[kind, unit] += 1
         self._bytes[kind, unit] += nbytes
 
@@ -48,23 +48,23 @@ class Ledger:
         self.peak = max(self.peak, self.resident)
 
     def count(self, kind: str, unit: str | None = None) -> int:
-        """How many events of a kind there were, with one unit or with all."""
+        """How many entries of a kind there were, with one unit or with all."""
         return _total(self._counts, kind, unit)
 
     def bytes(self, kind: str, unit: str | None = None) -> int:
-        """The bytes of all events of a kind, with one unit or with all."""
+        """The bytes of all entries of a kind, with one unit or with all."""
         return _total(self._bytes, kind, unit)
 
     def clear(self) -> None:
-        """Forget events and totals; what is resident now becomes the peak."""
-        self.events.clear()
+        """Forget entries and totals; what is resident now becomes the peak."""
+        self.entries.clear()
         self._counts.clear()
         self._bytes.clear()
         self.peak = self.resident
 
 
-def _total(totals: Counter[tuple[Kind, str]], kind: str, unit: str | None) -> int:
-    kinds = [entry.value for entry in Kind]
+def _total(totals: Counter[tuple[Activity, str]], kind: str, unit: str | None) -> int:
+    kinds = [entry.value for entry in Activity]
     one_of("kind", kind, kinds, ", ".join(kinds))
     if unit is not None:
         instance("unit", unit, str, "is not a name", "a unit's name or None")

@@ -6,8 +6,8 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from retrograde.layout import Policy
-from retrograde.ledger import Kind, Ledger
-from retrograde.residency import Unit
+from retrograde.ledger import Activity, Ledger
+from retrograde.pages import Unit
 
 
 def human(nbytes: float) -> str:
@@ -42,11 +42,11 @@ def report(units: Sequence[Unit], ledger: Ledger, rank: int, world: int) -> str:
     """What the ledger has seen so far on this rank."""
     rows = []
     for name in [unit.name for unit in units]:
-        gathers, drops, reductions, joined = (str(ledger.count(kind, name)) for kind in tuple(Kind)[:4])
-        read, put = human(ledger.bytes(Kind.GATHER, name)), human(ledger.bytes(Kind.REDUCE, name))
+        gathers, drops, reductions, joined = (str(ledger.count(kind, name)) for kind in tuple(Activity)[:4])
+        read, put = human(ledger.bytes(Activity.GATHER, name)), human(ledger.bytes(Activity.REDUCE, name))
         rows.append((name, gathers, read, drops, reductions, put, joined))
     return _table(f"ledger of rank {rank} of {world}", "unit gathers read drops reductions put joined", rows) + (
-        f"meetings: {ledger.count(Kind.AGREE)}; page bytes resident now {human(ledger.resident)}, "
+        f"meetings: {ledger.count(Activity.AGREE)}; page bytes resident now {human(ledger.resident)}, "
         f"peak {human(ledger.peak)}\n"
     )
 

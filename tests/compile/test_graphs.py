@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 
 import retrograde as rg
 from benchmarks.compiled_memory import peak_bytes
-from retrograde.ledger import Kind
+from retrograde.ledger import Activity
 from tests.compile.driver import Compiled, How, fresh
 from tests.compile.models import BrokenMlp, LoopBlock, OneUnit, WhileBlock
 from tests.harness import RankPool
@@ -77,7 +77,7 @@ def _events(rank: int, world: int, stage: int, how: How | None) -> Any:
     dist.barrier()
     most = peak_bytes(lambda: run.step(STEPS))
     dist.barrier()
-    return [(e.kind, e.unit, e.bytes) for e in run.engine.ledger.events], run.engine.ledger.peak, most
+    return [(e.kind, e.unit, e.bytes) for e in run.engine.ledger.entries], run.engine.ledger.peak, most
 
 
 @pytest.mark.parametrize("stage", (2, 3))
@@ -91,8 +91,8 @@ def test_pages_and_reductions_are_those_of_an_eager_step(ranks: Callable[[int], 
     if stage == 3:
         order = [(kind, unit) for kind, unit, _ in eager[0][0]]
         for index in range(BLOCKS - 1):
-            ahead = order.index((Kind.GATHER, f"blocks.{index + 1}"))
-            assert ahead < order.index((Kind.DROP, f"blocks.{index}"))
+            ahead = order.index((Activity.GATHER, f"blocks.{index + 1}"))
+            assert ahead < order.index((Activity.DROP, f"blocks.{index}"))
 
 
 class Broken(Mlp):

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import retrograde as rg
-from tests.comm.delays import delayed
 from tests.fuzz import oracle
 from tests.fuzz.models import build, units_of
 from tests.fuzz.oracle import step_in_backward
@@ -20,6 +19,7 @@ from tests.fuzz.play import TOGETHER, Player, install_hooks, nothing, sgd
 from tests.fuzz.recipes import PLAIN, Act, Phase, Recipe
 from tests.fuzz.traces import Reduced, Trace, copies, differences, miscounted
 from tests.harness import RankError, RankPool, RankTimeout
+from tests.transport.delays import delayed
 
 TIMEOUT = 5.0  # of the engine, so that a hang becomes an error that says where
 
@@ -60,10 +60,10 @@ class EngineSide:
     def backward(self, act: Act) -> Iterator[None]:
         """A backward leaves no page that was not there before, and fetches none twice in a row: unless it recomputes,
         for which nobody knows what it needs, or a guess was wrong."""
-        before, start = self._pages(), len(self.engine.ledger.events)
+        before, start = self._pages(), len(self.engine.ledger.entries)
         yield
         self.faults += [f"page of {name} left by a backward" for name in sorted(self._pages() - before)]
-        events = list(self.engine.ledger.events)[start:]
+        events = list(self.engine.ledger.entries)[start:]
         fetched = [event.unit for event in events if event.kind == "gather"]
         if act.remat != PLAIN or self.engine.policy.prefetch:
             return

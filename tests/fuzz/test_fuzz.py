@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from retrograde.reduction import Reducer
+from retrograde.gradients import Reducer
 from tests.fuzz import oracle
 from tests.fuzz.check import Checker, play
 from tests.fuzz.generate import recipe

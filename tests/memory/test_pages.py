@@ -39,9 +39,13 @@ def _pages_during_a_step(rank: int, world: int, prefetch: bool) -> dict[str, int
         optimizer.zero_grad()
     sizes = sorted((u.layout.page_bytes for u in engine.units), reverse=True)
     return {
-        "most": most, "pages": count, "after": _resident(engine), "ledger": engine.ledger.peak,
-        "largest": sizes[0], "two": sum(sizes[:2]),
-    }  # fmt: skip
+        "most": most,
+        "pages": count,
+        "after": _resident(engine),
+        "ledger": engine.ledger.peak,
+        "largest": sizes[0],
+        "two": sum(sizes[:2]),
+    }
 
 
 @pytest.mark.parametrize("world", (2, 4))
@@ -75,13 +79,16 @@ def _what_stays(rank: int, world: int, stage: int, adam: bool) -> dict[str, int]
     layouts = [u.layout for u in engine.units]
     slots = sum(len(layout.slots) for layout in layouts)
     return {
-        "held": held[-1], "growth": held[-1] - held[1], "bare": bare,
+        "held": held[-1],
+        "growth": held[-1] - held[1],
+        "bare": bare,
         "shards": sum(layout.shard_bytes for layout in layouts),
         "state": sum(leaf.numel() * 4 for leaf in model.parameters()),  # the pieces, without padding
         "pages": sum(layout.page_bytes for layout in layouts),
         # Every parameter has a one-element stub behind its full tensor, and Adam a step count.
-        "stubs": 4 * 2 * slots, "counts": 4 * slots if adam else 0,
-    }  # fmt: skip
+        "stubs": 4 * 2 * slots,
+        "counts": 4 * slots if adam else 0,
+    }
 
 
 @pytest.mark.parametrize("world", (1, 2, 4))

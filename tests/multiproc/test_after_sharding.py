@@ -101,9 +101,15 @@ def pruned(model: nn.Module, loss: Loss) -> list[str]:
 
 
 IDIOMS = [
-    in_the_usual_loop, by_the_parameter, by_the_module, reset_by_torch, vector_and_back, vector_in_a_loss,
-    old_weight_norm, pruned,
-]  # fmt: skip
+    in_the_usual_loop,
+    by_the_parameter,
+    by_the_module,
+    reset_by_torch,
+    vector_and_back,
+    vector_in_a_loss,
+    old_weight_norm,
+    pruned,
+]
 
 
 @STAGES

@@ -257,7 +257,7 @@ WRONG: tuple[Wrong, ...] = (
     Wrong(step("target"), torch.ones(()), ("target", "shape []", "2 microbatches", "give at least 2 rows"), P),
     Wrong(step("targt"), torch.ones(4), ("targt", "no block accepts it", "target=..."), P),
     Wrong(lambda s, value: s.pipe.step(target=value), torch.ones(4), ("rank 0", "the first stage", "step(x, ...)"), P),
-)  # fmt: skip
+)
 
 
 def values(model: nn.Module) -> dict[str, Any]:

@@ -125,10 +125,22 @@ def step_in_a_hook(model: nn.Module, loss: Loss) -> None:
 
 
 IDIOMS = [
-    gradient, gradients_of_several, beside_parameters, beside_parameters_again, by_its_edge,
-    adaptive_weight, by_hand, projected, penalty, third_derivative,
-    inner_step, and_then_backward, clamping_hook, norms_in_hooks, step_in_a_hook,
-]  # fmt: skip
+    gradient,
+    gradients_of_several,
+    beside_parameters,
+    beside_parameters_again,
+    by_its_edge,
+    adaptive_weight,
+    by_hand,
+    projected,
+    penalty,
+    third_derivative,
+    inner_step,
+    and_then_backward,
+    clamping_hook,
+    norms_in_hooks,
+    step_in_a_hook,
+]
 
 
 @STAGES

@@ -97,8 +97,7 @@ def _play(model: Tiles, plan: list[list[tuple[int, int]]], after: Callable[[int]
 def _plan(seed: int, rank: int) -> list[list[tuple[int, int]]]:
     draw = random.Random(f"{seed}.{rank}")
     return [
-        [(draw.randrange(6), draw.randint(-8, 8)) for _ in range(draw.randint(1, 5))]
-        for _ in range(draw.randint(0, 6))
+        [(draw.randrange(6), draw.randint(-8, 8)) for _ in range(draw.randint(1, 5))] for _ in range(draw.randint(0, 6))
     ]
 
 
@@ -227,8 +226,6 @@ def _entering(rank: int, world: int, stage: int) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("stage", (1, 3))
-def test_what_waits_already_is_reduced_when_it_exceeds_the_budget(
-    ranks: Callable[[int], RankPool], stage: int
-) -> None:
+def test_what_waits_already_is_reduced_when_it_exceeds_the_budget(ranks: Callable[[int], RankPool], stage: int) -> None:
     for before, inside, reductions in ranks(2).run(_entering, stage):
         assert before > 1024 and inside == 0 and reductions == 5

@@ -209,7 +209,6 @@ def test_a_mistake_on_one_rank_is_told_to_all_and_can_be_corrected(ranks: Ranks)
     assert told == f"DivergenceError: rank 1: shard() raised {mistaken}"
 
 
-
 # ---- backward
 def _backwards(rank: int, world: int, stage: int) -> None:
     twin = Twin(rank, world, stage)

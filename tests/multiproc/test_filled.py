@@ -105,9 +105,15 @@ def numbers(model: nn.Module, loss: Loss) -> list[Any]:
 
 
 IDIOMS = [
-    filled_by_methods, filled_by_copies, filled_by_foreach, filled_from_parameters, momentum_by_hand, one_bucket,
-    arrays, numbers,
-]  # fmt: skip
+    filled_by_methods,
+    filled_by_copies,
+    filled_by_foreach,
+    filled_from_parameters,
+    momentum_by_hand,
+    one_bucket,
+    arrays,
+    numbers,
+]
 
 
 @STAGES

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import retrograde as rg
-from retrograde.residency import edits
+from retrograde.pages import edits
 from tests.harness import RankPool
 
 Loss = Callable[..., Tensor]
@@ -292,13 +292,34 @@ def captured_in_a_thread(model: nn.Module, loss: Loss) -> Tensor:
 
 
 IDIOMS = [
-    closure, evaluating_after_each_step, decay_by_dimensions, frozen_after_a_window, frozen_between_backwards,
-    hessian_times_ones, norm_of_the_gradient, squared_gradient, third_derivative, largest_elements, views_of_gradients,
-    masks_of_gradients, penalties_of_views, gradients_kept_from_before, clipped_with_a_plain_parameter,
-    a_new_head_called_by_hand, edited_by_operators, tied_afterwards, largest_of_many, noise, drawn_anew,
-    kept_before_assigning, reshaped_by_keyword, retained, forward_in_a_thread, all_of_it_in_a_thread,
+    closure,
+    evaluating_after_each_step,
+    decay_by_dimensions,
+    frozen_after_a_window,
+    frozen_between_backwards,
+    hessian_times_ones,
+    norm_of_the_gradient,
+    squared_gradient,
+    third_derivative,
+    largest_elements,
+    views_of_gradients,
+    masks_of_gradients,
+    penalties_of_views,
+    gradients_kept_from_before,
+    clipped_with_a_plain_parameter,
+    a_new_head_called_by_hand,
+    edited_by_operators,
+    tied_afterwards,
+    largest_of_many,
+    noise,
+    drawn_anew,
+    kept_before_assigning,
+    reshaped_by_keyword,
+    retained,
+    forward_in_a_thread,
+    all_of_it_in_a_thread,
     captured_in_a_thread,
-]  # fmt: skip
+]
 
 
 @STAGES

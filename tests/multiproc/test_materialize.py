@@ -164,12 +164,14 @@ def _held(rank: int, world: int, units: Any) -> dict[str, Any]:
     layouts = [unit.layout for unit in engine.units]
     dist.barrier()
     return {
-        "peak": max(samples) - before, "after": live_bytes() - before, "samples": len(samples),
+        "peak": max(samples) - before,
+        "after": live_bytes() - before,
+        "samples": len(samples),
         "shards": sum(layout.shard_bytes for layout in layouts),
         "unit": max(layout.page_bytes for layout in layouts),
         "whole": sum(layout.page_bytes for layout in layouts),
         "stubs": 4 * sum(2 * len(layout.slots) for layout in layouts),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("world", (2, 4))

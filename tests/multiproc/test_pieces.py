@@ -160,10 +160,19 @@ def norms_in_hooks_of_what_is_asked_for(model: nn.Module, loss: Loss) -> Tensor:
 
 
 IDIOMS = [
-    held_over_steps, rows_of_gradients, rows_of_parameters, shapes_of_gradients, along_dimensions, beside_full_tensors,
-    weighted_by_gradients, joined_with_plain, hooks_in_turn, gradients_of_a_matrix, norms_in_double,
+    held_over_steps,
+    rows_of_gradients,
+    rows_of_parameters,
+    shapes_of_gradients,
+    along_dimensions,
+    beside_full_tensors,
+    weighted_by_gradients,
+    joined_with_plain,
+    hooks_in_turn,
+    gradients_of_a_matrix,
+    norms_in_double,
     norms_in_hooks_of_what_is_asked_for,
-]  # fmt: skip
+]
 
 
 @STAGES

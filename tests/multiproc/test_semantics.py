@@ -387,9 +387,13 @@ def _refusals(rank: int, world: int, stage: int) -> None:
         with pytest.raises(rg.UnsupportedError, match=r"parameter head\.weight is sharded and cannot be (copied|pick)"):
             attempt(weight)
     conversions: list[Callable[[nn.Module], Any]] = [
-        lambda m: m.to(torch.float64), lambda m: m.half(), lambda m: m.double(), lambda m: m.bfloat16(),
-        lambda m: m.to("meta"), lambda m: m.to(torch.empty(0, dtype=torch.float16)),
-    ]  # fmt: skip
+        lambda m: m.to(torch.float64),
+        lambda m: m.half(),
+        lambda m: m.double(),
+        lambda m: m.bfloat16(),
+        lambda m: m.to("meta"),
+        lambda m: m.to(torch.empty(0, dtype=torch.float16)),
+    ]
     refused = r"parameter \S+ is sharded as torch\.float32.*before rg\.shard"
     for convert in conversions:
         for part in (model, model.blocks, model.head):

@@ -119,7 +119,7 @@ class EngineContext(Context):
 
     def reductions(self) -> dict[str, int] | None:
         counts: dict[str, int] = {}
-        for event in self.engine.ledger.events:
+        for event in self.engine.ledger.entries:
             if event.kind in ("reduce", "join"):
                 counts[event.unit] = counts.get(event.unit, 0) + 1
         self.engine.ledger.clear()

@@ -262,9 +262,7 @@ def penalise_inputs(model: nn.Module, batch: Batch, ctx: Context) -> None:
     (loss + grad.pow(2).sum()).backward()
 
 
-def _penalty_reference(
-    models: Sequence[nn.Module], batches: Sequence[Batch], ctxs: Sequence[Context]
-) -> None:
+def _penalty_reference(models: Sequence[nn.Module], batches: Sequence[Batch], ctxs: Sequence[Context]) -> None:
     """The gradient of a parameter is the mean G over the ranks, and each rank penalises all of it. Rank r thus adds
     H_r (2 G), and these are averaged like any gradient. All factors besides G and H are powers of two, so the result is
     exact."""

@@ -34,8 +34,11 @@ def verdict(pool: RankPool, case_id: str, stage: int) -> tuple[str, str]:
         return HUNG, str(error)
     except RankError as error:
         return RAISED, str(error)
-    found = [f"rank {rank}: {text}" for rank in range(pool.world)
-             for text in differences(got[rank], want[rank], CASES[case_id].rtol)]
+    found = [
+        f"rank {rank}: {text}"
+        for rank in range(pool.world)
+        for text in differences(got[rank], want[rank], CASES[case_id].rtol)
+    ]
     return (WRONG, "\n".join(found[:4])) if found else (EXACT, "")
 
 

@@ -204,10 +204,12 @@ CASES: dict[str, Case] = {
         lambda: Data((torch.randn(8, 4, 5, 5),), torch.randn(8, 4, 5, 5)),
     ),
     "empty tensor": Case(
-        lambda: [Fn(lambda m, x, e=None: (torch.tanh(m.a(x)), x[:0]), a=lin()) for _ in range(7)]
-        + [Fn(lambda m, x, e: m.a(x) + e.sum(), a=lin())]
+        lambda: (
+            [Fn(lambda m, x, e=None: (torch.tanh(m.a(x)), x[:0]), a=lin()) for _ in range(7)]
+            + [Fn(lambda m, x, e: m.a(x) + e.sum(), a=lin())]
+        )
     ),
-}  # fmt: skip
+}
 
 
 def cut(value: Any, count: int) -> list[Any]:

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 import retrograde as rg
 from benchmarks.live import Live
 from benchmarks.stage_blocks import BATCH, TOKENS, WIDTH, stage
-from retrograde.comm.messages import Address
 from retrograde.pipeline import Action, Kind, generate, lower
 from retrograde.pipeline.executor import Batch, Executor
 from retrograde.pipeline.parcel import Parcel
 from retrograde.pipeline.stage import Lesson, Stage
 from retrograde.pipeline.transport import MeshTransport
+from retrograde.transport.messages import Address
 from tests.harness import RankPool
 from tests.live import live_storages
 from tests.pipeline.test_split_memory import BLOCKS, PAIRS, TOKEN_WISE, saved

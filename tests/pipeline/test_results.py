@@ -382,9 +382,14 @@ def replicated(rank: int, world: int, reduction: str) -> bool:
     blocks = tanhs(4)
     loss = summed if reduction == "sum" else F.mse_loss
     pipe = rg.Pipeline(
-        copy.deepcopy(blocks), schedule="zb-h1", microbatches=MICROBATCHES, loss=loss, loss_reduction=reduction,
-        mesh=mesh["pp"], zero=rg.Zero(stage=3, mesh=mesh["dp"], reduce=reduction),
-    )  # fmt: skip
+        copy.deepcopy(blocks),
+        schedule="zb-h1",
+        microbatches=MICROBATCHES,
+        loss=loss,
+        loss_reduction=reduction,
+        mesh=mesh["pp"],
+        zero=rg.Zero(stage=3, mesh=mesh["dp"], reduce=reduction),
+    )
     weights = [1.0] * MICROBATCHES if reduction == "sum" else shares(ROWS)
     grads: dict[str, Tensor] = {}
     right = True

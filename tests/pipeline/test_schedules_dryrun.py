@@ -103,9 +103,17 @@ def test_times_of_every_action() -> None:
     timeline = dry_run(Schedule.parse(GOOD), Costs(forward=2.0, input=3.0, weight=1.0, transfer=0.5))
     times = {str(item.action): (item.start, item.end) for item in timeline.timed}
     assert times == {
-        "0F0": (0, 2), "0F1": (2, 4), "1F0": (2.5, 4.5), "1B0": (4.5, 8.5), "1F1": (8.5, 10.5), "1I1": (10.5, 13.5),
-        "1W1": (13.5, 14.5), "0I0": (9, 12), "0W0": (12, 13), "0B1": (14, 18),
-    }  # fmt: skip
+        "0F0": (0, 2),
+        "0F1": (2, 4),
+        "1F0": (2.5, 4.5),
+        "1B0": (4.5, 8.5),
+        "1F1": (8.5, 10.5),
+        "1I1": (10.5, 13.5),
+        "1W1": (13.5, 14.5),
+        "0I0": (9, 12),
+        "0W0": (12, 13),
+        "0B1": (14, 18),
+    }
     assert timeline.makespan == 18 and timeline.period == 18 and timeline.work == (12, 12)
     assert timeline.bubble == 0.5 and timeline.rank_bubble(1) == pytest.approx(1 / 3)
     assert timeline.activations == (2, 1)

@@ -79,9 +79,7 @@ def test_figures_of_the_v_schedules(p: int, m: int) -> None:
     figures = {name: dry_run(generate(name, p, m)) for name in ("zb-v", "v-half", "v-min")}
     # Work on a rank is 6m here (two stages), so 1f1b's bubble would be 6(p-1).
     half = {1: 0, 2: 2}.get(p, 3 * p - (4 if p % 2 else 5))
-    assert {name: idle(t) for name, t in figures.items()} == {
-        "zb-v": 0, "v-half": half, "v-min": max(0, 4 * p - 5)
-    }  # fmt: skip
+    assert {name: idle(t) for name, t in figures.items()} == {"zb-v": 0, "v-half": half, "v-min": max(0, 4 * p - 5)}
     # The last rank starts p-1 later than the first: no single step is shorter than that.
     assert figures["zb-v"].makespan == 6 * m + p - 1
     assert max(figures["zb-v"].activations) == min(p, m)

@@ -48,9 +48,7 @@ def runs_with_waiting_sends(schedule: Schedule) -> bool:
     return all(head(rank) is None for rank in range(len(schedule.ranks)))
 
 
-OTHER_END = {
-    Kind.SEND_F: Kind.RECV_F, Kind.RECV_F: Kind.SEND_F, Kind.SEND_B: Kind.RECV_B, Kind.RECV_B: Kind.SEND_B
-}  # fmt: skip
+OTHER_END = {Kind.SEND_F: Kind.RECV_F, Kind.RECV_F: Kind.SEND_F, Kind.SEND_B: Kind.RECV_B, Kind.RECV_B: Kind.SEND_B}
 
 
 @pytest.mark.parametrize("costs", COSTS)

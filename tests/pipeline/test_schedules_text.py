@@ -75,9 +75,18 @@ def test_errors_name_the_place(text: str, message: str) -> None:
 
 
 ARITHMETIC = (
-    "schedule", "timeline", "dryrun", "generators", "vshape", "listing", "lowering", "search", "partition",
-    "drawing", "svg",
-)  # fmt: skip
+    "schedule",
+    "timeline",
+    "dryrun",
+    "generators",
+    "vshape",
+    "listing",
+    "lowering",
+    "search",
+    "partition",
+    "drawing",
+    "svg",
+)
 
 
 @pytest.mark.parametrize("module", ARITHMETIC)

@@ -132,7 +132,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], int]] = {
     "column-major input": (lambda: Apply(lambda m, x: m.a(x.t()), a=lin(6, 3)), lambda: rand(6, 9), 1),
     "column-major weight": (lambda: Apply(lambda m, x: F.linear(x, m.w), w=rand(8, 5).t()), tokens, 1),
     "bias of one number is torch's": (
-        lambda: Apply(lambda m, x: F.linear(x, m.w, m.b), w=rand(5, 8), b=rand(1)), tokens, 0,
+        lambda: Apply(lambda m, x: F.linear(x, m.w, m.b), w=rand(5, 8), b=rand(1)),
+        tokens,
+        0,
     ),
     "in place on the output": (lambda: Apply(lambda m, x: m.b(m.a(x).add_(1).relu_()), a=lin(), b=lin()), tokens, 2),
     "output returned as a view": (lambda: Apply(lambda m, x: m.a(x).transpose(1, 2)[:, 1:], a=lin()), tokens, 1),
@@ -146,22 +148,27 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], int]] = {
     "mm by keyword": (lambda: Apply(lambda m, x: torch.mm(x, mat2=m.w), w=rand(8, 5)), lambda: rand(5, 8), 1),
     "addmm": (lambda: Apply(lambda m, x: torch.addmm(m.b, x, m.w), w=rand(8, 5), b=rand(5)), lambda: rand(5, 8), 1),
     "addmm scaled is torch's": (
-        lambda: Apply(lambda m, x: torch.addmm(m.b, x, m.w, alpha=2.0), w=rand(8, 5), b=rand(5)), lambda: rand(5, 8), 0,
+        lambda: Apply(lambda m, x: torch.addmm(m.b, x, m.w, alpha=2.0), w=rand(8, 5), b=rand(5)),
+        lambda: rand(5, 8),
+        0,
     ),
     "einsum is torch's": (lambda: Apply(lambda m, x: torch.einsum("bti,io->bto", x, m.w), w=rand(8, 5)), tokens, 0),
     "two parameters": (lambda: Apply(lambda m, x: x @ (m.a @ m.b), a=rand(8, 2), b=rand(2, 8)), tokens, 0),
     "low rank": (
         lambda: Apply(lambda m, x: m.l(x) + x @ m.a @ m.b, l=frozen(lin(), ""), a=rand(8, 2), b=rand(2, 8)),
-        tokens, 2,
+        tokens,
+        2,
     ),
     "convolutions": (
         lambda: nn.Sequential(nn.Conv2d(4, 6, 3, padding=1), nn.ReLU(), nn.Conv2d(6, 4, 3, stride=2, bias=False)),
-        image, 2,
+        image,
+        2,
     ),
     "convolution in groups": (lambda: nn.Conv2d(4, 8, 3, groups=4, padding=1), image, 1),
     "channels last": (
         lambda: nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last),
-        lambda: image().contiguous(memory_format=torch.channels_last), 1,
+        lambda: image().contiguous(memory_format=torch.channels_last),
+        1,
     ),
     "conv1d": (lambda: nn.Conv1d(6, 5, 3, dilation=2), tokens, 1),
     "conv3d": (lambda: nn.Conv3d(2, 3, 2), lambda: rand(2, 2, 4, 4, 4), 1),
@@ -192,9 +199,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], int]] = {
     "part under no_grad": (lambda: Apply(lambda m, x: m.b(x + torch.no_grad()(m.a)(x)), a=lin(), b=lin()), tokens, 1),
     "reentrant around the other kind": (
         lambda: Apply(lambda m, x: checkpoint(m.s, x, use_reentrant=True), s=stage("sdpa", "other")),
-        lambda: rand(BATCH, TOKENS, WIDTH), 8,
+        lambda: rand(BATCH, TOKENS, WIDTH),
+        8,
     ),
-}  # fmt: skip
+}
 
 
 def plain(model: nn.Module, inputs: list[Tensor], grads: list[Tensor]) -> list[Tensor | None]:
@@ -380,8 +388,10 @@ def test_compiled(whole: bool) -> None:
     torch._dynamo.reset()
     theirs = nn.Sequential(lin(), nn.GELU(), lin())
     ours = copy.deepcopy(theirs)
-    compiled = torch.compile(ours, backend="aot_eager") if whole else nn.Sequential(
-        torch.compile(ours[0], backend="aot_eager"), ours[1], ours[2]
+    compiled = (
+        torch.compile(ours, backend="aot_eager")
+        if whole
+        else nn.Sequential(torch.compile(ours[0], backend="aot_eager"), ours[1], ours[2])
     )
     a, b = leaves(tokens)
     grads = [tokens() for _ in a]

@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import retrograde as rg
-from retrograde.comm import Mesh
 from retrograde.pipeline import Schedule
 from retrograde.pipeline.blocks import Chain, blocks_of, measured
 from retrograde.pipeline.generators import GENERATORS
+from retrograde.transport import Connections
 from tests.harness import RankPool
 from tests.pipeline.cases import CASES, WIDTH, Data, Fn, backward_order, lin, plain_step, tanhs
 
@@ -68,21 +68,21 @@ def test_microbatches_may_differ(ranks: Ranks) -> None:
 def messages(rank: int, world: int) -> list[tuple[int, int]]:
     """How many messages each of three steps sends, and how many of them carry a layout."""
     pipe = rg.Pipeline(tanhs(8), schedule="1f1b", microbatches=4, loss=F.mse_loss)
-    original, counts = Mesh.send, []
+    original, counts = Connections.send, []
     sent: list[Any] = []
 
-    def counting(self: Mesh, dst: int, message: Any, data: Any = ()) -> int:
+    def counting(self: Connections, dst: int, message: Any, data: Any = ()) -> int:
         sent.append(message)
         return original(self, dst, message, data=data)
 
-    Mesh.send = counting  # type: ignore[method-assign]
+    Connections.send = counting  # type: ignore[method-assign]
     try:
         for batch in (8, 8, 12):
             pipe.step(torch.randn(batch, WIDTH), target=torch.randn(batch, WIDTH))
             counts.append((len(sent), sum(message.form is not None for message in sent)))
             sent.clear()
     finally:
-        Mesh.send = original  # type: ignore[method-assign]
+        Connections.send = original  # type: ignore[method-assign]
     return counts
 
 

@@ -15,7 +15,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import retrograde as rg
-from retrograde.comm.messages import (
+from retrograde.pipeline.parcel import Parcel, content_of, form_of, space_for
+from retrograde.pipeline.trees import constant_of, describe, describe_constant, spec_of
+from retrograde.transport.messages import (
     Address,
     Constant,
     Content,
@@ -28,8 +30,6 @@ from retrograde.comm.messages import (
     decode,
     encode,
 )
-from retrograde.pipeline.parcel import Parcel, content_of, form_of, space_for
-from retrograde.pipeline.trees import constant_of, describe, describe_constant, spec_of
 from tests.harness import RankPool
 from tests.pipeline.cases import WIDTH, Fn, lin
 
@@ -105,9 +105,27 @@ def test_trees_come_as_they_went(name: str) -> None:
 
 
 CONSTANTS = [
-    None, True, 1, 1.0, -0.0, 2**63, -(2**70), 1j, "text", b"bytes", (1, (2,)), [1, []], {"a": {1: 2}}, {1, 2},
-    frozenset("a"), slice(1, None), range(3), torch.Size([2, 3]), torch.bfloat16, torch.device("cpu"),
-]  # fmt: skip
+    None,
+    True,
+    1,
+    1.0,
+    -0.0,
+    2**63,
+    -(2**70),
+    1j,
+    "text",
+    b"bytes",
+    (1, (2,)),
+    [1, []],
+    {"a": {1: 2}},
+    {1, 2},
+    frozenset("a"),
+    slice(1, None),
+    range(3),
+    torch.Size([2, 3]),
+    torch.bfloat16,
+    torch.device("cpu"),
+]
 
 
 @pytest.mark.parametrize("constant", CONSTANTS, ids=repr)
@@ -158,7 +176,7 @@ HOSTILE: dict[str, tuple[Leaf | Node, str]] = {
         r"a defaultdict of 'os\.getpid' came from another stage",
     ),
     "an unknown constant": (Node("builtins.dict", Group("eval", ["1"]), []), r"'eval' is not a kind of constant"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HOSTILE)

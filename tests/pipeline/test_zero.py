@@ -96,9 +96,7 @@ def transformer(world: int, schedule: str, gathered: int | None = None) -> rg.Pi
     case = CASES["transformer"]
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("pp", "dp"))
     zero = rg.Zero(stage=3, mesh=mesh["dp"], gathered=gathered)
-    return rg.Pipeline(
-        case.blocks(), schedule=schedule, microbatches=4, loss=case.loss, mesh=mesh["pp"], zero=zero
-    )
+    return rg.Pipeline(case.blocks(), schedule=schedule, microbatches=4, loss=case.loss, mesh=mesh["pp"], zero=zero)
 
 
 def step(pipe: rg.Pipeline) -> None:

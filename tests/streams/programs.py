@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrograde.comm import Key, Use
+from retrograde.devices.simulated import SimulatedDevice, SimulatedStream
+from retrograde.gradients import bucket as buckets
+from retrograde.gradients.bucket import Bucket
+from retrograde.gradients.exchange import Exchange
 from retrograde.layout import Layout, Policy
 from retrograde.ledger import Ledger
-from retrograde.reduction import bucket as buckets
-from retrograde.reduction.bucket import Bucket
-from retrograde.reduction.exchange import Exchange
-from retrograde.residency import BufferPool, Unit
-from retrograde.simulated import SimulatedDevice, SimulatedStream
+from retrograde.pages import BufferPool, Unit
+from retrograde.transport import Key, Use
 
 Check = Callable[[], list[str]]
 SHAPES = (16, 16, 47)  # two small parameters and one that is sent from where it is; 80 elements over 2 ranks

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from retrograde.comm import Stream, streams_of
-from retrograde.comm.streams import DeviceStream
-from retrograde.simulated import Corrupted, SimulatedDevice, Stuck, explore, replay
+from retrograde.devices import Stream, streams_of
+from retrograde.devices.simulated import Corrupted, SimulatedDevice, Stuck, explore, replay
+from retrograde.devices.streams import DeviceStream
 
 Check = Callable[[], list[str]]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import retrograde
-from retrograde.reduction import bucket as buckets
-from retrograde.simulated import Corrupted, SimulatedDevice, Site, explore, replay, sample
+from retrograde.devices.simulated import Corrupted, SimulatedDevice, Site, explore, replay, sample
+from retrograde.gradients import bucket as buckets
 from tests.streams.programs import Check, kept, pages_of_two_streams, producers
 
 Program = Callable[[SimulatedDevice], Check]
@@ -23,7 +23,7 @@ CASES: dict[str, Program] = {
     "a bucket that waits and one that is forgotten": kept,
     "pages of two streams": pages_of_two_streams,
 }
-SOURCES = {path.name for room in ("reduction", "residency") for path in Path(retrograde.__path__[0], room).glob("*.py")}
+SOURCES = {path.name for room in ("gradients", "pages") for path in Path(retrograde.__path__[0], room).glob("*.py")}
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from retrograde.residency import Unit
-from retrograde.simulated import SimulatedDevice
+from retrograde.devices.simulated import SimulatedDevice
+from retrograde.pages import Unit
 from tests.streams.programs import Rank
 
 

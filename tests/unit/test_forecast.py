@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from retrograde.residency.pager import NOWHERE, Forecast
+from retrograde.pages.pager import NOWHERE, Forecast
 
 FORWARD, BACKWARD = "abcd", "dcba"
 

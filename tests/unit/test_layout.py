@@ -92,6 +92,10 @@ def test_bytes(dtype: torch.dtype) -> None:
 def test_slots() -> None:
     layout = _layout("large first", 2)
     assert [(slot.name, slot.offset, slot.end) for slot in layout.slots] == [
-        ("p0", 0, 527), ("p1", 528, 529), ("p2", 544, 545), ("p3", 560, 560), ("p4", 560, 562),
-    ]  # fmt: skip
+        ("p0", 0, 527),
+        ("p1", 528, 529),
+        ("p2", 544, 545),
+        ("p3", 560, 560),
+        ("p4", 560, 562),
+    ]
     assert layout.slots[2].shape == () and layout.slots[2].numel == 1 and layout.slots[3].numel == 0

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from retrograde.comm import streams_of
-from retrograde.ledger import HISTORY, Event, Kind, Ledger
-from retrograde.residency import BufferPool
+from retrograde.devices import streams_of
+from retrograde.ledger import HISTORY, Activity, Entry, Ledger
+from retrograde.pages import BufferPool
 
 CPU = torch.device("cpu")
 F32 = torch.float32
@@ -15,20 +15,24 @@ F32 = torch.float32
 
 def test_counts_bytes_and_order() -> None:
     ledger = Ledger()
-    ledger.record(Kind.GATHER, "a", 10)
-    ledger.record(Kind.GATHER, "b", 20)
-    ledger.record(Kind.REDUCE, "a", 5)
-    ledger.record(Kind.GATHER, "a", 10)
-    ledger.record(Kind.DROP, "a")
-    assert list(ledger.events) == list(ledger.events)
-    assert [(e.kind, e.unit, e.bytes) for e in ledger.events] == [
-        ("gather", "a", 10), ("gather", "b", 20), ("reduce", "a", 5), ("gather", "a", 10), ("drop", "a", 0),
-    ]  # fmt: skip
-    assert (ledger.count("gather"), ledger.count("gather", "a"), ledger.count(Kind.GATHER, "b")) == (3, 2, 1)
+    ledger.record(Activity.GATHER, "a", 10)
+    ledger.record(Activity.GATHER, "b", 20)
+    ledger.record(Activity.REDUCE, "a", 5)
+    ledger.record(Activity.GATHER, "a", 10)
+    ledger.record(Activity.DROP, "a")
+    assert list(ledger.entries) == list(ledger.entries)
+    assert [(e.kind, e.unit, e.bytes) for e in ledger.entries] == [
+        ("gather", "a", 10),
+        ("gather", "b", 20),
+        ("reduce", "a", 5),
+        ("gather", "a", 10),
+        ("drop", "a", 0),
+    ]
+    assert (ledger.count("gather"), ledger.count("gather", "a"), ledger.count(Activity.GATHER, "b")) == (3, 2, 1)
     assert (ledger.bytes("gather"), ledger.bytes("gather", "a"), ledger.bytes("drop")) == (40, 20, 0)
     assert (ledger.count("join"), ledger.count("gather", "c")) == (0, 0)
     with pytest.raises(AttributeError):
-        ledger.events[0].bytes = 3  # type: ignore[misc]
+        ledger.entries[0].bytes = 3  # type: ignore[misc]
 
 
 def test_resident_and_peak() -> None:
@@ -37,18 +41,22 @@ def test_resident_and_peak() -> None:
         ledger.hold(change)
     assert (ledger.resident, ledger.peak) == (0, 150)
     ledger.hold(70)
-    ledger.record(Kind.GATHER, "a", 1)
+    ledger.record(Activity.GATHER, "a", 1)
     ledger.clear()
-    assert (ledger.resident, ledger.peak, list(ledger.events), ledger.count("gather"), ledger.bytes("gather")) == (
-        70, 70, [], 0, 0,
-    )  # fmt: skip
+    assert (ledger.resident, ledger.peak, list(ledger.entries), ledger.count("gather"), ledger.bytes("gather")) == (
+        70,
+        70,
+        [],
+        0,
+        0,
+    )
 
 
 def test_totals_outlive_history() -> None:
     ledger = Ledger()
     for _ in range(HISTORY + 5):
-        ledger.record(Kind.AGREE, "step", 2)
-    assert len(ledger.events) == HISTORY and ledger.events[0] == Event(Kind.AGREE, "step", 2)
+        ledger.record(Activity.AGREE, "step", 2)
+    assert len(ledger.entries) == HISTORY and ledger.entries[0] == Entry(Activity.AGREE, "step", 2)
     assert ledger.count("agree") == HISTORY + 5 and ledger.bytes("agree", "step") == 2 * (HISTORY + 5)
 
 

@@ -14,10 +14,21 @@ from retrograde.layout import Policy, parse_bytes
 @pytest.mark.parametrize(
     ("text", "expected"),
     (
-        (0, 0), (17, 17), (2.5, 2.5), (math.inf, math.inf), ("0", 0), ("512", 512), ("512b", 512), ("1KiB", 1024),
-        ("2 GiB", 2 * 2**30), (" 1.5 MiB ", 1.5 * 2**20), ("3kb", 3000), ("2GB", 2 * 10**9), (".5mib", 2**19),
+        (0, 0),
+        (17, 17),
+        (2.5, 2.5),
+        (math.inf, math.inf),
+        ("0", 0),
+        ("512", 512),
+        ("512b", 512),
+        ("1KiB", 1024),
+        ("2 GiB", 2 * 2**30),
+        (" 1.5 MiB ", 1.5 * 2**20),
+        ("3kb", 3000),
+        ("2GB", 2 * 10**9),
+        (".5mib", 2**19),
     ),
-)  # fmt: skip
+)
 def test_sizes(text: Any, expected: float) -> None:
     assert parse_bytes(text, "resident") == expected
 

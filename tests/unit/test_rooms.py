@@ -15,17 +15,19 @@ COLUMNS = (
     ("arguments",),
     ("ledger",),
     ("layout",),
-    ("comm",),
-    ("residency",),
+    ("devices",),
+    ("transport",),
+    ("pages",),
     ("reports",),
-    ("reduction",),
-    ("optim",),
+    ("gradients",),
+    ("coordination",),
+    ("parameters",),
     ("compiling",),
     ("engine",),
     ("pipeline",),
     ("checkpoint",),
     ("planning", "tracing"),
-    ("integrations", "cli", "simulated"),
+    ("integrations", "cli"),
     ("__main__",),
 )
 COLUMN = {room: number for number, column in enumerate(COLUMNS) for room in column}
@@ -161,14 +163,14 @@ def house(tmp_path: Path, files: dict[str, str]) -> Path:
 @pytest.mark.parametrize(
     ("file", "text"),
     [
-        ("layout/flat.py", "from retrograde.comm import Comm"),
-        ("layout/flat.py", "import retrograde.comm.protocol"),
-        ("layout/flat.py", "from ..comm.protocol import Comm"),
-        ("layout/flat.py", "from .. import comm"),
+        ("layout/flat.py", "from retrograde.transport import Transport"),
+        ("layout/flat.py", "import retrograde.transport.protocol"),
+        ("layout/flat.py", "from ..transport.protocol import Transport"),
+        ("layout/flat.py", "from .. import transport"),
         ("layout/deep/flat.py", "from ...engine import Engine"),
-        ("comm/torch.py", "def late():\n    from retrograde.engine import Engine"),
-        ("comm/torch.py", "if TYPE_CHECKING:\n    from retrograde.reduction import Bucket"),
-        ("residency/page.py", "from retrograde.reduction import Bucket"),
+        ("transport/torch.py", "def late():\n    from retrograde.engine import Engine"),
+        ("transport/torch.py", "if TYPE_CHECKING:\n    from retrograde.gradients import Bucket"),
+        ("pages/page.py", "from retrograde.gradients import Bucket"),
         ("errors.py", "from retrograde.ledger import Ledger"),
         ("engine/api.py", "import retrograde"),
         ("engine/api.py", "from retrograde import shard"),
@@ -186,7 +188,7 @@ def test_wrong_imports_are_found(tmp_path: Path, file: str, text: str) -> None:
         ("__init__.py", "from retrograde.engine import Engine"),
         ("engine/api.py", "from retrograde.layout import flat\nfrom .core import C\nfrom ..errors import E"),
         ("engine/__init__.py", "from .api import shard\nfrom retrograde.engine.core import Core"),
-        ("reduction/bucket.py", "import torch.distributed\nfrom retrograde.comm.protocol import Comm"),
+        ("gradients/bucket.py", "import torch.distributed\nfrom retrograde.transport.protocol import Transport"),
         ("integrations/hf.py", "from retrograde.engine import Engine\nfrom retrograde import planning"),
         ("cli/main.py", "import retrograde as rg\nfrom retrograde import shard"),
     ],
@@ -195,12 +197,10 @@ def test_right_imports_pass(tmp_path: Path, file: str, text: str) -> None:
     assert order_faults(house(tmp_path, {file: text})) == []
 
 
-@pytest.mark.parametrize(
-    "text", ["def f(): ...", "x = 1", "__all__ = make()", "if True:\n    import torch", "print()"]
-)
+@pytest.mark.parametrize("text", ["def f(): ...", "x = 1", "__all__ = make()", "if True:\n    import torch", "print()"])
 def test_logic_in_an_init_is_found(tmp_path: Path, text: str) -> None:
-    faults = init_faults(house(tmp_path, {"comm/__init__.py": f'"""Doc."""\nimport torch\n{text}\n'}))
-    assert [fault.split(" ")[0] for fault in faults] == ["comm/__init__.py:3:"]
+    faults = init_faults(house(tmp_path, {"transport/__init__.py": f'"""Doc."""\nimport torch\n{text}\n'}))
+    assert [fault.split(" ")[0] for fault in faults] == ["transport/__init__.py:3:"]
 
 
 def test_a_plain_init_passes(tmp_path: Path) -> None:
@@ -211,9 +211,7 @@ def test_a_plain_init_passes(tmp_path: Path) -> None:
 def test_sizes_are_counted(tmp_path: Path) -> None:
     full = "pass\n" * FILE_LINES
     assert size_faults(house(tmp_path, {"engine/a.py": full, "pipeline/b.py": full})) == []
-    assert size_faults(house(tmp_path, {"engine/a.py": full + "pass\n"})) == [
-        "engine/a.py: 501 lines, at most 500"
-    ]
+    assert size_faults(house(tmp_path, {"engine/a.py": full + "pass\n"})) == ["engine/a.py: 501 lines, at most 500"]
 
 
 def test_collectives_in_layout_are_found(tmp_path: Path) -> None:

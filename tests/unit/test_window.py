@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from retrograde.reduction.window import Windows
+from retrograde.gradients.window import Windows
 
 
 def play(order: list[int], sizes: dict[int, int], budget: float) -> tuple[dict[int, int], int]:

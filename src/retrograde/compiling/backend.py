@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch._functorch.config
 
-from retrograde.residency import SavedTensors, edits, views
+from retrograde.pages import SavedTensors, edits, views
 
 Graph = Callable[..., Any]
 
@@ -20,7 +20,7 @@ class Keeping:
     version counter of its own, `w.detach()` shares that of `w`; and has ranks meet before a graph that edits weights.
 
     Where pages stay, the shard is part of the page, so other ranks must have read it before the graph writes. (Where
-    they do not, an edit is written back afterwards.) Eager edits are reported one by one (residency/full.py).
+    they do not, an edit is written back afterwards.) Eager edits are reported one by one (pages/full_tensor.py).
     """
 
     inner: Graph

@@ -8,7 +8,8 @@ tensors, and calls what may be compiled. Under Dynamo, `module.weight` is the gi
 of the graph.
 
 Rule 1: what a graph saves of its inputs passes the saved-tensor hooks that are active around the region, so it
-        becomes handles (residency/saved.py): the page may go after forward, and the graph's backward pages it in again.
+        becomes handles (pages/saved_tensors.py): the page may go after forward, and the graph's backward pages it
+        in again.
 Rule 2: a weight that is read where it is not given ends the graph there, and is read eagerly.
 Rule 3: nothing of the engine is traced: Dynamo skips its files but for inlined.py, and starts no graph there.
         A skipped frame is eager code like any other.
@@ -31,9 +32,9 @@ from retrograde.compiling import inlined
 from retrograde.compiling.backend import Keeping
 from retrograde.compiling.inlined import GIVEN, Forward
 from retrograde.layout import UnitSpec
-from retrograde.optim import ShardedParameter
-from retrograde.residency import MADE, SavedTensors, specialize
-from retrograde.residency.access import Sharded, ShardedRNN, leaves
+from retrograde.pages import SavedTensors
+from retrograde.parameters import ShardedParameter
+from retrograde.parameters.access import MADE, Sharded, ShardedRNN, leaves, specialize
 
 _REASON = (
     "retrograde pages parameters in between compiled graphs, one unit at a time, so no graph spans units; with "

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from retrograde.errors import ShardingError, UnsupportedError
-from retrograde.optim import ShardedParameter
+from retrograde.parameters import ShardedParameter
 
 _FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
 _DTENSOR = "torch.distributed.tensor"

@@ -8,16 +8,17 @@ import torch
 from torch import nn
 
 from retrograde.arguments import flag, instance, not_negative, number, wrong
-from retrograde.comm import Kind, Station, streams_of
+from retrograde.devices import streams_of
 from retrograde.errors import ShardingError
+from retrograde.gradients import Exchange, Reducer
 from retrograde.layout import Policy, parse_bytes
 from retrograde.ledger import Ledger
-from retrograde.optim import ShardedParameter
-from retrograde.optim.part import plain, whole
-from retrograde.optim.pieces import raw_grad
-from retrograde.reduction import Exchange, Reducer
+from retrograde.pages import BufferPool, Pager, SavedTensors, Unit
+from retrograde.parameters import ShardedParameter
+from retrograde.parameters.part import plain, whole
+from retrograde.parameters.pieces import raw_grad
 from retrograde.reports import explain, report
-from retrograde.residency import BufferPool, Pager, SavedTensors, Unit
+from retrograde.transport import Reason, Station
 
 
 class Engine:
@@ -67,12 +68,12 @@ class Engine:
         limit = math.inf if budget is None else parse_bytes(budget, "coalesce(budget)")
         self.reducer.recover()
         if sum(self.reducer.held.values()) > limit:
-            self.reducer.council.attend(Kind.FLUSH, "the start of coalesce(budget=...)")
+            self.reducer.council.attend(Reason.FLUSH, "the start of coalesce(budget=...)")
         with self.reducer.windows.window(limit):
             yield
         self.reducer.recover()
         if not self.reducer.windows.open and not self.policy.until_step:
-            self.reducer.council.attend(Kind.FLUSH, "the end of coalesce()")
+            self.reducer.council.attend(Reason.FLUSH, "the end of coalesce()")
 
     @contextlib.contextmanager
     def full_params(self, *modules: nn.Module, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:

@@ -12,7 +12,7 @@ from torch.compiler import is_exporting
 from torch.nn.modules import module as modules
 
 from retrograde.errors import UnsupportedError
-from retrograde.residency import FullTensor
+from retrograde.pages import FullTensor
 
 _changes = [0]  # parameters and submodules registered, by any module of the process
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch.nn.utils.parametrize import ParametrizationList
 
 from retrograde.errors import UnsupportedError
-from retrograde.residency import FullTensor
+from retrograde.pages import FullTensor
 
 
 @functools.cache

@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from retrograde.arguments import Said, check_module, differences, instance, said, seconds
-from retrograde.comm import Mesh, Station
 from retrograde.compiling import mark_regions
 from retrograde.engine.ddp_and_fsdp import check_unwrapped, refuse_ddp_and_fsdp
 from retrograde.engine.engine import Engine
@@ -25,18 +24,29 @@ from retrograde.engine.materialize import check_resettable, materialize
 from retrograde.engine.parametrizing import refuse_parametrizations
 from retrograde.errors import ShardingError, UnsupportedError
 from retrograde.layout import Layout, Policy, Precision, Units, UnitSpec, find_units, parse_bytes, strides_of
-from retrograde.optim import ShardedParameter, refuse_pieces_outside, serve_initializers, watch_states, watch_steps
-from retrograde.residency import Unit, patch, set_data, unpatched
+from retrograde.pages import Unit, set_data
+from retrograde.parameters import ShardedParameter, refuse_pieces_outside, serve_initializers, watch_states, watch_steps
+from retrograde.parameters.access import patch, unpatched
+from retrograde.transport import Connections, Station
 
 WAIT_FOR_ARGUMENTS = 60.0  # seconds, until the argument `timeout` is known to be one
 
 
 def shard(
-    model: nn.Module, stage: int = 3, *, units: Units = "auto", join: int | str = 0,
-    process_group: dist.ProcessGroup | None = None, mesh: DeviceMesh | None = None,
-    precision: Precision | None = None, reduce: str = "mean", exact: bool = True,
-    resident: int | str = 0, prefetch: bool = True, timeout: float = 60.0,
-) -> Engine:  # fmt: skip
+    model: nn.Module,
+    stage: int = 3,
+    *,
+    units: Units = "auto",
+    join: int | str = 0,
+    process_group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    precision: Precision | None = None,
+    reduce: str = "mean",
+    exact: bool = True,
+    resident: int | str = 0,
+    prefetch: bool = True,
+    timeout: float = 60.0,
+) -> Engine:
     """Shard `model` over the ranks of a process group, in place. Collective: every rank calls it.
 
     `units`: "auto" (repeated blocks), module classes, or a predicate; `join`: those of fewer bytes become one unit with
@@ -45,7 +55,7 @@ def shard(
     beyond the one in use and the one being prefetched. `timeout`: seconds after which waiting for a rank that never
     comes, here or later, becomes a `DivergenceError` on every rank that waits.
     """
-    ranks = Mesh.of(_group(process_group, mesh), _connecting_time(timeout))
+    ranks = Connections.of(_group(process_group, mesh), _connecting_time(timeout))
     station = Station(ranks, WAIT_FOR_ARGUMENTS)
     with station.shared_fate("shard()"):
         station.timeout = seconds("timeout", timeout)
@@ -178,7 +188,7 @@ def _described(name: str, param: nn.Parameter, spec: UnitSpec) -> str:
     return f"{name}{list(param.shape)} {param.dtype}{memory} in unit {spec.name}"
 
 
-def _make(index: int, spec: UnitSpec, policy: Policy, ranks: Mesh) -> Unit:
+def _make(index: int, spec: UnitSpec, policy: Policy, ranks: Connections) -> Unit:
     """Allocate a unit on this rank; values come later."""
     first = spec.params[0][1]
     strides = [strides_of(param) for _, param in spec.params]

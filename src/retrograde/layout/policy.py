@@ -79,9 +79,13 @@ class Policy(NamedTuple):
 
     @staticmethod
     def of(
-        stage: int, resident: float | str, reduce: str, prefetch: bool,
-        precision: Precision | None = None, exact: bool = True,
-    ) -> "Policy":  # fmt: skip
+        stage: int,
+        resident: float | str,
+        reduce: str,
+        prefetch: bool,
+        precision: Precision | None = None,
+        exact: bool = True,
+    ) -> "Policy":
         """What the arguments of `shard()` come to."""
         stage = check_stage(stage)
         mean = check_reduce(reduce) == "mean"

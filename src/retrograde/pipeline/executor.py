@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from retrograde.comm.messages import Address
 from retrograde.errors import PipelineError
 from retrograde.pipeline.parcel import Parcel
 from retrograde.pipeline.schedule import Action, Kind, Schedule
 from retrograde.pipeline.stage import Lesson, Stage
 from retrograde.pipeline.timeline import Timed
 from retrograde.pipeline.transport import Incoming, Transport, Unreadable, Void
+from retrograde.transport.messages import Address
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from retrograde.comm.messages import Form, MessageError, TensorLayout, TreeForm
 from retrograde.pipeline.trees import constant_of, describe, describe_constant, spec_of
+from retrograde.transport.messages import Form, MessageError, TensorLayout, TreeForm
 
 
 def layout_of(tensor: Tensor) -> TensorLayout:

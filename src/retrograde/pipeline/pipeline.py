@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from retrograde.arguments import Said, flag, function, instance, one_of, said, shown, whole_number, wrong
 from retrograde.engine import Engine, shard
 from retrograde.errors import PipelineError
-from retrograde.optim import ShardedParameter
+from retrograde.parameters import ShardedParameter
 from retrograde.pipeline.agreement import share, together
 from retrograde.pipeline.batches import CallerGradients, copied, microbatches, size
 from retrograde.pipeline.blocks import Block, Chain, Model, Tie, accepted, blocks_of, divide, find_ties, keep, measured

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from retrograde.residency.full import FullTensor
+from retrograde.pages.full_tensor import FullTensor
 
 
 class ParamGrads(NamedTuple):

@@ -99,8 +99,9 @@ def schedule_for(
             raise ScheduleError(f"schedule={schedule!r} is not known; give one of {names}, 'auto' or a Schedule")
         return generate(schedule, ranks, microbatches)
     for what, has, wanted in (
-        ("ranks", len(schedule.ranks), ranks), ("microbatches", schedule.microbatches, microbatches)
-    ):  # fmt: skip
+        ("ranks", len(schedule.ranks), ranks),
+        ("microbatches", schedule.microbatches, microbatches),
+    ):
         if has != wanted:
             raise ScheduleError(f"schedule '{schedule.name}' is for {has} {what}, but {wanted} are used")
     check(schedule)

@@ -29,8 +29,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from retrograde.errors import PipelineError
+from retrograde.pages.full_tensor import FullTensor
 from retrograde.pipeline.products import ParamGrads, Product, Rule, parameter_of, recognise
-from retrograde.residency.full import FullTensor
 
 _executes = torch._C._will_engine_execute_node
 

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from retrograde.errors import PipelineError
-from retrograde.optim import ShardedParameter
+from retrograde.pages import Unit
+from retrograde.parameters import ShardedParameter
 from retrograde.pipeline.parcel import Parcel
 from retrograde.pipeline.split import SplitBackward
-from retrograde.residency import Unit
 
 Loss = Callable[..., Tensor]
 

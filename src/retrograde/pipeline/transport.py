@@ -1,4 +1,4 @@
-"""Messages between the stages of different ranks, over the connections of comm/mesh.py.
+"""Messages between the stages of different ranks, over the connections of transport/connections.py.
 
 [Note: a message]
 A message is one transfer: a head and the tensors of a parcel or of gradients, received in memory of their own. The head
@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from retrograde.comm import Mesh
-from retrograde.comm.mesh import TIMEOUT
-from retrograde.comm.messages import Address, Content, Form, MessageError, ToReceiver, encode
-from retrograde.comm.messages import Void as VoidMessage
 from retrograde.errors import PipelineError
 from retrograde.pipeline.parcel import Parcel, as_sent, content_of, form_of, space_for
+from retrograde.transport import Connections
+from retrograde.transport.connections import TIMEOUT
+from retrograde.transport.messages import Address, Content, Form, MessageError, ToReceiver, encode
+from retrograde.transport.messages import Void as VoidMessage
 
 PATIENCE = 1800.0  # seconds: another rank's first step may compile
 
@@ -63,7 +63,7 @@ class MeshTransport:
     number: int  # given by the mesh
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, patience: float = PATIENCE) -> None:
-        self._mesh = Mesh.of(group, patience)
+        self._mesh = Connections.of(group, patience)
         self._device = device
         self._patience = patience
         self._sent_forms: dict[Address, bytes] = {}  # as they were sent: 1, 1.0 and True are not the same

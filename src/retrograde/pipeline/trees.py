@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import SUPPORTED_NODES, TreeSpec, is_namedtuple_class, treespec_leaf
 
-from retrograde.comm.messages import DTYPES, Constant, Group, Leaf, MessageError, Node, Octets
 from retrograde.errors import PipelineError
+from retrograde.transport.messages import DTYPES, Constant, Group, Leaf, MessageError, Node, Octets
 
 WAY_OUT = (
     "stages may hand on tensors, numbers, texts, bytes, None, and lists, tuples, dicts and registered containers of "
@@ -73,9 +73,16 @@ def constant_of(description: Constant) -> Any:
 
 # ---- containers
 _FACTORIES: dict[str, type | None] = {
-    "None": None, "bool": bool, "dict": dict, "float": float, "int": int, "list": list, "set": set, "str": str,
+    "None": None,
+    "bool": bool,
+    "dict": dict,
+    "float": float,
+    "int": int,
+    "list": list,
+    "set": set,
+    "str": str,
     "tuple": tuple,
-}  # fmt: skip
+}
 _DEFAULTDICT = "collections.defaultdict"
 _NAMEDTUPLE = "collections.namedtuple"
 

@@ -1,0 +1,177 @@
+"""What `module.weight` returns: a full-shaped tensor that tells its unit before it is edited."""
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from retrograde.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from retrograde.pages.unit import Unit
+
+set_data = cast(Any, torch.Tensor.data).__set__
+get_requires_grad, set_requires_grad = (getattr(torch.Tensor.requires_grad, name) for name in ("__get__", "__set__"))
+
+
+_NOT_EDITS = {"requires_grad_", "detach_", "share_memory_", "rename_"}
+
+
+# Edits of what a tensor is, not of its elements.
+RESHAPES = {"set_", "resize_", "resize_as_", "t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"}
+RESHAPES |= {"as_strided_"}
+
+
+def overloads(name: str) -> list[Any]:
+    """What torch knows of its function of this name: none if it is written in Python."""
+    packet = getattr(torch.ops.aten, name, None)
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return []
+    return [getattr(packet, overload) for overload in packet.overloads()]  # type: ignore[no-untyped-call]
+
+
+@functools.cache
+def edits(name: str) -> bool:
+    """Does a method or function of this name change its first argument in place?"""
+    if name.endswith("__"):  # `__iadd__` beside `__add__`; there is no `__nit__`
+        return name == "__setitem__" or (name.startswith("__i") and hasattr(torch.Tensor, f"__{name[3:]}"))
+    return name.endswith("_") and name not in _NOT_EDITS
+
+
+def alive(unit: "weakref.ref[Unit]") -> "Unit":
+    if (found := unit()) is None:
+        raise UnsupportedError("the sharded model of this tensor or graph is gone; keep it until its last backward")
+    return found
+
+
+class Aliased(torch.Tensor):
+    """Memory of a page. Operations on it give plain tensors, but for two kinds:
+
+    An edit (`w.clamp_()`, `w.data.fill_()`) is written back to the shard, where torch's own parameter would have it.
+    A view that takes no part in a graph (`w.data`, `w.T` under no_grad) may be edited as well, so it is `Aliased` too.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    _unit: "weakref.ref[Unit]"
+    _slot: int
+
+    def _alias(self, view: Any) -> Any:
+        if isinstance(view, list | tuple):
+            return type(view)(self._alias(each) for each in view)
+        recorded = torch.is_grad_enabled() and isinstance(view, torch.Tensor) and view.requires_grad
+        if type(view) is not torch.Tensor or recorded or view.untyped_storage()._cdata != self.untyped_storage()._cdata:
+            return view
+        alias = view.as_subclass(Aliased)
+        alias._unit, alias._slot = self._unit, self._slot
+        return alias
+
+    @property
+    def data(self) -> torch.Tensor:
+        """Shares the version counter, unlike torch's, so that no edit goes unseen."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        with torch.no_grad():
+            self.copy_(value)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """An array to which numpy refuses to write: no counter would move, and the shard would not know."""
+        array = super().numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.detach().clone().requires_grad_(self.requires_grad)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+class FullTensor(Aliased):
+    """What `module.weight` returns: a full-shaped view of a page, in the graph of its parameter."""
+
+    _is_param = True  # to `isinstance(module.weight, nn.Parameter)`
+
+    @staticmethod
+    def of(data: torch.Tensor, unit: "Unit", slot: int) -> "FullTensor":
+        full = torch.Tensor._make_subclass(FullTensor, data)
+        full._unit, full._slot = weakref.ref(unit), slot
+        return full
+
+    @property
+    def leaf(self) -> nn.Parameter:
+        return alive(self._unit).leaves[self._slot]
+
+    # The parameter's, whose gradient is this rank's piece: the object that `p.grad` is.
+    grad = property(lambda self: self.leaf.grad, lambda self, value: setattr(self.leaf, "grad", value))
+    grad = grad.deleter(lambda self: setattr(self.leaf, "grad", None))
+    # Hooks too: they see what the parameter's see.
+    register_hook = property(lambda self: self.leaf.register_hook)
+    register_post_accumulate_grad_hook = property(lambda self: self.leaf.register_post_accumulate_grad_hook)
+    is_leaf = False  # also of a frozen one: optimizers are to be given parameters, and say so
+    # `module.weight.requires_grad = False` is how most people freeze: it is said of the parameter.
+    requires_grad = property(lambda self: bool(get_requires_grad(self)), lambda self, on: self.requires_grad_(on))
+
+    def retain_grad(self) -> None:
+        """As torch's for a leaf."""
+
+    def requires_grad_(self, requires_grad: bool = True) -> "FullTensor":
+        self.leaf.requires_grad_(requires_grad)
+        return self
+
+
+def _reporting(name: str) -> Callable[..., Any]:
+    method = getattr(torch.Tensor, name)
+
+    @functools.wraps(method)
+    def edit(self: Aliased, *args: Any, **kwargs: Any) -> Any:
+        unit = self._unit()
+        if unit is None:
+            return method(self, *args, **kwargs)
+        if name in RESHAPES:
+            parameter = unit.layout.slots[self._slot].name
+            raise UnsupportedError(
+                f"rank {unit.rank}: {name} would change the shape of what shows parameter {parameter}, and not of the "
+                f"parameter: use the function that returns another tensor ({name[:-1]})"
+            )
+        if torch.is_grad_enabled() and self.requires_grad:
+            raise RuntimeError(
+                f"parameter {unit.layout.slots[self._slot].name} requires grad and is used in an in-place "
+                f"operation ({name}); edit weights under torch.no_grad()"
+            )
+        if not unit.valid:
+            unit.sink.pager.open(unit)  # a tensor that was held while others changed
+        with unit.gate.writing(f"{name} on {unit.layout.slots[self._slot].name}", unit, self._slot):
+            result = method(self, *args, **kwargs)
+            unit.write_back(self._slot)
+        return result
+
+    return edit
+
+
+def _aliasing(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def view(self: Aliased, *args: Any, **kwargs: Any) -> Any:
+        return self._alias(method(self, *args, **kwargs))
+
+    return view
+
+
+@functools.cache
+def views(name: str) -> bool:
+    """Does torch's method of this name return a view of its tensor? Its schema says so."""
+    returned = [overload._schema.returns for overload in overloads(name)]
+    return name == "__getitem__" or any(r and r[0].alias_info and not r[0].alias_info.is_write for r in returned)
+
+
+for _name in dir(torch.Tensor):
+    if edits(_name) and callable(getattr(torch.Tensor, _name)):
+        setattr(Aliased, _name, _reporting(_name))
+    elif _name in ("T", "mT", "H", "mH"):
+        setattr(Aliased, _name, property(_aliasing(getattr(torch.Tensor, _name).__get__)))
+    elif views(_name) and callable(getattr(torch.Tensor, _name)):
+        setattr(Aliased, _name, _aliasing(getattr(torch.Tensor, _name)))

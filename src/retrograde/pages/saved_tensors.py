@@ -1,0 +1,105 @@
+"""Saved tensors as handles: what autograd keeps of a page is where to find it again.
+
+[Note: saved tensors]
+While a sharded module computes, saved-tensor hooks replace every tensor that aliases a page by a handle and
+leave the rest alone. Unpacking pages it in again, whoever asks and however often. That is all a retained
+graph, a second backward, a backward by hand, an exception or a skipped frame needs.
+
+Rule 1: hooks that were active outside (checkpointing, save_on_cpu, the user's own) keep seeing every tensor
+        that is not of a page: ours call theirs.
+Rule 2: hooks replace autograd's version check, so ours make that check themselves.
+Rule 3: where torch forbids hooks (torch.func.grad) there are none; the graph then holds the page itself.
+"""
+
+import bisect
+import operator
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+
+from retrograde.pages.pager import Pager
+from retrograde.pages.unit import Unit
+
+_push = torch._C._autograd._push_saved_tensors_default_hooks
+_pop = torch._C._autograd._pop_saved_tensors_default_hooks
+_top = torch._C._autograd._top_saved_tensors_default_hooks
+_forbidden = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
+
+# torch's own words, so that what searches for them finds them
+_MODIFIED = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+    "[{}] is at version {}; expected version {} instead."
+)
+
+
+class SavedTensors:
+    """The pack and unpack hooks of one engine. What they leave in a graph is a call that makes a tensor again."""
+
+    def __init__(self, pager: Pager) -> None:
+        self._pager, self.live = pager, pager.live
+        self.compiled = False  # compiled code is running: it edits full tensors without telling their unit
+
+    def enter(self) -> bool:
+        """Activate the hooks; False (and nothing to leave) where they are active, useless or forbidden."""
+        if not torch.is_grad_enabled() or _forbidden() is not None:
+            return False
+        pack, unpack = cast(Any, _top(True)) or (_keep, _kept)
+        if getattr(pack, "of", None) is self:
+            return False
+
+        def packed(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+            return self._handle(tensor) or partial(unpack, pack(tensor))
+
+        packed.of = self  # type: ignore[attr-defined]
+        _push(packed, operator.call)
+        return True
+
+    leave = staticmethod(_pop)
+
+    def _handle(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+        """For a tensor that aliases a page: where to find it again."""
+        unit = self.live.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
+        if unit is None or tensor.dtype is not unit.layout.dtype:
+            return None
+        if self.compiled:
+            unit.write_back_if_edited()
+        return Handle(self._pager, unit, tensor)
+
+
+class Handle:
+    """Where a saved view of a page is found again, at the same version."""
+
+    __slots__ = ("__weakref__", "_offset", "_pager", "_size", "_slot", "_stride", "_unit", "_version")
+
+    def __init__(self, pager: Pager, unit: Unit, tensor: torch.Tensor) -> None:
+        self._pager, self._unit = pager, unit
+        self._size, self._stride, self._offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
+        self._slot = bisect.bisect_right(unit.layout.offsets, self._offset) - 1
+        self._version = unit.pieces[self._slot]._version
+        if not unit.trained[self._slot]:
+            unit.frozen_handles.add(self)
+
+    def __call__(self) -> torch.Tensor:
+        unit = self._unit
+        if (now := unit.pieces[self._slot]._version) != self._version:
+            raise RuntimeError(
+                _MODIFIED.format(f"parameter {unit.layout.slots[self._slot].name}", now, self._version)
+                + " Hint: an optimizer step or an edit of the weights came between forward and backward of this graph"
+            )
+        self._pager.open(unit)
+        with torch.no_grad():
+            return unit.page.as_strided(self._size, self._stride, self._offset)
+
+
+def _keep(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Not of a page: an alias is kept (the tensor itself could close a cycle with its own node)."""
+    return tensor.detach(), tensor._version
+
+
+def _kept(kept: tuple[torch.Tensor, int]) -> torch.Tensor:
+    tensor, version = kept
+    if tensor._version != version:
+        raise RuntimeError(_MODIFIED.format(f"{tensor.type()} {list(tensor.size())}", tensor._version, version))
+    return tensor

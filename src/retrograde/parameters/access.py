@@ -1,0 +1,178 @@
+"""How code reaches full parameters: a property for each parameter on a generated subclass of the module's class.
+
+The module keeps its class's name, its `_parameters` and its hooks; `isinstance` holds. Reading `module.weight`
+pages the unit in; `forward` runs with the saved-tensor hooks active; what a sharded module cannot do raises.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import nn
+
+from retrograde.errors import UnsupportedError
+from retrograde.pages.full_tensor import FullTensor
+from retrograde.pages.saved_tensors import SavedTensors
+from retrograde.parameters.copies import Copied
+
+MADE = "_retrograde_made"  # marks a generated class
+
+
+class Leaf(Copied):
+    """A sharded parameter, as modules see it (parameters/pieces.py)."""
+
+    __slots__ = ()
+    full: Callable[[], torch.Tensor]
+
+
+def leaves(module: nn.Module) -> dict[str, Any]:
+    """The sharded parameters that a module has itself."""
+    return {name: leaf for name, leaf in module._parameters.items() if isinstance(leaf, Leaf)}
+
+
+class Sharded(nn.Module):
+    """What a module with sharded parameters does otherwise than a plain one; ahead of its own class."""
+
+    _retrograde_engine: Any  # so that it lives as long as the model
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """As torch's, which looks for a Parameter by reading the attribute."""
+        leaf = dict(self.named_parameters(remove_duplicate=False)).get(target)
+        return super().get_parameter(target) if leaf is None else leaf
+
+    def register_parameter(self, name: str, param: Any) -> None:
+        """As torch's. A full tensor that is assigned (`module.weight *= 2`, a tied weight) stands for its parameter."""
+        super().register_parameter(name, param.leaf if isinstance(param, FullTensor) else param)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        for name, leaf in self.named_parameters(recurse=recurse):
+            if isinstance(leaf, Leaf):
+                _refuse_conversion(self, fn, name, leaf)
+        own = dict(self._parameters)
+        self._parameters.clear()  # nothing to change in the leaves; buffers are the module's own
+        try:
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        finally:
+            self._parameters.update(own)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, leaf in leaves(self).items():
+            if prefix + name in destination:
+                destination[prefix + name] = leaf.full() if keep_vars else leaf.copy_for(destination)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: Any, *rest: Any) -> None:
+        errors: list[str] = rest[-1]
+        sharded = leaves(self)
+        if sharded and metadata.get("assign_to_params_buffers", False):
+            first = prefix + next(iter(sharded))
+            errors.append(f"{first}: assign=True would replace sharded parameters; load with assign=False")
+            return
+        for name, leaf in sharded.items():
+            leaf.forget_writes_to_copies()
+            given = state_dict.get(prefix + name)
+            if isinstance(given, torch.Tensor) and given.shape == leaf.slot.shape:
+                state_dict[prefix + name] = leaf.piece_of(given)
+            elif isinstance(given, torch.Tensor):
+                errors.append(
+                    f"size mismatch for {prefix + name}: copying a param with shape {given.shape} from checkpoint, "
+                    f"the shape in current model is {leaf.slot.shape}."
+                )
+                state_dict[prefix + name] = leaf.detach()  # leaves it as it is
+        super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            f"a sharded {type(self).__name__} cannot be copied or pickled: its shards live on all ranks. For a second "
+            f"model (a reference, an average, as deepcopy() and AveragedModel() make it) build it as the first one, "
+            f"load_state_dict(model.state_dict()) and give it to rg.shard(), on every rank; for an average of the "
+            f"weights keep [p.detach().clone() for p in model.parameters()] and torch._foreach_lerp_(); to save, use "
+            f"model.state_dict()"
+        )
+
+
+def _refuse_conversion(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], name: str, leaf: Any) -> None:
+    """What `module.to()` would do to a parameter, seen on a small tensor in its place."""
+    probe = torch.empty([2] * leaf.dim(), dtype=leaf.dtype, device=leaf.device)
+    in_place = leaf.slot.strides
+    if in_place is not None:
+        outermost_first = sorted(range(probe.dim()), key=lambda dim: in_place[dim], reverse=True)
+        inverse = sorted(range(probe.dim()), key=outermost_first.__getitem__)
+        probe = probe.permute(inverse)
+    after = fn(probe)
+    if after.dtype == probe.dtype and after.device == probe.device and after.stride() == probe.stride():
+        return
+    raise UnsupportedError(
+        f"{type(module).__name__}.to(): parameter {name} is sharded as {leaf.dtype} on {leaf.device}, in the "
+        f"memory_format it had: convert the model before rg.shard(), or load its state_dict() into a converted one"
+    )
+
+
+class ShardedRNN:
+    """RNN modules keep a list of their weights. In a page they are contiguous already."""
+
+    _flat_weights_names: list[str]
+    _flat_weights = property(lambda self: [getattr(self, n) for n in self._flat_weights_names], lambda self, _: None)
+
+    def flatten_parameters(self) -> None: ...
+
+
+def unpatched(module: nn.Module) -> bool:
+    """Has it sharded parameters without a property?"""
+    return not all(isinstance(getattr(type(module), name, None), property) for name in leaves(module))
+
+
+def patch(module: nn.Module, engine: Any) -> None:
+    """Give `module` the generated class: properties for its own parameters, hooks around `forward`.
+
+    Hooks only where parameters are: torch.func refuses to start while any are active, and what a module without
+    parameters of its own saves is, but for weights it takes from its children, activations.
+    """
+    names = tuple(leaves(module))
+    forward = _forward(type(module), engine.saved if names else None, engine.grow)
+    body = {name: _property(name) for name in names} | {"forward": forward, "_retrograde_engine": engine}
+    specialize(module, body, id(engine), *names)
+
+
+_made: "weakref.WeakValueDictionary[Hashable, type[nn.Module]]" = weakref.WeakValueDictionary()
+
+
+def specialize(module: nn.Module, body: dict[str, Any], *key: Hashable) -> None:
+    """Put a subclass with `body` on top of the module's class. Modules that were alike stay alike and share it:
+    compiled code is kept by class. A key names what the subclass itself keeps alive, so identities will do."""
+    cls = type(module)
+    if (made := _made.get((id(cls), *key))) is None:
+        body |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, MADE: True}
+        ahead = (ShardedRNN, Sharded) if isinstance(module, nn.RNNBase) else (Sharded,)
+        bases = (cls,) if isinstance(module, Sharded) else (*ahead, cls)
+        made = _made[id(cls), *key] = type(cls.__name__, bases, body)
+    module.__class__ = made
+
+
+def _property(name: str) -> property:
+    def get(self: nn.Module) -> Any:
+        if name in self._parameters:
+            leaf: Any = self._parameters[name]
+            return leaf.full() if isinstance(leaf, Leaf) else leaf
+        return self.__dict__[name] if name in self.__dict__ else nn.Module.__getattr__(self, name)
+
+    # nn.Module takes Parameters itself; this is `del m.w; m.w = tensor`, as torch's old weight_norm does.
+    return property(get, lambda self, to: self.__dict__.update({name: to}), lambda self: self.__dict__.pop(name, None))
+
+
+def _forward(cls: type[nn.Module], saved: SavedTensors | None, grow: Callable[[], None]) -> Callable[..., Any]:
+    base = cls.forward
+
+    @functools.wraps(base)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        grow()
+        if saved is None or not saved.enter():
+            return base(self, *args, **kwargs)
+        try:
+            return base(self, *args, **kwargs)
+        finally:
+            saved.leave()
+
+    return forward

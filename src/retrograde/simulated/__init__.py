@@ -1,8 +1,0 @@
-"""A device for tests: its streams are queues, and every order that events leave open is tried."""
-
-from retrograde.simulated.device import SimulatedDevice, SimulatedStream, Site
-from retrograde.simulated.explore import Corrupted, Explored, Stuck, explore, replay, sample
-
-__all__ = [
-    "Corrupted", "Explored", "SimulatedDevice", "SimulatedStream", "Site", "Stuck", "explore", "replay", "sample"
-]  # fmt: skip

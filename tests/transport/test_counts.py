@@ -1,0 +1,216 @@
+"""Communication is counted: by the ledger, and by what really went over the wire."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import retrograde as rg
+from benchmarks.meters import sent_on
+from retrograde.transport import Connections, Station
+from retrograde.transport.messages import Message
+from tests.harness import RankPool
+from tests.small import BLOCKS, batch, build, loss_of
+from tests.transport.hosts import group_over_tcp
+
+INNER = [f"blocks.{i}" for i in range(BLOCKS)]
+
+
+def _train(rank: int, world: int, stage: int, backwards: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Two warm steps, then one that is counted."""
+    model = build()
+    if options.pop("freeze", False):
+        model.blocks[1].requires_grad_(False)
+    engine = rg.shard(model, stage, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        engine.ledger.clear()
+        for part in range(backwards):
+            loss_of(model, batch(rank, step + part)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ledger = engine.ledger
+    names = [unit.name for unit in engine.units]
+    counts = {kind: Counter({n: ledger.count(kind, n) for n in names}) for kind in ("gather", "reduce", "join")}
+    return counts | {"order": [(e.kind.value, e.unit) for e in ledger.entries if e.kind in ("gather", "reduce")]}
+
+
+def _clip(rank: int, world: int, stage: int) -> list[list[str]]:
+    model = build()
+    engine = rg.shard(model, stage)
+    met = []
+    for clip in (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_):
+        loss_of(model, batch(rank)).backward()
+        engine.ledger.clear()
+        clip(model.parameters(), 0.25)
+        met.append([event.unit for event in engine.ledger.entries if event.kind == "agree"])
+    return met
+
+
+@pytest.mark.parametrize("stage", (1, 2, 3))
+def test_clipping_is_one_meeting(ranks: Callable[[int], RankPool], stage: int) -> None:
+    reduced = ["flush"] if stage == 1 else []
+    assert ranks(2).run(_clip, stage) == [[[*reduced, "total"]] * 2] * 2
+
+
+@pytest.mark.parametrize("world", (1, 2))
+@pytest.mark.parametrize("backwards", (1, 3))
+def test_stage_3(ranks: Callable[[int], RankPool], world: int, backwards: int) -> None:
+    for seen in ranks(world).run(_train, 3, backwards, {}):
+        expected = dict.fromkeys(INNER, 2 * backwards)
+        # Turning around, the pages of the head (root) and of the last block are still there.
+        expected[INNER[-1]] = backwards
+        expected["(root)"] = 2 * backwards  # at both ends of the forward, not in the backward
+        if world == 1:
+            expected = dict.fromkeys([*INNER, "(root)"], 1)  # the page is the shard
+        assert dict(seen["gather"]) == expected
+        assert dict(seen["reduce"]) == dict.fromkeys([*INNER, "(root)"], backwards)
+        assert not any(seen["join"].values())
+
+
+@pytest.mark.parametrize("backwards", (1, 3))
+def test_stage_2(ranks: Callable[[int], RankPool], backwards: int) -> None:
+    for seen in ranks(2).run(_train, 2, backwards, {}):
+        assert dict(seen["gather"]) == dict.fromkeys([*INNER, "(root)"], 1)
+        assert dict(seen["reduce"]) == dict.fromkeys([*INNER, "(root)"], backwards)
+
+
+@pytest.mark.parametrize("backwards", (1, 3))
+def test_stage_1(ranks: Callable[[int], RankPool], backwards: int) -> None:
+    for seen in ranks(2).run(_train, 1, backwards, {}):
+        assert dict(seen["gather"]) == dict.fromkeys([*INNER, "(root)"], 1)
+        assert dict(seen["reduce"]) == dict.fromkeys([*INNER, "(root)"], 1)
+
+
+@pytest.mark.parametrize("stage", (1, 2, 3))
+def test_frozen_units_are_not_reduced_and_at_stages_1_and_2_not_gathered_again(
+    ranks: Callable[[int], RankPool], stage: int
+) -> None:
+    for seen in ranks(2).run(_train, stage, 1, {"freeze": True}):
+        assert seen["reduce"]["blocks.1"] == 0
+        assert seen["reduce"]["blocks.0"] == 1
+        if stage < 3:
+            assert seen["gather"]["blocks.1"] == 0
+
+
+def _wanted_but_unused(rank: int, world: int, stage: int) -> tuple[list[str], list[str]]:
+    """`inputs=` has a parameter that the loss does not depend on: torch runs its unit's node all the same."""
+    model = build()
+    model.blocks[0].register_parameter("idle", torch.nn.Parameter(torch.ones(3)))
+    engine = rg.shard(model, stage)
+    wanted = dict(model.named_parameters())
+    loss_of(model, batch(rank)).backward(inputs=[wanted["blocks.0.idle"], wanted["blocks.2.up.weight"]])
+    grads = engine.full_grads()
+    dist.barrier()
+    reduced = [event.unit for event in engine.ledger.entries if event.kind in ("reduce", "join")]
+    return reduced, [name for name, grad in grads.items() if grad is not None]
+
+
+@pytest.mark.parametrize("stage", (1, 2, 3))
+def test_what_has_no_gradient_is_not_reduced(ranks: Callable[[int], RankPool], stage: int) -> None:
+    assert ranks(2).run(_wanted_but_unused, stage) == [(["blocks.2"], ["blocks.2.up.weight"])] * 2
+
+
+def test_a_unit_is_reduced_before_the_next_is_gathered(ranks: Callable[[int], RankPool]) -> None:
+    """Without prefetch the order is plain: forward, then each unit's page, then its reduction."""
+    forward = ["(root)", *INNER, "(root)"]
+    for seen in ranks(2).run(_train, 3, 1, {"prefetch": False}):
+        backward: list[tuple[str, str]] = []
+        for name in reversed(INNER):
+            backward += [("gather", name), ("reduce", name)]
+        assert seen["order"] == [("gather", n) for n in forward] + backward + [("reduce", "(root)")]
+
+
+def test_a_budget_keeps_pages(ranks: Callable[[int], RankPool]) -> None:
+    for seen in ranks(2).run(_train, 3, 1, {"resident": "1GiB"}):
+        assert dict(seen["gather"]) == dict.fromkeys([*INNER, "(root)"], 1)
+
+
+def _from_the_wire(engine: rg.Engine) -> int:
+    """Bytes that the kernel has received from other ranks (tcpi_bytes_received of its struct tcp_info)."""
+    sockets = [line.socket for line in engine.station.mesh._lines.values()]
+    infos = [s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256) for s in sockets]
+    return sum(struct.unpack_from("=Q", info, 128)[0] for info in infos)
+
+
+def _counted(engine: rg.Engine) -> bool:
+    """Do connections know what they have sent? The kernel has seen the greeting of a rank that called as well."""
+    mesh, deadline = engine.station.mesh, time.monotonic() + 10
+
+    def agree() -> bool:
+        return all(sent_on(line.socket) == line.sent + 24 * (peer < mesh.rank) for peer, line in mesh._lines.items())
+
+    while not agree() and time.monotonic() < deadline:
+        time.sleep(0.01)  # a service thread has sent something and is about to count it
+    return agree()
+
+
+def _observed(rank: int, world: int, stage: int) -> tuple[dict[str, int], dict[str, int]]:
+    model = build()
+    engine = rg.shard(model, stage, process_group=group_over_tcp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sent: list[int] = []  # by two threads: `append` is one operation
+    received: list[int] = []
+    real_send, real_room = Connections.send, Station.room
+
+    def send(self: Connections, dst: int, message: Message, data: Sequence[torch.Tensor] = ()) -> int:
+        sent.append(sum(tensor.nbytes for tensor in data))
+        return real_send(self, dst, message, data=data)
+
+    def room(self: Station, src: int, message: Message, nbytes: int) -> Sequence[torch.Tensor] | None:
+        received.append(nbytes)
+        return real_room(self, src, message, nbytes)
+
+    dist.barrier()
+    Connections.send, Station.room = send, room  # type: ignore[method-assign]
+    dist.barrier()  # the service thread of a rank answers as soon as another asks
+    try:
+        engine.ledger.clear()
+        before = _from_the_wire(engine)
+        for step in range(2):
+            loss_of(model, batch(rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        dist.barrier()
+        wire = _from_the_wire(engine) - before
+        counted = _counted(engine)
+    finally:
+        Connections.send, Station.room = real_send, real_room  # type: ignore[method-assign]
+    seen = {"sent": sum(sent), "received": sum(received), "wire": wire, "counted": counted}
+    return seen, {kind: engine.ledger.bytes(kind) for kind in ("gather", "reduce")}
+
+
+@pytest.mark.parametrize("world", (1, 2, 4))
+@pytest.mark.parametrize("stage", (1, 2, 3))
+def test_the_ledger_agrees_with_the_wire(ranks: Callable[[int], RankPool], stage: int, world: int) -> None:
+    """Every rank sends its shard to every reader and its buckets' parts to every owner, and nothing else."""
+    for seen, ledger in ranks(world).run(_observed, stage):
+        assert seen["received"] == ledger["gather"] + ledger["reduce"]
+        assert seen["sent"] == ledger["gather"] + ledger["reduce"]
+        assert seen["wire"] >= seen["received"], "the kernel has seen them too, and the heads of the messages"
+        assert seen["counted"]
+        assert ledger["reduce"] > 0 or world == 1
+
+
+def _wire(rank: int, world: int) -> list[tuple[int, int, int]]:
+    model = build()
+    engine = rg.shard(model, 3)
+    loss_of(model, batch(rank)).backward()
+    layouts = {unit.name: unit.layout for unit in engine.units}
+    return [(e.bytes, layouts[e.unit].page_bytes, world) for e in engine.ledger.entries if e.kind == "reduce"]
+
+
+@pytest.mark.parametrize("world", (2, 4))
+def test_a_reduction_sends_each_byte_once(ranks: Callable[[int], RankPool], world: int) -> None:
+    for events in ranks(world).run(_wire):
+        assert len(events) == BLOCKS + 1
+        for nbytes, bucket, n in events:
+            assert nbytes * n == bucket * (n - 1)

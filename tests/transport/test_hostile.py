@@ -1,0 +1,209 @@
+"""Whoever reaches the group's store or a rank's socket may lie: nothing of it is executed, and the liar is named."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_process_group_store
+
+import retrograde as rg
+from retrograde.transport import Connections, Key, Position, Reason, Station
+from retrograde.transport.line import LENGTHS, LIMIT, frame
+from retrograde.transport.messages import Ask, Meet, Page, Put, Read, Stamp, TensorForm, encode, pack
+from tests.harness import RankPool
+from tests.small import build
+
+Ranks = Callable[[int], RankPool]
+ELEMENTS = 4
+
+
+class Touch:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return Path.touch, (Path(self.path),)
+
+
+# ---- the store
+def _lies_in_the_store(rank: int, world: int, path: str) -> str:
+    group = dist.new_group()
+    said = ""
+    if rank == 0:
+        store = _get_process_group_store(group)
+        store.set("retrograde/host/0", store.get("retrograde/host/1"))
+        store.set("retrograde/0", pickle.dumps(Touch(path)))
+    else:
+        with pytest.raises(rg.DivergenceError) as caught:
+            rg.shard(build(), process_group=group, timeout=5.0)
+        said = str(caught.value)
+    dist.barrier()
+    return said
+
+
+def test_a_pickle_in_the_store_is_not_executed(ranks: Ranks, tmp_path: Path) -> None:
+    trap = tmp_path / "executed"
+    said = ranks(2).run(_lies_in_the_store, str(trap), timeout=40.0)[1]
+    assert not trap.exists()
+    start = "rank 1: what the process group's store says about rank 0 (key retrograde/0) is not an address of a rank: "
+    assert said.startswith(start), said
+    assert said.endswith("Something else writes to that store, or the ranks run different versions of retrograde"), said
+
+
+# ---- a connection
+def _raw(*fields: object) -> bytes:
+    """A message of the given fields, whatever they are."""
+    head = encode(list(fields))
+    return LENGTHS.pack(len(head), 0) + head
+
+
+def _with_data(message: object, nbytes: int) -> bytes:
+    """A message that announces so many bytes of tensors."""
+    head = encode(message)
+    return LENGTHS.pack(len(head), nbytes) + head
+
+
+def _meet(value: object) -> Meet:
+    return Meet(0, 1, Reason.TOTAL, "a value", {}, {}, value)  # type: ignore[arg-type]
+
+
+NESTED = b"\x91" * 1_000_000
+LARGE = TensorForm(torch.float32, (2**40,))
+ATTACKS: dict[str, tuple[bytes, str]] = {
+    "a message of 2^60 bytes": (LENGTHS.pack(2**60, 0), f"a message of {2**60} bytes was announced; messages have 1"),
+    "a message of no bytes": (LENGTHS.pack(0, 0), "a message of 0 bytes was announced"),
+    "a message without end": (LENGTHS.pack(LIMIT + 1, 0), f"a message of {LIMIT + 1} bytes was announced"),
+    "not msgpack": (LENGTHS.pack(4, 0) + b"\xc1\xc1\xc1\xc1", "MessageError"),
+    "half a message": (LENGTHS.pack(2, 0) + encode(Ask(0))[:2], "MessageError"),
+    "a list in a list in a list": (LENGTHS.pack(len(NESTED), 0) + NESTED, "MessageError"),
+    "an unknown message": (_raw("explode", 0), "explode"),
+    "too many fields": (_raw("ask", 0, "more"), "MessageError"),
+    "text for a number": (_raw("read", 0, "unit", [0, 0, 0]), "Expected `int`, got `str`"),
+    "a unit below 0": (_raw("read", 0, -1, [0, 0, 0]), "Expected `int` >= 0"),
+    "a unit that is not there": (b"".join(frame(Read(0, 7, Stamp(0, 0, 0)))), "there is no unit 7"),
+    "an unknown dtype": (_raw("put", 0, [0, 0, 0, 0], "os.system"), "'os.system' is not a dtype"),
+    "an unknown reason to meet": (_raw("meet", 0, 1, "tea", "", {}, {}, None), "Invalid enum value 'tea'"),
+    "a large gradient": (
+        _with_data(Put(0, Key(0, 0, 0, 0), torch.float32), 2**60),
+        f"{2**60} bytes of tensors with a Put that takes {4 * ELEMENTS}",
+    ),
+    "a gradient of no bytes": (
+        _with_data(Put(0, Key(0, 0, 0, 0), torch.float32), 0),
+        f"0 bytes of tensors with a Put that takes {4 * ELEMENTS}",
+    ),
+    "a large answer": (
+        _with_data(Page(0, 0), 2**60),
+        f"{2**60} bytes of tensors with a Page that takes {4 * ELEMENTS}",
+    ),
+    "a value that is not there": (
+        _with_data(_meet(LARGE), 16),
+        f"16 bytes of tensors with a meeting's value that has {2**42}",
+    ),
+    "tensors with a question": (_with_data(Ask(0), 8), "8 bytes of tensors with a Ask that takes 0"),
+    "tensors for nobody": (_with_data(Ask(1), 8), "8 bytes of tensors for receiver 1, which is not there yet"),
+    "too many for nobody": (b"".join(frame(Ask(2))[0] for _ in range(4097)), "more than 4096 messages for engines"),
+    "a message for a pipeline": (_raw("void", 0, [True, 0, 0]), "a Void was sent to an engine"),
+}
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Station, socket.socket]]:
+    """Rank 0 of 2, and the socket of somebody who says to be rank 1."""
+    here, there = socket.socketpair(socket.AF_UNIX)
+    with there:
+        station = Station(Connections(0, 2, [(1, here)]), 20.0)
+        station.elements = lambda unit: ELEMENTS
+        station.serve = _serve
+        yield station, there
+
+
+def _serve(unit: int, stamp: Stamp) -> torch.Tensor:
+    if unit:
+        raise IndexError(f"there is no unit {unit}")
+    return torch.ones(ELEMENTS)
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.timeout(60)
+def test_what_is_not_a_message_closes_the_connection(pair: tuple[Station, socket.socket], name: str) -> None:
+    station, there = pair
+    sent, reason = ATTACKS[name]
+    into = torch.zeros(ELEMENTS)
+    waits = station.read(0, "a unit", Stamp(0, 0, 0), lambda src: into)
+    there.settimeout(20.0)
+    there.sendall(sent)
+    with pytest.raises(rg.DivergenceError) as caught:
+        waits()
+    said = str(caught.value)
+    assert said.startswith("rank 0: the connection to rank 1 was closed by rank 0, which could not take what came")
+    assert reason in said, said
+    _read_to_the_end(there)
+    assert torch.equal(into, torch.zeros(ELEMENTS))
+
+
+def _read_to_the_end(there: socket.socket) -> None:
+    """Returns when the other side has closed the connection; fails on the socket's time-out."""
+    try:
+        while there.recv(2**16):
+            pass
+    except ConnectionResetError:
+        return
+
+
+@pytest.mark.timeout(60)
+def test_a_pickle_over_a_connection_is_not_executed(pair: tuple[Station, socket.socket], tmp_path: Path) -> None:
+    station, there = pair
+    trap = tmp_path / "executed"
+    evil = pickle.dumps(Touch(str(trap)))
+    waits = station.read(0, "a unit", Stamp(0, 0, 0), lambda src: torch.zeros(ELEMENTS))
+    there.sendall(LENGTHS.pack(len(evil), 0) + evil)
+    with pytest.raises(rg.DivergenceError, match="rank 0: the connection to rank 1 was closed by rank 0"):
+        waits()
+    assert not trap.exists()
+
+
+@pytest.mark.timeout(60)
+def test_what_nobody_asked_for_takes_no_memory(pair: tuple[Station, socket.socket]) -> None:
+    """A page that this rank no longer waits for is read and forgotten, and the next message is understood."""
+    station, there = pair
+    for part in frame(Page(0, 0), [torch.ones(2**20)]):
+        there.sendall(part)
+    for part in frame(_meet(3)):
+        there.sendall(part)
+    assert station.meet(Position(Reason.TOTAL, "a value", {}, {}, 2))[1].value == 3
+
+
+# ---- values of meetings
+VALUES = [None, True, 3, -2.5, "text", b"bytes", torch.arange(6).view(2, 3), torch.tensor(1.5, dtype=torch.bfloat16)]
+
+
+@pytest.mark.timeout(60)
+def test_values_come_as_they_went(pair: tuple[Station, socket.socket]) -> None:
+    station, there = pair
+    values = [*VALUES, VALUES, [], [["a", 1], ["b", [None]]], torch.empty(0)]
+    for number, value in enumerate(values, 1):
+        packed, tensors = pack(value)  # type: ignore[arg-type]
+        for part in frame(Meet(0, number, Reason.TOTAL, "a value", {}, {}, packed), tensors):
+            there.sendall(part)
+    for value in values:
+        came = station.meet(Position(Reason.TOTAL, "a value", {}, {}))[1].value
+        assert type(came) is type(value)
+        for one, other in zip(came, value, strict=True) if isinstance(value, list) else [(came, value)]:  # type: ignore[arg-type]
+            assert type(one) is type(other)
+            if isinstance(other, torch.Tensor):
+                assert isinstance(one, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+            else:
+                assert one == other
+
+
+def test_what_is_not_a_value_is_refused() -> None:
+    with pytest.raises(TypeError, match="a complex cannot be brought to a meeting"):
+        pack(1j)  # type: ignore[arg-type]

@@ -1,0 +1,333 @@
+"""The connections between ranks: much in both directions at once, strangers, ranks that leave, nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import selectors
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_process_group_store
+
+import retrograde as rg
+from retrograde.transport import Connections, Key, Position, Reason, Station, connecting, leaving
+from retrograde.transport.line import Line, bytes_of
+from retrograde.transport.messages import Fail, Message, Put, UnixAddress, decode_contact
+from tests.harness import RankPool
+from tests.multiproc.twin import Twin
+from tests.small import batch, build, loss_of
+from tests.transport.delays import delayed
+from tests.transport.hosts import apart
+
+Ranks = Callable[[int], RankPool]
+LARGE = 2**20  # floats: more than a connection takes at once, three times over
+
+
+def _station(elements: int = 0) -> Station:
+    station = Station(Connections.of(dist.group.WORLD), 20.0)  # type: ignore[arg-type]
+    station.elements = lambda unit: elements
+    dist.barrier()  # as `shard()` does: data comes only when everybody has one
+    return station
+
+
+def _everybody_sends(rank: int, world: int) -> list[str]:
+    """Every main thread sends much before it takes anything, several times over."""
+    station = _station(LARGE)
+    wrong, sending = [], []
+    for turn in range(3):
+        for dst in station.mesh.peers:
+            parts = [torch.full((LARGE // 2,), float(10 * rank + turn)), torch.full((LARGE // 2,), -1.0)]
+            sending.append(station.put(Key(0, 0, 0, turn), dst, parts))
+    for turn in range(3):
+        for src in station.mesh.peers:
+            got = station.take(Key(0, 0, 0, turn), src, "a unit")
+            want = torch.cat([torch.full((LARGE // 2,), float(10 * src + turn)), torch.full((LARGE // 2,), -1.0)])
+            if not torch.equal(got, want):
+                wrong.append(f"turn {turn} from rank {src}")
+    station.finish(sending)
+    dist.barrier()
+    return wrong
+
+
+@pytest.mark.parametrize("world", (2, 4))
+def test_much_in_all_directions(ranks: Ranks, world: int) -> None:
+    assert ranks(world).run(_everybody_sends) == [[]] * world
+
+
+def _from_where_it_is(rank: int, world: int) -> tuple[bool, list[float]]:
+    """What is sent must not change before `finish` returns, and may after it."""
+    station = _station(16 * LARGE)
+    peer, part = 1 - rank, torch.full((16 * LARGE,), float(rank))
+    sending = [station.put(Key(0, 0, 0, 0), peer, [part])]
+    took_all_at_once = station.mesh.sent(*sending[0])
+    station.finish(sending)
+    part.fill_(7.0)
+    got = station.take(Key(0, 0, 0, 0), peer, "a unit")
+    dist.barrier()
+    return took_all_at_once, got.unique().tolist()
+
+
+def test_memory_is_free_after_finish(ranks: Ranks) -> None:
+    for rank, (at_once, values) in enumerate(ranks(2).run(_from_where_it_is)):
+        assert not at_once, "nothing was left to the service thread, so nothing was tested"
+        assert values == [1.0 - rank]
+
+
+def _stranger(rank: int, world: int, far: bool) -> set[Any]:
+    """Somebody connects to a rank that waits for another, and does not know its secret."""
+    group = dist.new_group()
+    store = _get_process_group_store(group)
+    with apart() if far else contextlib.nullcontext():
+        if rank == 1:
+            store.set("retrograde/host/1", connecting.host())
+            told = decode_contact(store.get("retrograde/0")).address
+            address = told.name if isinstance(told, UnixAddress) else (told.host, told.port)
+            for hello in (b"x" * 24, b"x"):  # a wrong secret, and no secret
+                with socket.socket(socket.AF_INET if far else socket.AF_UNIX) as call:
+                    call.connect(address)
+                    call.sendall(hello)
+        model = build()
+        engine = rg.shard(model, 3, process_group=group)
+    loss_of(model, batch(rank)).backward()
+    dist.barrier()
+    return {line.socket.family for line in engine.station.mesh._lines.values()}
+
+
+@pytest.mark.parametrize("far", (False, True))
+def test_strangers_are_turned_away(ranks: Ranks, far: bool) -> None:
+    family = socket.AF_INET if far else socket.AF_UNIX
+    assert ranks(2).run(_stranger, far) == [{family}, {family}]
+
+
+def _uneven(rank: int, world: int) -> list[str]:
+    """Ranks that have made different numbers of groups before."""
+    if rank == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    model, plain = build(), build()
+    engine = rg.shard(model, 3, timeout=10.0)
+    loss_of(model, batch(0)).backward()
+    loss_of(plain, batch(0)).backward()
+    wrong = [name for name, p in plain.named_parameters() if not _same(engine.full_grad(name), p.grad)]
+    dist.barrier()
+    return wrong
+
+
+def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is other if one is None or other is None else torch.equal(one, other)
+
+
+def test_ranks_with_different_groups(ranks: Ranks) -> None:
+    assert ranks(2).run(_uneven) == [[], []]
+
+
+def _service_threads() -> int:
+    return sum(thread.name == "retrograde-service" for thread in threading.enumerate())
+
+
+def _groups_that_end(rank: int, world: int) -> tuple[int, int, int]:
+    before = _service_threads()
+    during = 0
+    for _ in range(3):
+        group = dist.new_group(timeout=timedelta(seconds=30))
+        model = build()
+        rg.shard(model, 3, process_group=group)
+        loss_of(model, batch(rank)).backward()
+        during = max(during, _service_threads())
+        dist.barrier()
+        dist.destroy_process_group(group)
+        del model, group
+        gc.collect()
+        dist.barrier()
+    deadline = time.monotonic() + 20
+    while _service_threads() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return before, during, _service_threads()
+
+
+def test_a_group_that_ends_takes_its_thread_along(ranks: Ranks) -> None:
+    for before, during, after in ranks(2).run(_groups_that_end):
+        assert during > before and after == before
+
+
+def _drops(rank: int, world: int) -> str:
+    model: Any = build()
+    rg.shard(model, 3)
+    if rank == 1:
+        del model
+        gc.collect()
+    dist.barrier()
+    if rank == 0:
+        with pytest.raises(rg.DivergenceError) as told:
+            model.state_dict()
+        return str(told.value)
+    return ""
+
+
+def test_a_model_that_another_rank_has_let_go_of(ranks: Ranks) -> None:
+    said = ranks(2).run(_drops, timeout=20.0)[0]  # less than the engine's own time-out
+    assert said.startswith("rank 1 has let go of this model, which rank 0 ") and "dist.barrier()" in said
+
+
+def _forks(rank: int, world: int) -> list[str]:
+    station = _station()
+    if (child := os.fork()) == 0:
+        weakref.finalize._exitfunc()  # type: ignore[attr-defined]  # as Python does when a process ends
+        leaving.leave(list(leaving._open), None)
+        station.mesh.say_goodbye()
+        os._exit(0)
+    os.waitpid(child, 0)
+    dist.barrier()
+    return [position.label for position in station.meet(Position(Reason.TOTAL, f"rank {rank}", {}, {}))]
+
+
+def test_a_forked_process_ends_without_its_parents_connections(ranks: Ranks) -> None:
+    assert ranks(2).run(_forks) == [["rank 0", "rank 1"]] * 2
+
+
+def _references(tensor: torch.Tensor) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def test_memory_is_let_go_of_before_it_is_delivered() -> None:
+    """Who is told that a page is there counts the references to it."""
+    page, seen = torch.zeros(8), []
+    before = _references(page)
+
+    def messages() -> Iterator[memoryview]:
+        yield bytes_of(page)
+        seen.append(_references(page))  # where a message is delivered
+        while True:
+            yield memoryview(bytearray(1))
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        there = socket.create_connection(server.getsockname())
+        here, _ = server.accept()
+    with here, there:
+        line = Line(1, here, selectors.DefaultSelector(), messages())
+        there.sendall(bytes(torch.ones(8).numpy()))
+        while not seen:
+            line.receive()
+    assert torch.equal(page, torch.ones(8)) and seen == [before]
+
+
+class _Alone:
+    """A mesh without connections."""
+
+    rank, world, peers, departed = 0, 2, (1,), frozenset[int]()
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.sent: list[Message] = []
+
+    def attach(self, station: Station) -> None:
+        pass
+
+    def tell(self, dst: int, message: Message, data: Any = ()) -> None:
+        self.send(dst, message, data)
+
+    def send(self, dst: int, message: Message, data: Any = ()) -> int:
+        self.sent.append(message)
+        return 0
+
+
+def _hears(station: Station, src: int, message: Message, *data: torch.Tensor) -> None:
+    with station.mesh.changed:
+        station.on_message(src, message, data)
+
+
+def test_a_rank_that_has_left_is_missed_only_if_it_owes_something() -> None:
+    station = Station(_Alone(), 0.1)  # type: ignore[arg-type]
+    station.on_lost("the connection to rank 1 was lost", ConnectionResetError())
+    key = Key(0, 0, 0, 2)
+    _hears(station, 1, Put(0, key, torch.float32), torch.ones(2))
+    assert torch.equal(station.take(key, 1, "a unit"), torch.ones(2))
+    with pytest.raises(rg.DivergenceError, match="rank 0: the connection to rank 1 was lost"):
+        station.take(key, 1, "a unit")
+
+
+def test_a_rank_that_gave_up_is_heard_whatever_it_owes() -> None:
+    station = Station(_Alone(), 0.1)  # type: ignore[arg-type]
+    key = Key(0, 0, 0, 2)
+    _hears(station, 1, Put(0, key, torch.float32), torch.ones(2))
+    _hears(station, 1, Fail(0, "rank 1 waited in vain"))
+    with pytest.raises(rg.DivergenceError, match="rank 1 waited in vain"):
+        station.take(key, 1, "a unit")
+
+
+class Stumbling(Station):
+    def on_message(self, src: int, message: Message, data: Sequence[torch.Tensor]) -> None:
+        raise ValueError("stumbled")
+
+
+def _stumbles(rank: int, world: int) -> str:
+    """A service thread that cannot go on says so to those who wait for it."""
+    station = (Stumbling if rank else Station)(Connections.of(dist.new_group()), 600.0)
+    station.elements = lambda unit: 2
+    dist.barrier()
+    said = ""
+    if rank == 0:
+        station.put(Key(0, 0, 0, 2), 1, [torch.ones(2)])
+    else:
+        with pytest.raises(rg.DivergenceError) as caught:
+            station.take(Key(0, 0, 0, 2), 0, "a unit")
+        said = f"{caught.value} because of {caught.value.__cause__!r}"
+    dist.barrier()
+    return said
+
+
+def test_an_error_in_the_service_thread_is_told(ranks: Ranks) -> None:
+    said = ranks(2).run(_stumbles)[1]
+    told = "rank 1: the connection to rank 0 was closed by rank 1, which could not take what came from there: "
+    assert said == told + "ValueError: stumbled because of ValueError('stumbled')"
+
+
+def test_what_nobody_took_is_dropped_at_a_step() -> None:
+    station = Station(_Alone(), 0.1)  # type: ignore[arg-type]
+    early, late = Key(0, 1, 0, 2), Key(0, 2, 0, 2)
+    for key in (early, late):
+        _hears(station, 1, Put(0, key, torch.float32), torch.ones(2))
+    station.meetings = 2
+    station.discard_arrivals()
+    assert not station.arrived(early, 1) and station.arrived(late, 1)
+
+
+def _trains_with_delays(rank: int, world: int, seed: int) -> None:
+    with delayed(100 * seed + rank):
+        twin = Twin(rank, world, 3, timeout=30.0)
+        twin.optimize()
+        for step in range(3):
+            twin.train(step)
+        twin.check_weights()
+        dist.barrier()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_messages_may_take_their_time(ranks: Ranks, seed: int) -> None:
+    ranks(4).run(_trains_with_delays, seed, timeout=90.0)
+
+
+def test_addresses_follow_the_store() -> None:
+    here = SimpleNamespace()
+    with connecting.listen(here, False, 2) as server:  # type: ignore[arg-type]
+        assert server.getsockname()[0] in ("127.0.0.1", "::1")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    with connecting.listen(dist.PrefixStore("a", dist.PrefixStore("b", store)), False, 2) as server:
+        assert server.getsockname()[0] == "127.0.0.1"
+
+
+def test_a_host_is_known_where_there_is_a_kernel_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert connecting.host() == connecting.host()
+    monkeypatch.setattr(connecting, "Path", lambda name: Path("/nowhere"))
+    assert connecting.host() != connecting.host()
