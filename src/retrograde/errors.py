@@ -5,6 +5,10 @@ class RetrogradeError(RuntimeError):
     """Base of every error raised by retrograde."""
 
 
+class InternalsChanged(RetrogradeError):
+    """This torch or this Python is built otherwise than retrograde assumes; raised before anything is computed."""
+
+
 class ShardingError(RetrogradeError, ValueError):
     """`shard()` was called with a model, argument or process group it cannot use."""
 

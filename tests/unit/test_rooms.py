@@ -11,7 +11,8 @@ SOURCE = Path(__file__).parents[2] / "src" / "retrograde"
 
 # A room imports only rooms of earlier columns, and of its own column itself alone.
 COLUMNS = (
-    ("errors", "torch_internals"),
+    ("errors",),
+    ("torch_internals",),
     ("arguments",),
     ("ledger",),
     ("layout",),

@@ -1,4 +1,4 @@
-"""Where we rely on what torch does not promise: each with what it assumes, and a check that fails by name."""
+"""Training: what runs before torch clips gradients and before it zeroes them."""
 
 import functools
 import types
@@ -9,9 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad
 
-
-class InternalsChanged(RuntimeError):
-    """This version of torch is built otherwise than retrograde assumes."""
+from retrograde.errors import InternalsChanged
 
 
 def before_clipping(call: Callable[[list[torch.Tensor]], None]) -> None:

@@ -1,0 +1,176 @@
+"""Memory: which tensors share it, who refers to it, and whether it was written to."""
+
+import operator
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from retrograde.torch_internals.probes import expect, find, probe, tiny
+
+# ---- whose memory it is
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """A number that tensors have in common which share memory, and no others that are alive."""
+    number: int = tensor.untyped_storage()._cdata
+    return number
+
+
+@probe(
+    "the identity of memory",
+    "storage_id",
+    needed_for="recognising tensors that alias a page when autograd saves them",
+    otherwise="graphs hold pages themselves, so memory is that of the whole model",
+)
+def _storages_have_an_identity() -> None:
+    """Assumes: a storage's `_cdata` is the same for all tensors on it, and another for any other storage."""
+    tensor = tiny()
+    expect(storage_id(tensor[1:]) == storage_id(tensor), True, "whether a view has the number of its base")
+    expect(storage_id(tensor.detach()) == storage_id(tensor), True, "whether an alias has the number of its tensor")
+    other = tiny()
+    expect(storage_id(other) == storage_id(tensor), False, "whether another tensor has the same number")
+
+
+_users: Callable[[int], int] = find("torch._C:_storage_Use_Count")
+
+
+def _count_users(tensor: torch.Tensor) -> int:
+    return _users(tensor.untyped_storage()._cdata)
+
+
+_ASKING = _count_users(tiny()) - 1
+"""How many users asking adds: torch makes an object for the storage when it is first asked for it."""
+
+
+def storage_users(tensor: torch.Tensor) -> int:
+    """How many tensors and the like, Python's or not, refer to this tensor's memory; 1 if it is this one alone."""
+    return _count_users(tensor) - _ASKING
+
+
+@probe(
+    "users of memory",
+    "storage_users",
+    needed_for="dropping a page when nothing refers to it, and only then",
+    otherwise="a page that is in use is dropped and its memory reused, so numbers are wrong; or none is ever dropped",
+)
+def _storages_count_their_users() -> None:
+    """Assumes: the use count of a storage is one for each tensor on it, of Python or of a graph, and a constant."""
+    tensor = tiny()
+    expect(storage_users(tensor), 1, "the number of users of a tensor that is alone")
+    view, alias = tensor[1:], tensor.detach()
+    expect(storage_users(tensor), 3, "the number of users of a tensor, a view and an alias")
+    graph = tensor[1:].requires_grad_() * tiny(1)
+    expect(storage_users(tensor), 4, "the number of users when a graph has saved another view")
+    del view, alias, graph
+    expect(storage_users(tensor), 1, "the number of users when all others are gone")
+
+
+# ---- who refers to a tensor
+_references: Callable[[Any], int] = sys.getrefcount
+_owners: Callable[[torch.Tensor], int] = find("torch:Tensor._use_count")
+
+
+def _most_references(tensors: tuple[torch.Tensor, ...]) -> int:
+    return max(map(_references, tensors), default=0)
+
+
+_ALONE = _most_references((tiny(), tiny(), tiny()))
+"""References to a tensor that only its tuple has: how many asking adds depends on the Python, so it is measured."""
+
+
+def held_elsewhere(tensors: tuple[torch.Tensor, ...]) -> bool:
+    """Does anybody but the tuple refer to one of these tensors, in Python or in torch?"""
+    return _most_references(tensors) > _ALONE or max(map(_owners, tensors), default=0) > 1
+
+
+@probe(
+    "references to a tensor",
+    "held_elsewhere",
+    needed_for="dropping a page when nothing refers to it, and only then",
+    otherwise="a weight that is in use shows zeros or another weight's numbers; or no page is ever dropped",
+)
+def _references_are_counted() -> None:
+    """Assumes: Python counts one reference for each variable or container that has an object, and `_use_count` of a
+    tensor is 1 if only its Python object owns it, and more if a graph does too."""
+    tensors = (tiny(), tiny(requires_grad=True))
+    expect(held_elsewhere(tensors), False, "whether tensors are held that only their tuple has")
+    variable = tensors[1]
+    expect(held_elsewhere(tensors), True, "whether a tensor is held that a variable has")
+    del variable
+    container = [tensors[0]]
+    expect(held_elsewhere(tensors), True, "whether a tensor is held that a list has")
+    del container
+    graph = tensors[1] * tensors[1]
+    expect(held_elsewhere(tensors), True, "whether a tensor is held that a graph has")
+    del graph
+    expect(held_elsewhere(tensors), False, "whether tensors are held when all else is gone")
+
+
+# ---- whether it was written to
+version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+"""How often a tensor's memory was written to, through it or its views and aliases."""
+
+
+@probe(
+    "the version of a tensor",
+    "version_of",
+    needed_for="noticing optimizer steps and edits of weights, by which pages become stale",
+    otherwise="a forward after optimizer.step() computes with the weights before it",
+)
+def _writes_are_counted() -> None:
+    """Assumes: a write through a tensor, a view or `detach()` of it moves one counter, which `.data` does not share."""
+    tensor = tiny()
+    view, alias, data = tensor[1:], tensor.detach(), tensor.data
+    before = version_of(tensor)
+    for written in (tensor, view, alias):
+        written.add_(1)
+    expect(version_of(tensor) - before, 3, "how far a counter has moved with three writes")
+    expect([version_of(view), version_of(alias)], [version_of(tensor)] * 2, "the counters of a view and an alias")
+    data.add_(1)
+    expect(version_of(tensor) - before, 3, "the counter after a write through .data")
+    torch.autograd.graph.increment_version(tensor)
+    expect(version_of(tensor) - before, 4, "the counter after increment_version()")
+
+
+# ---- what a view is a view of
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that this one is a view of, as autograd sees it; None if it is no view."""
+    return tensor._base
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """As autograd sees it."""
+    return tensor._is_view()
+
+
+def alias_without_base(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory; to autograd a result of its own, with a version counter of its own, not a view."""
+    alias: torch.Tensor = _unsafe_view(tensor, tensor.shape)
+    return alias
+
+
+_unsafe_view: Callable[..., Any] = find("torch:ops.aten._unsafe_view")
+
+
+@probe(
+    "views and what they are of",
+    "base_of",
+    "is_view",
+    "alias_without_base",
+    needed_for="weight gradients of a pipeline that wait for W, its microbatches, and buffers filled from gradients",
+    otherwise="edits in place of a microbatch or of a routed product's result are refused by autograd",
+)
+def _views_know_their_base() -> None:
+    """Assumes: a view has its tensor as `_base` and says that it is one; `_unsafe_view` makes an alias that does not
+    and whose writes are counted apart."""
+    tensor = tiny()
+    view = tensor[1:]
+    expect(base_of(view) is tensor and is_view(view), True, "whether a view has its tensor as base")
+    expect(base_of(tensor) is None and not is_view(tensor), True, "whether a tensor that is no view has no base")
+    alias = alias_without_base(tensor)
+    alias.add_(1)
+    expect(is_view(alias), False, "whether an unsafe view is a view")
+    expect(tensor.tolist(), [2.0, 2.0], "what was written through it")
+    expect(version_of(tensor), 0, "the counter of its tensor after a write through it")
