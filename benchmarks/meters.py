@@ -61,8 +61,8 @@ def machine_busy_seconds() -> float:
 
 def bytes_sent() -> int:
     """Payload bytes this process has sent over the TCP sockets it now holds, and over retrograde's within the host."""
-    ours = sys.modules.get("retrograde.transport")  # its peers have not imported it
-    lines = [line for mesh in ours.Connections._meshes.values() for line in mesh._lines.values()] if ours else []
+    ours = sys.modules.get("retrograde.transport.connections")  # its peers have not imported it
+    lines = [line for each in ours.Connections._by_group.values() for line in each._lines.values()] if ours else []
     total = sum(line.sent for line in lines if line.socket.family == socket.AF_UNIX)
     for entry in os.listdir("/proc/self/fd"):
         try:

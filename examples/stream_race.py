@@ -9,14 +9,23 @@ engine's own.
 """
 
 import torch
-from torch import nn
 
+from retrograde.devices import Stream
 from retrograde.devices.simulated import Corrupted, SimulatedDevice, Site, explore
 from retrograde.devices.simulated.explore import Check
 from retrograde.gradients.bucket import Bucket
 from retrograde.layout import Layout
 from retrograde.ledger import Ledger
-from retrograde.pages import BufferPool, Unit
+from retrograde.pages import BufferPool
+from retrograde.transport import Memory
+
+
+class Host:
+    """Memory for buckets: nobody else is to reach it here."""
+
+    def allocate(self, memory: Memory, numel: int, dtype: torch.dtype, stream: Stream) -> torch.Tensor:
+        return stream.empty(numel, dtype)
+
 
 VALUES = (1.0, 2.0, 3.0)  # the gradients of three parameters
 SIZE = 16  # elements of each
@@ -25,11 +34,9 @@ SIZE = 16  # elements of each
 def program(device: SimulatedDevice) -> Check:
     """Three streams compute a gradient each; the third is not copied but sent from where it lies."""
     layout = Layout([(f"p{i}", torch.Size([SIZE])) for i in range(3)], torch.float32, world=1)
-    leaves = [nn.Parameter(torch.zeros(SIZE)) for _ in VALUES]
-    unit = Unit(0, "block", layout, leaves, torch.zeros(layout.padded_numel), rank=0)
     producers = [device.stream(f"producer {number}") for number in range(3)]
     grads = [device.memory(SIZE) for _ in VALUES]
-    bucket = Bucket(unit, BufferPool(Ledger(), device), passed={2: grads[2]})
+    bucket = Bucket("block", layout, BufferPool(Memory.BUCKET, Host(), device, Ledger()), passed={2: grads[2]})
     for slot, (stream, grad, value) in enumerate(zip(producers, grads, VALUES, strict=True)):
         stream.run(lambda grad=grad, value=value: grad.fill_(value))
         with device.on(stream):

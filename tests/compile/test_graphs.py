@@ -106,18 +106,18 @@ def _pages_of_skipped_frames(rank: int, world: int, block: type[nn.Module], how:
     run = Run(rank, 3, how, Broken(block))
     sizes = sorted((unit.layout.page_bytes for unit in run.engine.units), reverse=True)
     held = []
-    gathered = run.engine.reducer.gathered
+    collect = run.engine.flow.collect
 
-    def look(unit: Any, grads: Any) -> Any:
-        result = gathered(unit, grads)
-        held.append(sum(u.layout.page_bytes for u in run.engine.units if u.buffer is not None))
+    def look(*args: Any) -> Any:
+        result = collect(*args)
+        held.append(sum(u.layout.page_bytes for u in run.engine.units if u.page.storage is not None))
         return result
 
-    run.engine.reducer.gathered = look
+    run.engine.flow.collect = look
     for number in range(3):
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * number + rank))
         loss = run.model(x).square().mean()
-        held.append(sum(u.layout.page_bytes for u in run.engine.units if u.buffer is not None))
+        held.append(sum(u.layout.page_bytes for u in run.engine.units if u.page.storage is not None))
         loss.backward()
         run.optimizer.step()
         run.optimizer.zero_grad()

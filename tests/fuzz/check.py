@@ -76,7 +76,7 @@ class EngineSide:
     def _pages(self) -> set[str]:
         if self.engine.policy.resident:
             return set()  # they may stay
-        return {unit.name for unit in self.engine.units if unit.ready and not unit.at_home}
+        return {unit.name for unit in self.engine.units if unit.page.ready and not unit.stays}
 
     def reductions(self) -> dict[str, Reduced]:
         ledger = self.engine.ledger
@@ -93,13 +93,13 @@ class EngineSide:
 
     def check_step(self) -> None:
         """After a step nothing of what came before it is left."""
-        reducer, station = self.engine.reducer, self.engine.station
+        flow, transport = self.engine.flow, self.engine.transport
         left = {
             "pages": self._pages(),
-            "pending gradients": reducer.pending,
-            "backwards": reducer._tasks,
-            "launches": reducer._orphans,
-            "parts of gradients": [key for key, _ in station._arrivals if key.meeting < station.meetings],
+            "pending gradients": flow._pending,
+            "backwards": flow._backwards,
+            "launches": flow._orphans,
+            "parts of gradients": [key for key, _ in transport._parts if key.meeting < transport.meetings],
         }
         self.faults += [f"{what} left after a step: {list(found)}" for what, found in left.items() if found]
         held = self.engine.ledger.resident

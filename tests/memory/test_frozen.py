@@ -69,7 +69,7 @@ STACKS: dict[str, tuple[type[nn.Module], ...]] = {
 
 
 def _pages(engine: rg.Engine) -> list[str]:
-    return [unit.name for unit in engine.units if unit.ready and not unit.at_home]
+    return [unit.name for unit in engine.units if unit.page.ready and not unit.stays]
 
 
 def _backwards(rank: int, world: int, name: str, prefetch: bool, retain: bool, wrt: str) -> list[str]:

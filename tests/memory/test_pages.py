@@ -16,7 +16,8 @@ from tests.small import batch, build, loss_of
 
 def _resident(engine: rg.Engine) -> int:
     """Bytes of pages that are really in memory (not what the ledger says)."""
-    return sum(u.buffer.untyped_storage().nbytes() for u in engine.units if u.buffer is not None and not u.at_home)
+    pages = [unit.page for unit in engine.units if unit.page.storage is not None and not unit.stays]
+    return sum(page.memory.untyped_storage().nbytes() for page in pages)
 
 
 def _pages_during_a_step(rank: int, world: int, prefetch: bool) -> dict[str, int]:
@@ -28,7 +29,7 @@ def _pages_during_a_step(rank: int, world: int, prefetch: bool) -> dict[str, int
     def look(*_: object) -> None:
         nonlocal most, count
         most = max(most, _resident(engine))
-        count = max(count, sum(u.buffer is not None for u in engine.units))
+        count = max(count, sum(unit.page.storage is not None for unit in engine.units))
 
     for module in model.modules():
         module.register_forward_hook(look)
@@ -143,21 +144,21 @@ def _held_by_user(rank: int, world: int) -> tuple[bool, bool, bool]:
     with torch.no_grad():
         model(batch(rank))
     unit = engine.units[1]
-    alive, same = unit.buffer is not None, torch.equal(weight, copy)
+    alive, same = unit.page.storage is not None, torch.equal(weight, copy)
     del weight
     with torch.no_grad():
         model(batch(rank))
-    return alive, same, unit.buffer is not None
+    return alive, same, unit.page.storage is not None
 
 
 def _kept_while_it_came(rank: int, world: int) -> bool:
     """A page under way that is to be dropped, and that somebody holds: it stays, and is known to be a page."""
     engine = rg.shard(build(), 3)
     unit = engine.units[1]
-    engine.pager._start(unit)
-    held = unit.outs[0]
+    engine.pager._load(unit)
+    held = unit.page.full_tensors[0]
     engine.pager.retire(unit)
-    known = unit.ready and engine.pager.live.get(held.untyped_storage()._cdata) is unit
+    known = unit.page.ready and engine.pager.unit_of(held.untyped_storage()._cdata) is unit
     dist.barrier()
     return known
 

@@ -346,7 +346,7 @@ def scalars(rank: int, world: int) -> tuple[bool, ...]:
         engine.policy.resident == 4096,
         type(engine.policy.resident) is int,
         engine.policy.exact is True,
-        engine.station.timeout == 20.0,
+        engine.transport.timeout == 20.0,
         pipe.schedule.microbatches == 2,
         bool(norm > 0),
     )

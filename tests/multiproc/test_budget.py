@@ -30,8 +30,8 @@ def _held(rank: int, world: int, stage: int, budget: int) -> dict[str, object]:
             loss_of(model, batch(rank)).backward()
     model.zero_grad(set_to_none=False)
     engine.pager.release()
-    engine._buckets.trim()
-    engine._pages.trim()
+    engine.buckets.trim()
+    engine.pages.trim()
     dist.barrier()
     engine.ledger.clear()
     before, waiting = live_bytes(), []
@@ -40,8 +40,8 @@ def _held(rank: int, world: int, stage: int, budget: int) -> dict[str, object]:
         for step in range(BACKWARDS):
             loss_of(model, batch(rank, step)).backward()
             engine.pager.release()
-            engine._buckets.trim()
-            engine._pages.trim()
+            engine.buckets.trim()
+            engine.pages.trim()
             dist.barrier()
             waiting.append(live_bytes() - before)
             dist.barrier()
@@ -111,7 +111,7 @@ def _divergent(rank: int, world: int, stage: int, seed: int) -> tuple[list[str],
 
     def look(_: int) -> None:
         nonlocal fits
-        fits = fits and sum(engine.reducer.held.values()) <= budget
+        fits = fits and sum(engine.flow.held.values()) <= budget
 
     with engine.coalesce(budget=budget):
         _play(model, _plan(seed, rank), look)
@@ -151,7 +151,7 @@ def _makes_room(rank: int, world: int, stage: int) -> tuple[dict[str, int], list
     with engine.coalesce(budget=sum(sizes[:2])):
         for uses in [[(0, 1), (1, 1)]] * 3 + [[(2, 1)]] * 3:
             _play(model, [uses])
-            held.append(sorted(engine.reducer.held))
+            held.append(sorted(engine.flow.held))
     counts = {unit.name: engine.ledger.count("reduce", unit.name) for unit in engine.units}
     got = engine.full_grads()
     exact = all(torch.equal(got[f"tiles.{i}.weight"], torch.full_like(got[f"tiles.{i}.weight"], 6.0)) for i in range(3))
@@ -186,7 +186,7 @@ def _raises_after_making_room(rank: int, world: int) -> tuple[list[int], list[fl
         _play(model, [[(0, 1), (1, 1)]] * 3 + [[(2, 1)]])
         with pytest.raises(ValueError, match="boom"):
             (_Boom.apply(model.tiles[3].weight.sum()) + model.tiles[2].weight.sum()).backward()
-        held = sorted(engine.reducer.held)
+        held = sorted(engine.flow.held)
     got = engine.full_grads()
     dist.barrier()
     return held, [got[f"tiles.{i}.weight"][0, 0].item() for i in range(3)]
@@ -218,9 +218,9 @@ def _entering(rank: int, world: int, stage: int) -> tuple[int, int, int]:
     engine = rg.shard(model, stage)
     with engine.no_sync():
         loss_of(model, batch(rank)).backward()
-    before = sum(engine.reducer.held.values())
+    before = sum(engine.flow.held.values())
     with engine.coalesce(budget="1KiB"):
-        inside = sum(engine.reducer.held.values())
+        inside = sum(engine.flow.held.values())
     dist.barrier()
     return before, inside, engine.ledger.count("reduce")
 

@@ -120,13 +120,13 @@ def _read_between(rank: int, world: int, stage: int) -> bool:
     first, *_, second = model.parameters()
     assert first.unit is not second.unit
     wanted = first.full().detach() * 0.5
-    fence = engine.reducer.gate._fence
+    fence = engine.coordinator.pass_fence
 
     def slow(what: str) -> None:
         fence(what)
         time.sleep(0.5 * (rank == 0 and "foreach" in what))
 
-    engine.reducer.gate._fence = slow
+    engine.coordinator.pass_fence = slow
     with torch.no_grad():
         second.mul_(3.0)
         torch._foreach_mul_([first, second], 0.5)

@@ -141,7 +141,7 @@ def _train(rank: int, world: int, stage: int, names: list[str], late: int, exact
         loss.backward()
     optimizer.step()
     grads = engine.full_grads()
-    left = [unit.name for unit in engine.units if unit.ready and not unit.at_home]
+    left = [unit.name for unit in engine.units if unit.page.ready and not unit.stays]
     dist.barrier()
     expected = _expected(names, backwards)
     wrong = [name for name, grad in expected.items() if not same(grads[name], grad)]

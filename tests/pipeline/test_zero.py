@@ -148,7 +148,7 @@ def pages_held(rank: int, world: int, schedule: str) -> list[str]:
         elif action.kind.value == "DROP":
             gathered.discard(action.stage)
             leaves = pipe.stages[action.stage].module.parameters()
-            wrong.extend(f"after {action}: the page of {leaf.unit.name}" for leaf in leaves if leaf.unit.ready)
+            wrong.extend(f"after {action}: the page of {leaf.unit.name}" for leaf in leaves if leaf.unit.page.ready)
         elif action.kind.value == "W" and action.stage not in gathered and pipe.stages[action.stage].pages:
             wrong.append(f"{action} finds pages")
 

@@ -3,50 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from retrograde.devices import Stream
 from retrograde.devices.simulated import SimulatedDevice, SimulatedStream
 from retrograde.gradients import bucket as buckets
 from retrograde.gradients.bucket import Bucket
-from retrograde.gradients.exchange import Exchange
+from retrograde.gradients.gradient import Gradient
+from retrograde.gradients.strategy import OrderedSum
 from retrograde.layout import Layout, Policy
 from retrograde.ledger import Ledger
 from retrograde.pages import BufferPool, Unit
-from retrograde.transport import Key, Use
+from retrograde.transport import Key, Memory, Use
 
 Check = Callable[[], list[str]]
 SHAPES = (16, 16, 47)  # two small parameters and one that is sent from where it is; 80 elements over 2 ranks
 PEER = 64.0  # what the other rank's gradient consists of
 
 
+class Done:
+    def wait(self, stream: Stream) -> None:
+        """It was done when it was asked for."""
+
+
 class Peer:
-    """A station with one other rank: what is put there, and the shards and gradients that come from there."""
+    """A transport to one other rank, and the coherence of its pages: what is put there, and the shards and gradients
+    that come from there."""
+
+    rank = 0
+    world = 2
+    meetings = 0
 
     def __init__(self, device: SimulatedDevice, numel: int, launches: int) -> None:
         self.device = device
-        self.mesh = SimpleNamespace(rank=0, world=2, peers=(1,))
-        self.meetings = 0
         self.shard_numel = numel // 2
         self.sent = [device.memory(self.shard_numel) for _ in range(launches)]
         self.shard = device.memory(self.shard_numel).fill_(PEER)
 
-    def put(self, key: Any, dst: int, parts: list[Tensor]) -> list[Any]:
-        torch.cat(parts, out=self.sent[key.turn - 1])
-        return []
+    def allocate(self, memory: Memory, numel: int, dtype: torch.dtype, stream: Stream) -> Tensor:
+        return stream.empty(numel, dtype)
 
-    def finish(self, sending: list[Any]) -> None:
-        """Taken when it was put."""
+    def put(self, key: Any, parts: dict[int, list[Tensor]]) -> Done:
+        torch.cat(parts[1], out=self.sent[key.turn - 1])
+        return Done()
 
     def take(self, key: Any, src: int, unit: str) -> Tensor:
         return self.device.memory(self.shard_numel).fill_(PEER)
 
-    def read(self, unit: Unit, into: Callable[[int], Tensor]) -> Callable[[], None]:
+    def read(self, unit: Unit, into: Callable[[int], Tensor]) -> Done:
         self.device.fetching.run(lambda: into(1).copy_(self.shard))
-        return lambda: None
+        return Done()
 
 
 class Rank:
@@ -54,21 +63,22 @@ class Rank:
 
     def __init__(self, device: SimulatedDevice, units: int, launches: int) -> None:
         self.device = device
-        self.pool = BufferPool(Ledger(), device)
-        self.pages = BufferPool(Ledger(), device)
         self.layout = Layout([(f"p{i}", torch.Size([n])) for i, n in enumerate(SHAPES)], torch.float32, 2)
-        self.pool.limit, self.pages.limit = self.layout.page_bytes, 2 * self.layout.page_bytes
         self.peer = Peer(device, self.layout.padded_numel, launches)
-        self.exchange = Exchange(self.peer, Policy.of(3, 0, "mean", True), self.pool, Ledger())  # type: ignore[arg-type]
+        self.pool = BufferPool(Memory.BUCKET, self.peer, device, Ledger())
+        self.pages = BufferPool(Memory.PAGE, self.peer, device, Ledger())
+        self.pool.limit, self.pages.limit = self.layout.page_bytes, 2 * self.layout.page_bytes
+        self.strategy = OrderedSum(self.peer, Policy.of(3, 0, "mean", True), self.pool)  # type: ignore[arg-type]
         self.units = [self._unit(index) for index in range(units)]
         self.faults: list[Callable[[], str | None]] = []
 
     def _unit(self, index: int) -> Unit:
         shard = self.device.memory(self.layout.shard_numel).fill_(0.0)
         leaves = [nn.Parameter(shard[self.layout.piece(slot, 0)]) for slot in self.layout.slots]
-        unit = Unit(index, f"unit {index}", self.layout, leaves, shard, 0)
-        unit.connect(self.peer, None, self.pages)  # type: ignore[arg-type]
-        return unit
+        return Unit(index, f"unit {index}", self.layout, leaves, shard, 0, self.pages, self.peer)  # type: ignore[arg-type]
+
+    def bucket(self, passed: dict[int, Tensor]) -> Bucket:
+        return Bucket("a unit", self.layout, self.pool, passed)
 
     def gradient(self, stream: SimulatedStream, slot: int, value: float) -> Tensor:
         """Computed on `stream`."""
@@ -76,11 +86,15 @@ class Rank:
         stream.run(lambda: grad.fill_(value))
         return grad
 
-    def reduce(self, bucket: Bucket, values: tuple[float, ...], number: int) -> None:
+    def reduce(self, unit: Unit, bucket: Bucket, values: tuple[float, ...], number: int) -> None:
         """Launch, sum, and use the result on the current stream; `values` is what the slots must hold."""
         uses = (Use.ACCUMULATED,) * 3
-        launch = self.exchange.launch(bucket, Key(bucket.unit.index, 0, 0, number), uses)
-        total = self.exchange.total(launch, {0: uses, 1: uses})
+        gradient = Gradient(unit, bucket)
+        own = self.device.reducing.empty(self.layout.shard_numel, self.layout.dtype)
+        gradient.send(Key(unit.index, 0, 0, number), uses, own)
+        bucket.close(self.device.reducing)
+        self.strategy.launch(gradient)
+        total = self.strategy.total(gradient, {0: uses, 1: uses})
         used = self.device.memory(total.numel())
         self.device.current().run(lambda: used.copy_(total))
         flat = torch.cat([torch.full((n,), v) for n, v in zip(SHAPES, values, strict=True)] + [torch.zeros(1)])
@@ -122,12 +136,13 @@ def _reduction(rank: Rank, sources: list[SimulatedStream], number: int, passing:
     grads = [rank.gradient(stream, slot, values[slot]) for slot, stream in enumerate(chosen)]
     passed = buckets.huge(grads)
     assert list(passed) == [2]
-    bucket = Bucket(rank.units[number - 1], rank.pool, passed if passing else {})
+    unit = rank.units[number - 1]
+    bucket = rank.bucket(passed if passing else {})
     for slot, stream in enumerate(chosen):
         with device.on(stream):
             bucket.add([grad if index == slot else None for index, grad in enumerate(grads)])
-    rank.reduce(bucket, values, number)
-    rank.exchange.settle_sending()
+    rank.reduce(unit, bucket, values, number)
+    rank.strategy.finish_sending()
     # Autograd has let go of the gradients: what their streams compute next may lie there.
     for stream, grad in zip(chosen, grads, strict=True):
         stream.run(lambda grad=grad: grad.fill_(-1.0))
@@ -137,15 +152,14 @@ def _fetch(rank: Rank, number: int) -> None:
     """A step writes the shard, and its page is fetched."""
     unit = rank.units[number - 1]
     rank.device.current().run(lambda: unit.shard.fill_(float(number)))
-    unit.start()
+    unit.load()
 
 
 def _use(rank: Rank, number: int) -> None:
     """The page is read on the current stream and dropped."""
     unit = rank.units[number - 1]
-    unit.finish()
-    used, page = rank.device.memory(rank.layout.padded_numel), unit.buffer
-    assert page is not None
+    unit.finish_loading()
+    used, page = rank.device.memory(rank.layout.padded_numel), unit.page.memory
     rank.device.current().run(lambda: used.copy_(page))
     rank.expect(f"page {number}", used, torch.tensor([float(number)] * 40 + [PEER] * 40))
     assert unit.drop()
@@ -155,15 +169,15 @@ def kept(device: SimulatedDevice) -> Check:
     """Two streams add to the same parameter of a bucket that waits; a bucket that is forgotten is used again."""
     rank = Rank(device, 2, 1)
     first, second = device.stream("producer 0"), device.stream("producer 1")
-    forgotten = Bucket(rank.units[0], rank.pool, {})
+    forgotten = rank.bucket({})
     with device.on(first):
         forgotten.add([rank.gradient(first, 0, 100.0), None, None])
     forgotten.discard()
-    bucket = Bucket(rank.units[1], rank.pool, {})
+    bucket = rank.bucket({})
     for stream, value in ((second, 1.0), (first, 2.0)):
         with device.on(stream):
             bucket.add([rank.gradient(stream, 0, value), None, None])
-    rank.reduce(bucket, (3.0, 0.0, 0.0), 1)
+    rank.reduce(rank.units[1], bucket, (3.0, 0.0, 0.0), 1)
     return rank.check
 
 

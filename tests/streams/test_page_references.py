@@ -9,23 +9,23 @@ from torch import Tensor
 
 from retrograde.devices.simulated import SimulatedDevice
 from retrograde.pages import Unit
-from tests.streams.programs import Rank
+from tests.streams.programs import Done, Rank
 
 
 def test_views_of_a_receiving_thread_are_not_the_units_own() -> None:
     rank = Rank(SimulatedDevice(), 1, 1)
     unit, received = rank.units[0], []
 
-    def read(_: Unit, into: Callable[[int], Tensor]) -> Callable[[], None]:
+    def read(_: Unit, into: Callable[[int], Tensor]) -> Done:
         received.append(into(1))  # the thread that receives has not let go of it when the page is ready
-        return lambda: None
+        return Done()
 
     peer: Any = rank.peer
     peer.read = read
-    unit.start()
-    unit.finish()
+    unit.load()
+    unit.finish_loading()
     received.clear()
-    view = unit.page[:2]
+    view = unit.page.memory[:2]
     assert not unit.drop()
     del view
     assert unit.drop()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import retrograde as rg
 from benchmarks.meters import bytes_sent
 from retrograde.gradients import bucket as buckets
-from retrograde.transport import Station
+from retrograde.transport.one_sided import OneSidedTransport
 from tests.harness import RankPool
 from tests.small import batch, build, loss_of
 from tests.transport.hosts import group_over_tcp
@@ -56,23 +56,23 @@ def _passed(rank: int, world: int, stage: int, limit: int) -> dict[str, Any]:
     plain, model = Uneven(), Uneven()
     engine = rg.shard(model, stage)
     sent, autograds = set(), set()
-    put, add = Station.put, buckets.Bucket.add
+    put, add = OneSidedTransport.put, buckets.Bucket.add
 
-    def watched_put(self: Station, key: Any, dst: int, parts: list[Tensor]) -> Any:
-        sent.update(part.untyped_storage().data_ptr() for part in parts)
-        return put(self, key, dst, parts)
+    def watched_put(self: OneSidedTransport, key: Any, parts: dict[int, list[Tensor]]) -> Any:
+        sent.update(piece.untyped_storage().data_ptr() for pieces in parts.values() for piece in pieces)
+        return put(self, key, parts)
 
     def watched_add(self: buckets.Bucket, grads: Any) -> None:
         autograds.update(g.untyped_storage().data_ptr() for g in grads if g is not None)
         add(self, grads)
 
-    Station.put, buckets.Bucket.add = watched_put, watched_add  # type: ignore[method-assign]
+    OneSidedTransport.put, buckets.Bucket.add = watched_put, watched_add  # type: ignore[method-assign]
     try:
         with huge(limit):
             model(_x(rank)).backward()
             grads = engine.full_grads()
     finally:
-        Station.put, buckets.Bucket.add = put, add  # type: ignore[method-assign]
+        OneSidedTransport.put, buckets.Bucket.add = put, add  # type: ignore[method-assign]
     by_rank = [torch.autograd.grad(plain(_x(r)), list(plain.parameters()), allow_unused=True) for r in range(world)]
     wrong = []
     for (name, _), *each in zip(plain.named_parameters(), *by_rank, strict=True):
@@ -128,7 +128,7 @@ def _allocations(rank: int, world: int) -> list[int]:
     model = build()
     engine = rg.shard(model, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    pool, counts = engine._buckets, []
+    pool, counts = engine.buckets, []
     for step in range(3):
         seen: set[int] = set()
         take = pool.take

@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 import retrograde as rg
 from benchmarks.meters import sent_on
-from retrograde.transport import Connections, Station
+from retrograde.transport.connections import Connections
 from retrograde.transport.messages import Message
+from retrograde.transport.one_sided import OneSidedTransport
 from tests.harness import RankPool
 from tests.small import BLOCKS, batch, build, loss_of
 from tests.transport.hosts import group_over_tcp
@@ -136,17 +137,19 @@ def test_a_budget_keeps_pages(ranks: Callable[[int], RankPool]) -> None:
 
 def _from_the_wire(engine: rg.Engine) -> int:
     """Bytes that the kernel has received from other ranks (tcpi_bytes_received of its struct tcp_info)."""
-    sockets = [line.socket for line in engine.station.mesh._lines.values()]
+    sockets = [line.socket for line in engine.transport.connections._lines.values()]
     infos = [s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256) for s in sockets]
     return sum(struct.unpack_from("=Q", info, 128)[0] for info in infos)
 
 
 def _counted(engine: rg.Engine) -> bool:
     """Do connections know what they have sent? The kernel has seen the greeting of a rank that called as well."""
-    mesh, deadline = engine.station.mesh, time.monotonic() + 10
+    connections, deadline = engine.transport.connections, time.monotonic() + 10
+
+    lines = connections._lines
 
     def agree() -> bool:
-        return all(sent_on(line.socket) == line.sent + 24 * (peer < mesh.rank) for peer, line in mesh._lines.items())
+        return all(sent_on(line.socket) == line.sent + 24 * (peer < connections.rank) for peer, line in lines.items())
 
     while not agree() and time.monotonic() < deadline:
         time.sleep(0.01)  # a service thread has sent something and is about to count it
@@ -159,18 +162,18 @@ def _observed(rank: int, world: int, stage: int) -> tuple[dict[str, int], dict[s
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sent: list[int] = []  # by two threads: `append` is one operation
     received: list[int] = []
-    real_send, real_room = Connections.send, Station.room
+    real_send, real_destination = Connections.send, OneSidedTransport.destination
 
     def send(self: Connections, dst: int, message: Message, data: Sequence[torch.Tensor] = ()) -> int:
         sent.append(sum(tensor.nbytes for tensor in data))
         return real_send(self, dst, message, data=data)
 
-    def room(self: Station, src: int, message: Message, nbytes: int) -> Sequence[torch.Tensor] | None:
+    def destination(self: OneSidedTransport, src: int, message: Message, nbytes: int) -> Sequence[torch.Tensor] | None:
         received.append(nbytes)
-        return real_room(self, src, message, nbytes)
+        return real_destination(self, src, message, nbytes)
 
     dist.barrier()
-    Connections.send, Station.room = send, room  # type: ignore[method-assign]
+    Connections.send, OneSidedTransport.destination = send, destination  # type: ignore[method-assign]
     dist.barrier()  # the service thread of a rank answers as soon as another asks
     try:
         engine.ledger.clear()
@@ -183,7 +186,7 @@ def _observed(rank: int, world: int, stage: int) -> tuple[dict[str, int], dict[s
         wire = _from_the_wire(engine) - before
         counted = _counted(engine)
     finally:
-        Connections.send, Station.room = real_send, real_room  # type: ignore[method-assign]
+        Connections.send, OneSidedTransport.destination = real_send, real_destination  # type: ignore[method-assign]
     seen = {"sent": sum(sent), "received": sum(received), "wire": wire, "counted": counted}
     return seen, {kind: engine.ledger.bytes(kind) for kind in ("gather", "reduce")}
 

@@ -13,11 +13,15 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 import retrograde as rg
-from retrograde.transport import Connections, Key, Position, Reason, Station
+from retrograde.devices import Stream
+from retrograde.transport import Key, Position, Reason
+from retrograde.transport.connections import Connections
 from retrograde.transport.line import LENGTHS, LIMIT, frame
 from retrograde.transport.messages import Ask, Meet, Page, Put, Read, Stamp, TensorForm, encode, pack
+from retrograde.transport.one_sided import OneSidedTransport
 from tests.harness import RankPool
 from tests.small import build
+from tests.transport.shards import Shards
 
 Ranks = Callable[[int], RankPool]
 ELEMENTS = 4
@@ -114,34 +118,28 @@ ATTACKS: dict[str, tuple[bytes, str]] = {
 }
 
 
+Pair = tuple[OneSidedTransport, socket.socket]
+
+
 @pytest.fixture
-def pair() -> Iterator[tuple[Station, socket.socket]]:
+def pair() -> Iterator[Pair]:
     """Rank 0 of 2, and the socket of somebody who says to be rank 1."""
     here, there = socket.socketpair(socket.AF_UNIX)
     with there:
-        station = Station(Connections(0, 2, [(1, here)]), 20.0)
-        station.elements = lambda unit: ELEMENTS
-        station.serve = _serve
-        yield station, there
-
-
-def _serve(unit: int, stamp: Stamp) -> torch.Tensor:
-    if unit:
-        raise IndexError(f"there is no unit {unit}")
-    return torch.ones(ELEMENTS)
+        yield OneSidedTransport(Connections(0, 2, [(1, here)]), Shards(ELEMENTS), 20.0), there
 
 
 @pytest.mark.parametrize("name", ATTACKS)
 @pytest.mark.timeout(60)
-def test_what_is_not_a_message_closes_the_connection(pair: tuple[Station, socket.socket], name: str) -> None:
-    station, there = pair
+def test_what_is_not_a_message_closes_the_connection(pair: Pair, name: str) -> None:
+    transport, there = pair
     sent, reason = ATTACKS[name]
     into = torch.zeros(ELEMENTS)
-    waits = station.read(0, "a unit", Stamp(0, 0, 0), lambda src: into)
+    waits = transport.read(0, "a unit", Stamp(0, 0, 0), lambda src: into)
     there.settimeout(20.0)
     there.sendall(sent)
     with pytest.raises(rg.DivergenceError) as caught:
-        waits()
+        waits.wait(Stream())
     said = str(caught.value)
     assert said.startswith("rank 0: the connection to rank 1 was closed by rank 0, which could not take what came")
     assert reason in said, said
@@ -159,26 +157,26 @@ def _read_to_the_end(there: socket.socket) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_a_pickle_over_a_connection_is_not_executed(pair: tuple[Station, socket.socket], tmp_path: Path) -> None:
-    station, there = pair
+def test_a_pickle_over_a_connection_is_not_executed(pair: Pair, tmp_path: Path) -> None:
+    transport, there = pair
     trap = tmp_path / "executed"
     evil = pickle.dumps(Touch(str(trap)))
-    waits = station.read(0, "a unit", Stamp(0, 0, 0), lambda src: torch.zeros(ELEMENTS))
+    waits = transport.read(0, "a unit", Stamp(0, 0, 0), lambda src: torch.zeros(ELEMENTS))
     there.sendall(LENGTHS.pack(len(evil), 0) + evil)
     with pytest.raises(rg.DivergenceError, match="rank 0: the connection to rank 1 was closed by rank 0"):
-        waits()
+        waits.wait(Stream())
     assert not trap.exists()
 
 
 @pytest.mark.timeout(60)
-def test_what_nobody_asked_for_takes_no_memory(pair: tuple[Station, socket.socket]) -> None:
+def test_what_nobody_asked_for_takes_no_memory(pair: Pair) -> None:
     """A page that this rank no longer waits for is read and forgotten, and the next message is understood."""
-    station, there = pair
+    transport, there = pair
     for part in frame(Page(0, 0), [torch.ones(2**20)]):
         there.sendall(part)
     for part in frame(_meet(3)):
         there.sendall(part)
-    assert station.meet(Position(Reason.TOTAL, "a value", {}, {}, 2))[1].value == 3
+    assert transport.meet(Position(Reason.TOTAL, "a value", {}, {}, 2))[1].value == 3
 
 
 # ---- values of meetings
@@ -186,15 +184,15 @@ VALUES = [None, True, 3, -2.5, "text", b"bytes", torch.arange(6).view(2, 3), tor
 
 
 @pytest.mark.timeout(60)
-def test_values_come_as_they_went(pair: tuple[Station, socket.socket]) -> None:
-    station, there = pair
+def test_values_come_as_they_went(pair: Pair) -> None:
+    transport, there = pair
     values = [*VALUES, VALUES, [], [["a", 1], ["b", [None]]], torch.empty(0)]
     for number, value in enumerate(values, 1):
         packed, tensors = pack(value)  # type: ignore[arg-type]
         for part in frame(Meet(0, number, Reason.TOTAL, "a value", {}, {}, packed), tensors):
             there.sendall(part)
     for value in values:
-        came = station.meet(Position(Reason.TOTAL, "a value", {}, {}))[1].value
+        came = transport.meet(Position(Reason.TOTAL, "a value", {}, {}))[1].value
         assert type(came) is type(value)
         for one, other in zip(came, value, strict=True) if isinstance(value, list) else [(came, value)]:  # type: ignore[arg-type]
             assert type(one) is type(other)

@@ -135,7 +135,7 @@ def _by_the_backend(rank: int, world: int, stage: int, precision: Any, diverge: 
     want = _plain_sums(world, diverge)
     scale = max(float(grad.abs().max()) for grad in want.values())
     off = max(float((got[name] - grad).abs().max()) for name, grad in want.items())
-    held = [u.name for u in engine.units if engine.reducer.pending.get(u.index)]
+    held = [u.name for u in engine.units if engine.flow._pending.get(u.index)]
     return {"calls": calls, "off": off / scale, "held": held, "reduced": engine.ledger.count("reduce")}
 
 
@@ -178,10 +178,10 @@ def _raises_then_trains(rank: int, world: int) -> tuple[int, int]:
         with pytest.raises(ZeroDivisionError):
             hidden.sum().backward()
         model.zero_grad()
-    left = engine._buckets._used
+    left = engine.buckets.used
     loss_of(model, batch(rank)).backward()
     model.zero_grad()
-    return left, engine._buckets._used
+    return left, engine.buckets.used
 
 
 def _raises_at_a_leaf(rank: int, world: int) -> int:
@@ -193,7 +193,7 @@ def _raises_at_a_leaf(rank: int, world: int) -> int:
         loss_of(model, batch(rank)).backward()
     hook.remove()
     model.zero_grad()
-    return engine._buckets._used
+    return engine.buckets.used
 
 
 def _fail(grad: Tensor) -> None:

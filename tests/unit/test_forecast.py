@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from retrograde.pages.pager import NOWHERE, Forecast
+from retrograde.pages.forecast import Forecast
 
 FORWARD, BACKWARD = "abcd", "dcba"
 
@@ -19,7 +19,7 @@ def _play(forecast: Any, uses: str, backward: bool = False) -> None:
 def _step(forecast: Any, forward: str = FORWARD, backward: str = BACKWARD) -> None:
     _play(forecast, forward)
     _play(forecast, backward, backward=True)
-    forecast.at = NOWHERE
+    forecast.break_off()
 
 
 def _ahead(forecast: Any, limit: int = 100) -> str:

@@ -8,6 +8,8 @@ import torch
 from retrograde.devices import streams_of
 from retrograde.ledger import HISTORY, Activity, Entry, Ledger
 from retrograde.pages import BufferPool
+from retrograde.transport import FakeRanks, Memory
+from tests.transport.shards import Shards
 
 CPU = torch.device("cpu")
 F32 = torch.float32
@@ -63,7 +65,8 @@ def test_totals_outlive_history() -> None:
 # ---- buffers
 def _pool(limit: float) -> tuple[BufferPool, Ledger]:
     ledger = Ledger()
-    pool = BufferPool(ledger, streams_of(CPU))
+    transport = FakeRanks(world=2).transport(Shards(), timeout=1.0)
+    pool = BufferPool(Memory.PAGE, transport, streams_of(CPU), ledger)
     pool.limit = limit
     return pool, ledger
 

@@ -14,7 +14,7 @@ COLUMNS = (
     ("errors",),
     ("torch_internals",),
     ("arguments",),
-    ("ledger",),
+    ("ledger", "labels"),
     ("layout",),
     ("devices",),
     ("transport",),

@@ -15,7 +15,7 @@ def play(order: list[int], sizes: dict[int, int], budget: float) -> tuple[dict[i
     windows, held, reduced, most = Windows(), {}, dict.fromkeys(sizes, 0), 0
     with windows.window(budget):
         for unit in order:
-            early = windows.room(unit, sizes[unit], held)
+            early = windows.admit(unit, sizes[unit], held)
             if early is None:
                 reduced[unit] += 1
                 continue
@@ -65,5 +65,5 @@ def test_the_budget_holds_in_any_order(seed: int) -> None:
 def test_the_smallest_of_nested_budgets_counts() -> None:
     windows = Windows()
     with windows.window(math.inf), windows.window(15), windows.window(math.inf):
-        assert windows.room(0, 10, {}) == [] and windows.room(1, 10, {0: 10}) is None
-    assert not windows.open and windows.room(1, 10, {0: 10}) == []
+        assert windows.admit(0, 10, {}) == [] and windows.admit(1, 10, {0: 10}) is None
+    assert not windows.open and windows.admit(1, 10, {0: 10}) == []

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch._functorch.config
@@ -10,6 +10,15 @@ import torch._functorch.config
 from retrograde.pages import SavedTensors, edits, views
 
 Graph = Callable[..., Any]
+
+
+class Services(NamedTuple):
+    """What compiled code needs of the engine."""
+
+    saved: SavedTensors
+    grow: Callable[[], None]  # shards parameters that have joined the model
+    pass_fence: Callable[[str], None]  # waits until every rank has read what this one is about to edit
+
 
 _data_of: Any = vars(torch._C._autograd)["_get_data_attr"]
 
@@ -24,7 +33,7 @@ class Keeping:
     """
 
     inner: Graph
-    saved: SavedTensors
+    services: Services
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Graph:
         for node in graph.graph.nodes:
@@ -38,9 +47,10 @@ class Keeping:
 
     def _after_a_fence(self, run: Graph, edited: list[int]) -> Graph:
         def fenced(*args: Any) -> Any:
-            units = {self.saved.live.get(args[place].untyped_storage()._cdata) for place in edited}
-            if (unit := next((unit for unit in units if unit is not None and unit.at_home), None)) is not None:
-                unit.sink.fence(f"a compiled forward that edits weights of unit {unit.name}")
+            for unit in {self.services.saved.unit_of(args[place]) for place in edited}:
+                if unit is not None and unit.stays:
+                    self.services.pass_fence(f"a compiled forward that edits weights of unit {unit.name}")
+                    break
             return run(*args)
 
         return fenced

@@ -22,17 +22,16 @@ Rule 6: without torch.compile a region costs one call.
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from retrograde.compiling import inlined
-from retrograde.compiling.backend import Keeping
+from retrograde.compiling.backend import Keeping, Services
 from retrograde.compiling.inlined import GIVEN, Forward
 from retrograde.layout import UnitSpec
-from retrograde.pages import SavedTensors
 from retrograde.parameters import ShardedParameter
 from retrograde.parameters.access import MADE, Sharded, ShardedRNN, leaves, specialize
 
@@ -56,8 +55,9 @@ class Member(NamedTuple):
 class Region:
     """One boundary. `compiled` is set by `retrograde.compile()`; inside an outer torch.compile its backend is used."""
 
-    def __init__(self, saved: SavedTensors, plain: Forward, grow: Callable[[], None]) -> None:
-        self.saved, self.plain, self._grow = saved, plain, grow
+    def __init__(self, services: Services, plain: Forward) -> None:
+        self.services = services
+        self.plain = plain
         self._disabled = getattr(plain, "_torchdynamo_disable", False)  # by the user; torch.compile would overrule it
         self.members: list[Member] = []
         self.compiled: Forward | None = None
@@ -76,12 +76,13 @@ class Region:
 
         backend = innermost_backend(frames)
         if self._outer[0] is not backend:
-            self._outer = backend, torch.compile(self.plain, backend=Keeping(backend, self.saved))
+            self._outer = backend, torch.compile(self.plain, backend=Keeping(backend, self.services))
         return self._outer[1]
 
     def run(self, forward: Forward, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self._grow()
-        saved, hooked = self.saved, self.saved.enter()
+        self.services.grow()
+        saved = self.services.saved
+        hooked = saved.enter()
         before = saved.compiled, [member.module.__dict__.get(GIVEN) for member in self.members]
         try:
             self._give()
@@ -117,7 +118,7 @@ class Region:
                         f"compiled forward, or edited there through .data; edit weights under torch.no_grad()"
                     )
         for unit in {leaf.unit: None for member in self.members for leaf in member.leaves.values()}:
-            unit.write_back_if_edited()
+            unit.write_back_edits()
 
 
 class _Enter(torch.autograd.Function):
@@ -154,15 +155,15 @@ def find(model: nn.Module, units: Sequence[nn.Module]) -> Iterator[nn.Module]:
     yield from dict.fromkeys(walk(model))
 
 
-def mark_regions(model: nn.Module, specs: Sequence[UnitSpec], saved: SavedTensors, grow: Callable[[], None]) -> None:
-    """Make regions of `model`'s modules; again after parameters were added, which `grow` looks for."""
+def mark_regions(model: nn.Module, specs: Sequence[UnitSpec], services: Services) -> None:
+    """Make regions of `model`'s modules; again after parameters were added."""
     _hide()
     before = [module for module in model.modules() if REGION in module.__dict__]
     regions = set(find(model, [*(module for spec in specs for module in spec.modules), *before]))
     for module in model.modules():
         if module in regions or module is model:
             if module in regions and REGION not in module.__dict__:
-                module.__dict__[REGION] = Region(saved, _compilable(module), grow)
+                module.__dict__[REGION] = Region(services, _compilable(module))
             _layer(module, _boundary)
         elif leaves(module):
             _layer(module, inlined.transparent)

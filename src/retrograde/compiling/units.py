@@ -39,7 +39,7 @@ def compile(
     if dynamic is not None and not isinstance(dynamic, bool):
         raise wrong("dynamic", dynamic, "is neither true nor false", "True, False or None")
     flag("fullgraph", fullgraph)
-    keeping = Keeping(_inner(backend, mode, options, dynamic), next(iter(regions.values())).saved)
+    keeping = Keeping(_inner(backend, mode, options, dynamic), next(iter(regions.values())).services)
     compiled: dict[Graph, Graph] = {}  # one callable for all units of a class: they share their graphs
     for region in regions.values():
         if region.plain not in compiled:

@@ -14,15 +14,17 @@ Rule 4: whoever uses a reduced gradient or a page waits for the stream that made
 
 A stream runs pieces of work (`run`), records events and waits for them, and has memory of its own (`empty`). Work
 only reads and writes memory that exists already, so that a device may do it later: the host returns at once, and
-on the simulated device (retrograde/devices/simulated) in any order that the events leave open.
+on the simulated device (devices/simulated) in any order that the events leave open.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import cast
 
 import torch
 
-Event = Any  # what `record` gives and `wait` takes: opaque to everybody else
+Event = object  # what `record` gives and `wait` takes: opaque to everybody else
+
+HAPPENED: Event = object()  # the event of work that was done when it was issued
 
 
 class Stream:
@@ -32,7 +34,7 @@ class Stream:
         work()
 
     def record(self) -> Event:
-        return None
+        return HAPPENED
 
     def wait(self, event: Event) -> None:
         pass
@@ -44,8 +46,17 @@ class Stream:
 class Streams:
     """The streams of one device: two of ours, and the one that code runs on now."""
 
-    def __init__(self, reducing: Stream, fetching: Stream, current: Callable[[], Stream] | None = None) -> None:
-        self.reducing, self.fetching, self.current = reducing, fetching, current or (lambda: reducing)
+    def __init__(
+        self,
+        device: torch.device,
+        reducing: Stream,
+        fetching: Stream,
+        current: Callable[[], Stream],
+    ) -> None:
+        self.device = device
+        self.reducing = reducing
+        self.fetching = fetching
+        self.current = current
 
 
 class DeviceStream(Stream):
@@ -58,7 +69,7 @@ class DeviceStream(Stream):
         return self._stream.record_event()
 
     def wait(self, event: Event) -> None:
-        self._stream.wait_event(event)
+        self._stream.wait_event(cast(torch.Event, event))  # which another stream of this device gave
 
     def run(self, work: Callable[[], object]) -> None:
         with self._stream:
@@ -70,7 +81,16 @@ class DeviceStream(Stream):
 
 
 def streams_of(device: torch.device) -> Streams:
+    """The streams of a device: the host's own, or those of an accelerator."""
     if device.type == "cpu":
-        return Streams(Stream(), Stream())
-    reducing, fetching = DeviceStream(torch.Stream(device)), DeviceStream(torch.Stream(device))
-    return Streams(reducing, fetching, lambda: DeviceStream(torch.accelerator.current_stream()))
+        host = Stream()
+        return Streams(device, host, host, lambda: host)
+    reducing = DeviceStream(torch.Stream(device))
+    fetching = DeviceStream(torch.Stream(device))
+    return Streams(device, reducing, fetching, lambda: DeviceStream(torch.accelerator.current_stream()))
+
+
+def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
+    """Where a model lives: on its first parameter's device. One on the meta device is made real on the host."""
+    real = (tensor.device for tensor in tensors if tensor.device.type != "meta")
+    return next(real, torch.device("cpu"))

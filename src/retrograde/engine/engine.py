@@ -2,23 +2,26 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
 
 from retrograde.arguments import flag, instance, not_negative, number, wrong
+from retrograde.coordination import Coordinator, WriteFence
+from retrograde.coordination.meetings import Meetings
 from retrograde.devices import streams_of
+from retrograde.engine.units import UnitMemory
 from retrograde.errors import ShardingError
-from retrograde.gradients import Exchange, Reducer
+from retrograde.gradients import BackendSum, GradientFlow, OrderedSum, UnitGraph
 from retrograde.layout import Policy, parse_bytes
 from retrograde.ledger import Ledger
 from retrograde.pages import BufferPool, Pager, SavedTensors, Unit
-from retrograde.parameters import ShardedParameter
+from retrograde.parameters import Owner, ShardedParameter
 from retrograde.parameters.part import plain, whole
 from retrograde.parameters.pieces import raw_grad
 from retrograde.reports import explain, report
-from retrograde.transport import Reason, Station
+from retrograde.transport import Memory, Reason, Transport
 
 
 class Engine:
@@ -26,35 +29,56 @@ class Engine:
 
     grow: Callable[[], None]  # shards parameters that have joined the model since it was last called
 
-    def __init__(self, model: nn.Module, policy: Policy, station: Station) -> None:
-        self.model, self.policy, self.station = model, policy, station
+    def __init__(
+        self, model: nn.Module, policy: Policy, device: torch.device, transport: Transport, fence: WriteFence
+    ) -> None:
+        """The only place that knows which class stands behind which door."""
+        self.model = model
+        self.policy = policy
+        self.device = device
+        self.transport = transport
         self.units: list[Unit] = []
         self.ledger = Ledger()
-        streams = streams_of(torch.device("cpu"))
-        self._pages, self._buckets = BufferPool(self.ledger, streams), BufferPool(Ledger(), streams)
-        self.pager = Pager(policy, self._pages)
-        exchange = Exchange(station, policy, self._buckets, self.ledger)
-        self.reducer = Reducer(self.units, exchange, station, self.pager, self.ledger)
+        streams = streams_of(device)
+        self.pages = BufferPool(Memory.PAGE, transport, streams, self.ledger)
+        self.buckets = BufferPool(Memory.BUCKET, transport, streams, Ledger())
+        meetings = Meetings(transport, self.ledger)
+        strategy = (OrderedSum if policy.exact else BackendSum)(transport, policy, self.buckets)
+        self.flow = GradientFlow(transport, strategy, policy, self.buckets, meetings.meet, self.ledger)
+        self.pager = Pager(policy, self.pages, self.flow.recover)
+        self.coordinator = Coordinator(transport, meetings, fence, self.flow, self.pager)
         self.saved = SavedTensors(self.pager)
+        self._fence = fence
+        self._owners: list[Owner] = []
 
-    def enlist(self, units: list[Unit]) -> None:
-        """The units have their values: give them their graph and make their parameters leaves of it."""
-        self.units.extend(units)
+    def enlist(self, made: Sequence[UnitMemory]) -> None:
+        """These have their values: make units of them, with a graph, and make their parameters leaves of it."""
+        for memory in made:
+            self._enlist(memory)
         sizes = sorted((unit.layout.page_bytes for unit in self.units), reverse=True)
-        self._pages.limit = sum(sizes[: 2 if self.policy.prefetch else 1]) + self.policy.resident
-        self._buckets.limit = sum(sizes[:2])
-        for unit in units:
-            unit.connect(self.reducer.gate, self.reducer, self._pages)
-            for index, leaf in enumerate(unit.leaves):
-                ShardedParameter.adopt(leaf, unit, index)
-        self.reducer.council.values("shard() is done", lambda: None)  # from here on others may read our shards
+        self.pages.limit = sum(sizes[: 2 if self.policy.prefetch else 1]) + self.policy.resident
+        self.buckets.limit = sum(sizes[:2])
+        self.coordinator.values("shard() is done", lambda: None)  # from here on others may read our shards
+
+    def _enlist(self, made: UnitMemory) -> None:
+        rank, index = self.transport.rank, len(self.units)
+        leaves = [param for _, param in made.spec.params]
+        unit = Unit(index, made.spec.name, made.layout, leaves, made.memory, rank, self.pages, self.coordinator)
+        graph = UnitGraph(unit, self.pager, self.flow, self.coordinator)
+        owner = Owner(unit, self.pager, self.flow, self.coordinator, graph)
+        self.units.append(unit)
+        self.flow.add(unit, graph)
+        self._owners.append(owner)
+        for place, leaf in enumerate(unit.leaves):
+            ShardedParameter.adopt(leaf, owner, place)
+        self._fence.add(unit)
 
     # ---- users
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Keep the gradients of the backwards inside; the next backward outside takes them along."""
-        self.reducer.recover()
-        with self.reducer.windows.window(math.inf):
+        self.flow.recover()
+        with self.flow.windows.window(math.inf):
             yield
 
     @contextlib.contextmanager
@@ -66,14 +90,14 @@ class Engine:
         pending, as it would in `.grad`.
         """
         limit = math.inf if budget is None else parse_bytes(budget, "coalesce(budget)")
-        self.reducer.recover()
-        if sum(self.reducer.held.values()) > limit:
-            self.reducer.council.attend(Reason.FLUSH, "the start of coalesce(budget=...)")
-        with self.reducer.windows.window(limit):
+        self.flow.recover()
+        if sum(self.flow.held.values()) > limit:
+            self.coordinator.attend(Reason.FLUSH, "the start of coalesce(budget=...)")
+        with self.flow.windows.window(limit):
             yield
-        self.reducer.recover()
-        if not self.reducer.windows.open and not self.policy.until_step:
-            self.reducer.council.attend(Reason.FLUSH, "the end of coalesce()")
+        self.flow.recover()
+        if not self.flow.windows.open and not self.policy.until_step:
+            self.coordinator.attend(Reason.FLUSH, "the end of coalesce()")
 
     @contextlib.contextmanager
     def full_params(self, *modules: nn.Module, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
@@ -89,7 +113,7 @@ class Engine:
             yield held if write else {name: tensor.detach() for name, tensor in held.items()}
         held.clear()
         for unit in self.units:
-            unit.write_back_if_edited()
+            unit.write_back_edits()
         self.pager.release()
 
     def _own(self, modules: tuple[nn.Module, ...]) -> tuple[nn.Module, ...]:
@@ -108,10 +132,11 @@ class Engine:
 
     def _stream(self, budget: int | str, limit: float) -> Iterator[tuple[str, torch.Tensor]]:
         for unit in self.units:
-            if (need := unit.layout.page_bytes) > limit and not unit.at_home:
+            need = unit.layout.page_bytes
+            if need > limit and not unit.stays:
                 raise ShardingError(f"budget={budget!r}: unit {unit.name} needs {need} bytes; give at least that")
             for index, slot in enumerate(unit.layout.slots):
-                yield slot.name, self.reducer.full(unit, index).detach()
+                yield slot.name, self.pager.full(unit, index).detach()
         self.pager.release()
 
     def full_grad(self, which: nn.Parameter | str) -> torch.Tensor | None:
@@ -128,7 +153,7 @@ class Engine:
         return dict(zip(leaves, self._whole_grads(list(leaves.values())), strict=True))
 
     def _whole_grads(self, leaves: list[ShardedParameter]) -> list[torch.Tensor | None]:
-        self.reducer.settle("a gradient was read")
+        self.coordinator.flush_pending_gradients("a gradient was read")
         return whole("the gradient", leaves, lambda: (g if g is None else plain(g) for g in map(raw_grad, leaves)))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float | str = 2.0) -> torch.Tensor:
@@ -139,7 +164,7 @@ class Engine:
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, float(norm_type))
 
     def explain(self) -> str:
-        return explain(self.units, self.policy, self.station.mesh.world)
+        return explain(self.units, self.policy, self.transport.world)
 
     def report(self) -> str:
-        return report(self.units, self.ledger, self.station.mesh.rank, self.station.mesh.world)
+        return report(self.units, self.ledger, self.transport.rank, self.transport.world)

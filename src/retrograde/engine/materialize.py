@@ -13,8 +13,8 @@ from torch import nn
 from retrograde.errors import ShardingError
 
 
-def materialize(model: nn.Module, settle: Callable[[nn.Parameter, torch.Tensor], None]) -> None:
-    """Reset every module that has parameters on the meta device; `settle` makes each real with its first value."""
+def materialize(model: nn.Module, device: torch.device, move_in: Callable[[nn.Parameter, torch.Tensor], None]) -> None:
+    """Reset every module that has parameters on the meta device; `move_in` makes each real with its first value."""
     shapes = {id(p): torch.empty_like(p) for p in model.parameters() if p.device.type == "meta"}
     for module in dict.fromkeys(_construction_order(model)):  # a shared one is made once
         own = {key: p for key, p in module._parameters.items() if p is not None and id(p) in shapes}
@@ -24,17 +24,17 @@ def materialize(model: nn.Module, settle: Callable[[nn.Parameter, torch.Tensor],
         if isinstance(module, nn.RNNBase):
             module._flat_weight_refs = []  # a tensor with weak references cannot be swapped; access.py serves them
         for key, buffer in buffers.items():
-            module._buffers[key] = torch.empty_like(buffer, device="cpu")
+            module._buffers[key] = torch.empty_like(buffer, device=device)
         for key, param in own.items():
             # A scratch parameter: a tied weight draws its random numbers as it would have, and is discarded.
-            scratch = torch.empty_like(shapes[id(param)], device="cpu")
+            scratch = torch.empty_like(shapes[id(param)], device=device)
             module._parameters[key] = nn.Parameter(scratch, param.requires_grad)
         with torch.no_grad():
             _reset_of(module)()
         for key, param in own.items():
             made, module._parameters[key] = module._parameters[key], param
             if made is not None and param.device.type == "meta":
-                settle(param, made)
+                move_in(param, made)
             del made  # before the next module is made
 
 

@@ -1,14 +1,12 @@
 """`shard()`: turn a model into a sharded one, in place.
 
-The data path from here: `find_units` says which parameters go together (layout), `_make` gives each unit its
-memory on this rank, `Engine.enlist` connects pages (residency) and gradients (reduction), and `patch` makes
-`module.weight` reach the page. From then on everything is driven by access and by autograd.
+The data path from here: `find_units` says which parameters go together (layout), `allocate` and `fill` (units.py)
+give each unit its memory and values on this rank, `Engine.enlist` makes units with pages and a graph of them, and
+`patch` makes `module.weight` reach the page. From then on everything is driven by access and by autograd.
 """
 
-import zlib
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,18 +14,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from retrograde.arguments import Said, check_module, differences, instance, said, seconds
-from retrograde.compiling import mark_regions
+from retrograde.compiling import Services, mark_regions
+from retrograde.coordination import WriteFence
+from retrograde.devices import device_of
 from retrograde.engine.ddp_and_fsdp import check_unwrapped, refuse_ddp_and_fsdp
 from retrograde.engine.engine import Engine
 from retrograde.engine.growth import growth
-from retrograde.engine.materialize import check_resettable, materialize
+from retrograde.engine.materialize import check_resettable
 from retrograde.engine.parametrizing import refuse_parametrizations
-from retrograde.errors import ShardingError, UnsupportedError
-from retrograde.layout import Layout, Policy, Precision, Units, UnitSpec, find_units, parse_bytes, strides_of
-from retrograde.pages import Unit, set_data
+from retrograde.engine.units import allocate, fill, make_same
+from retrograde.errors import ShardingError
+from retrograde.layout import Policy, Precision, Units, UnitSpec, find_units, parse_bytes, strides_of
 from retrograde.parameters import ShardedParameter, refuse_pieces_outside, serve_initializers, watch_states, watch_steps
 from retrograde.parameters.access import patch, unpatched
-from retrograde.transport import Connections, Station
+from retrograde.transport import ProcessRanks, Ranks
 
 WAIT_FOR_ARGUMENTS = 60.0  # seconds, until the argument `timeout` is known to be one
 
@@ -50,42 +50,76 @@ def shard(
     """Shard `model` over the ranks of a process group, in place. Collective: every rank calls it.
 
     `units`: "auto" (repeated blocks), module classes, or a predicate; `join`: those of fewer bytes become one unit with
-    the next. `precision`: the dtype in which gradients travel; `exact=False`: the backend adds them up in its own order
-    when a backward has ended. `resident`: bytes of pages that may stay at stage 3
-    beyond the one in use and the one being prefetched. `timeout`: seconds after which waiting for a rank that never
-    comes, here or later, becomes a `DivergenceError` on every rank that waits.
+    the next. `precision`: the dtype in which gradients travel; `exact=False`: the backend adds them up in its own
+    order. `resident`: bytes of pages that may stay at stage 3 beyond the one in use and the one being prefetched.
+    `timeout`: seconds after which waiting for a rank that never comes, here or later, becomes a `DivergenceError` on
+    every rank that waits.
     """
-    ranks = Connections.of(_group(process_group, mesh), _connecting_time(timeout))
-    station = Station(ranks, WAIT_FOR_ARGUMENTS)
-    with station.shared_fate("shard()"):
-        station.timeout = seconds("timeout", timeout)
-        check_module("model", model)
-        policy = Policy.of(stage, resident, reduce, prefetch, precision, exact)
-        arguments = [
-            said("stage", stage, int(stage)),
-            said("reduce", reduce, policy.mean),
-            said("exact", exact, policy.exact),
-            said("precision", precision, policy.wire),
-            said("resident", resident, float(policy.resident)),
-            said("prefetch", prefetch, policy.prefetch),
+    ranks = ProcessRanks(_group(process_group, mesh), _connecting_time(timeout))
+    options = Options(stage, units, join, precision, reduce, exact, resident, prefetch, timeout)
+    return shard_over(ranks, model, options)
+
+
+class Options(NamedTuple):
+    """The arguments of `shard()` that say how, as they were given."""
+
+    stage: int = 3
+    units: Units = "auto"
+    join: int | str = 0
+    precision: Precision | None = None
+    reduce: str = "mean"
+    exact: bool = True
+    resident: int | str = 0
+    prefetch: bool = True
+    timeout: float = 60.0
+
+    def policy(self) -> Policy:
+        return Policy.of(self.stage, self.resident, self.reduce, self.prefetch, self.precision, self.exact)
+
+    def said(self, policy: Policy) -> list[Said]:
+        """What must be the same on all ranks."""
+        return [
+            said("stage", self.stage, int(self.stage)),
+            said("reduce", self.reduce, policy.mean),
+            said("exact", self.exact, policy.exact),
+            said("precision", self.precision, policy.wire),
+            said("resident", self.resident, float(policy.resident)),
+            said("prefetch", self.prefetch, policy.prefetch),
         ]
+
+
+def shard_over(ranks: Ranks, model: nn.Module, options: Options) -> Engine:
+    """`shard()` over any kind of ranks: processes, threads, or imagined ones (transport/)."""
+    fence = WriteFence()
+    transport = ranks.transport(fence, WAIT_FOR_ARGUMENTS)
+    with transport.shared_fate("shard()"):
+        transport.timeout = seconds("timeout", options.timeout)
+        check_module("model", model)
+        policy = options.policy()
+        arguments = options.said(policy)
         _check_unsharded(model)
         check_unwrapped(model)
-        least = parse_bytes(join, "join")
-        specs = find_units(model, units, least)
+        least = parse_bytes(options.join, "join")
+        specs = find_units(model, options.units, least)
         if not specs:
             raise ShardingError(f"{type(model).__name__} has no parameters to shard")
         _check_plain(specs)
-        watch_steps()
-        watch_states()
-        serve_initializers()
-        refuse_pieces_outside()
-        refuse_ddp_and_fsdp()
-        refuse_parametrizations()
-        engine = Engine(model, policy, station)
-    engine.grow = growth(lambda: _enlist(engine, _added(model, units, least)))
+        _prepare_torch()
+        device = device_of(param for spec in specs for _, param in spec.params)
+        engine = Engine(model, policy, device, transport, fence)
+    engine.grow = growth(lambda: _enlist(engine, _added(model, options.units, least)))
     _enlist(engine, specs, arguments)
     return engine
+
+
+def _prepare_torch() -> None:
+    """What torch does with sharded parameters elsewhere: once for the process."""
+    watch_steps()
+    watch_states()
+    serve_initializers()
+    refuse_pieces_outside()
+    refuse_ddp_and_fsdp()
+    refuse_parametrizations()
 
 
 def _connecting_time(timeout: float) -> float:
@@ -98,18 +132,30 @@ def _connecting_time(timeout: float) -> float:
 
 def _enlist(engine: Engine, specs: list[UnitSpec], arguments: Sequence[Said] = ()) -> None:
     """Make units of plain parameters. Nothing of the model is touched before all ranks agree that they may."""
-    first = len(engine.units)
+    at_first = not engine.units
     if specs:
-        with engine.station.shared_fate("making room for units"):
-            made = [_make(first + index, spec, engine.policy, engine.station.mesh) for index, spec in enumerate(specs)]
+        with engine.transport.shared_fate("making room for units"):
+            made = allocate(specs, engine.policy, engine.transport, engine.pages)
         _check_same(engine, specs, arguments)
         check_resettable(engine.model)
-        _fill(engine, specs, made)
+        _make_same_values(engine, specs, with_buffers=at_first)
+        fill(engine.model, made, engine.transport.rank, engine.device)
         engine.enlist(made)
     for module in engine.model.modules():
-        if unpatched(module) or (module is engine.model and not first):
+        if unpatched(module) or (module is engine.model and at_first):
             patch(module, engine)
-    mark_regions(engine.model, specs, engine.saved, engine.grow)
+    services = Services(engine.saved, engine.grow, engine.coordinator.pass_fence)
+    mark_regions(engine.model, specs, services)
+
+
+def _make_same_values(engine: Engine, specs: list[UnitSpec], with_buffers: bool) -> None:
+    """Buffers at first only: statistics are each rank's own later."""
+    tensors: list[torch.Tensor] = [param for spec in specs for _, param in spec.params]
+    if with_buffers:
+        tensors += engine.model.buffers()
+    real = [tensor for tensor in tensors if tensor.device.type != "meta"]
+    if engine.transport.world > 1 and real:
+        make_same(real, engine.coordinator, engine.transport.rank)
 
 
 def _added(model: nn.Module, units: Units, least: float) -> list[UnitSpec]:
@@ -167,17 +213,17 @@ def _check_same(engine: Engine, specs: list[UnitSpec], arguments: Sequence[Said]
     meanings = [one.meaning for one in arguments]
     words = [one.words for one in arguments]
     mine = [_described(name, param, spec) for spec in specs for name, param in spec.params]
-    told = engine.reducer.council.values("shard()", lambda: [meanings, words, mine])
+    told = engine.coordinator.values("shard()", lambda: [meanings, words, mine])
     if text := differences([list(map(Said, theirs[0], theirs[1])) for theirs in told]):
         raise ShardingError(
-            f"rank {engine.station.mesh.rank}: shard() has different arguments: {text}; give the same on every rank"
+            f"rank {engine.transport.rank}: shard() has different arguments: {text}; give the same on every rank"
         )
     everybody = [theirs[2] for theirs in told]
     for rank, theirs in enumerate(everybody):
         if theirs != everybody[0]:
             odd = sorted({*theirs} ^ {*everybody[0]}) or ["the order of parameters"]
             raise ShardingError(
-                f"rank {engine.station.mesh.rank}: the model on rank {rank} differs from that on rank 0 in "
+                f"rank {engine.transport.rank}: the model on rank {rank} differs from that on rank 0 in "
                 f"{', '.join(odd[:6])}; build the same model with the same arguments on every rank"
             )
 
@@ -186,73 +232,3 @@ def _described(name: str, param: nn.Parameter, spec: UnitSpec) -> str:
     strides = strides_of(param)
     memory = "" if strides is None else f" with strides {strides}"
     return f"{name}{list(param.shape)} {param.dtype}{memory} in unit {spec.name}"
-
-
-def _make(index: int, spec: UnitSpec, policy: Policy, ranks: Connections) -> Unit:
-    """Allocate a unit on this rank; values come later."""
-    first = spec.params[0][1]
-    strides = [strides_of(param) for _, param in spec.params]
-    layout = Layout([(name, param.shape) for name, param in spec.params], first.dtype, ranks.world, strides)
-    device = torch.device("cpu") if first.device.type == "meta" else first.device
-    whole = policy.keeps_pages or ranks.world == 1
-    home = torch.zeros(layout.padded_numel if whole else layout.shard_numel, dtype=layout.dtype, device=device)
-    return Unit(index, spec.name, layout, [param for _, param in spec.params], home, ranks.rank)
-
-
-def _fill(engine: Engine, specs: list[UnitSpec], units: list[Unit]) -> None:
-    """Copy each parameter's piece into its shard and point the parameter there, a parameter at a time."""
-    places = {id(param): (unit, index) for unit in units for index, param in enumerate(unit.leaves)}
-
-    def settle(param: nn.Parameter, value: torch.Tensor) -> None:
-        unit, index = places[id(param)]
-        slot, rank = unit.layout.slots[index], unit.rank
-        piece = unit.shard[unit.layout.piece(slot, rank)]
-        piece.copy_(slot.flatten(value.detach())[unit.layout.within(slot, rank)])
-        if param.device.type == "meta":
-            torch.utils.swap_tensors(param, nn.Parameter(piece, param.requires_grad))  # type: ignore[no-untyped-call]
-        else:
-            _end_older_graphs(param, slot.name)
-            other = torch.float16 if piece.dtype != torch.float16 else torch.float32
-            set_data(param, torch.empty(0, dtype=other))  # the node that graphs made before hold is not ours
-            set_data(param, piece)
-
-    params = [param for spec in specs for _, param in spec.params]
-    real = [param for param in params if param.device.type != "meta"]
-    buffers = () if engine.units else engine.model.buffers()  # at first only: statistics are each rank's own later
-    _same_values(engine, [*real, *(b for b in buffers if b.device.type != "meta")])
-    for param in real:
-        settle(param, param)
-    if len(real) < len(params):
-        materialize(engine.model, settle)
-
-
-def _end_older_graphs(param: nn.Parameter, name: str) -> None:
-    """A graph recorded before the parameter was sharded is of no further use, and must not run: what it saved of the
-    parameter is about to become a piece, and its gradient would reach `.grad` without being reduced."""
-    torch.autograd.graph.increment_version(param)  # autograd refuses what was saved
-    if not param.requires_grad:
-        return
-
-    def refuse(grads: Any) -> None:
-        raise UnsupportedError(
-            f"backward through a graph that was recorded before parameter {name} was sharded: call rg.shard() first, "
-            f"and the model itself before a submodule, a hook or a loss uses parameters that were added to it"
-        )
-
-    torch.autograd.graph.get_gradient_edge(param).node.register_prehook(refuse)  # dies with those graphs
-
-
-def _same_values(engine: Engine, tensors: list[torch.Tensor]) -> None:
-    """Rank 0's values are everybody's, as in DDP; nothing travels when they are equal already."""
-    mesh = engine.station.mesh
-    if mesh.world == 1 or not tensors:
-        return
-    sums = [zlib.crc32(bytes(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())) for t in tensors]
-    everybody = engine.reducer.council.values("values of the model", lambda: sums)
-    for index, tensor in enumerate(tensors):
-        if any(other[index] != everybody[0][index] for other in everybody):
-            of_rank_0 = partial(torch.clone, tensor.detach()) if mesh.rank == 0 else lambda: None
-            value = engine.reducer.council.values(f"value {index} of the model", of_rank_0)[0]
-            assert value is not None  # rank 0 brings one
-            with torch.no_grad():
-                tensor.copy_(value)

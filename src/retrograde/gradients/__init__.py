@@ -1,6 +1,7 @@
 """Unreduced gradients: from a page's node to the shard's `.grad`."""
 
-from retrograde.gradients.exchange import Exchange
-from retrograde.gradients.flow import Reducer
+from retrograde.gradients.flow import GradientFlow
+from retrograde.gradients.graph import UnitGraph
+from retrograde.gradients.strategy import BackendSum, OrderedSum, Strategy
 
-__all__ = ["Exchange", "Reducer"]
+__all__ = ["BackendSum", "GradientFlow", "OrderedSum", "Strategy", "UnitGraph"]

@@ -12,7 +12,9 @@ from typing import NamedTuple
 import torch
 
 from retrograde.devices import Event, Stream
-from retrograde.pages import BufferPool, Unit
+from retrograde.labels import labelled
+from retrograde.layout import Layout
+from retrograde.pages import BufferPool
 
 HUGE = 2**22
 Grads = Sequence[torch.Tensor | None]
@@ -29,13 +31,23 @@ class _Producer(NamedTuple):
 
 
 class Bucket:
-    def __init__(self, unit: Unit, pool: BufferPool, passed: Mapping[int, torch.Tensor]) -> None:
-        self.unit, self._pool = unit, pool
-        self._passed = {index: unit.layout.slots[index].flatten(grad) for index, grad in sorted(passed.items())}
-        self.present = [False] * len(unit.leaves)
+    def __init__(self, name: str, layout: Layout, pool: BufferPool, passed: Mapping[int, torch.Tensor]) -> None:
+        """`name`: the unit's. `passed`: gradients that are sent from where they are, by slot."""
+        self.present = [False] * len(layout.slots)
+        self._name = name
+        self._layout = layout
+        self._pool = pool
+        self._passed = {index: layout.slots[index].flatten(grad) for index, grad in sorted(passed.items())}
         self._producers: list[_Producer] = []
-        numel = unit.layout.padded_numel - sum(grad.numel() for grad in passed.values())
-        self.store, self._free = pool.take(numel, unit.layout.dtype)
+        numel = layout.padded_numel - sum(grad.numel() for grad in passed.values())
+        loan = pool.take(numel, layout.dtype)
+        self._free = loan.free
+        self._store: torch.Tensor | None = loan.data
+
+    @property
+    def store(self) -> torch.Tensor:
+        assert self._store is not None, f"the bucket of unit {self._name} was given back"
+        return self._store
 
     def add(self, grads: Grads) -> None:
         """The gradients of one producer, on its stream."""
@@ -45,16 +57,23 @@ class Bucket:
         for other in self._producers:
             if not other.slots.isdisjoint(mine):
                 stream.wait(other.event)
-        for index, grad in mine.items():
-            if index not in self._passed:
-                place = self.unit.layout.slots[index].full(self.place(index))
-                write = place.add_ if self.present[index] else place.copy_
-                stream.run(lambda write=write, grad=grad: write(grad))  # type: ignore[misc]
-            self.present[index] = True
+        with labelled("copy into bucket of", self._name):
+            for index, grad in mine.items():
+                self._write(index, grad, stream)
+                self.present[index] = True
         self._producers.append(_Producer(stream, stream.record(), frozenset(mine)))
 
+    def _write(self, index: int, grad: torch.Tensor, stream: Stream) -> None:
+        if index in self._passed:
+            return  # it is sent from where it is
+        place = self._layout.slots[index].full(self.place(index))
+        if self.present[index]:
+            stream.run(lambda: place.add_(grad))
+        else:
+            stream.run(lambda: place.copy_(grad))
+
     def place(self, index: int) -> torch.Tensor:
-        slot = self.unit.layout.slots[index]
+        slot = self._layout.slots[index]
         start = slot.offset - sum(grad.numel() for other, grad in self._passed.items() if other < index)
         return self.store[start : start + slot.numel]
 
@@ -62,26 +81,32 @@ class Bucket:
         """The last producer has come, and `stream` reads from now on. What nobody wrote travels as zeros."""
         for producer in self._producers:
             stream.wait(producer.event)
-        at, written = 0, [self.place(i) for i, p in enumerate(self.present) if p and i not in self._passed]
+        written = [
+            self.place(index) for index, present in enumerate(self.present) if present and index not in self._passed
+        ]
+        at = 0
         for place in [*written, self.store[self.store.numel() :]]:
-            if at < (start := int(place.storage_offset())):
+            start = int(place.storage_offset())
+            if at < start:
                 stream.run(self.store[at:start].zero_)
             at = start + place.numel()
 
     def parts(self, rank: int) -> list[torch.Tensor]:
         """What `rank` owns of this gradient, in order, as pieces of memory."""
-        span = self.unit.layout.span(rank)
+        span = self._layout.span(rank)
         pieces = [run[max(span.start - at, 0) : max(span.stop - at, 0)] for at, run in self._runs()]
         return [piece for piece in pieces if piece.numel()] or pieces[:1]
 
     def _runs(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Memory end to end, as it lies in the unit's layout: the store, and gradients between its parts."""
-        at = shift = 0
+        at = 0
+        shift = 0
         for index, grad in self._passed.items():
-            slot = self.unit.layout.slots[index]
+            slot = self._layout.slots[index]
             yield at, self.store[at - shift : slot.offset - shift]
             yield slot.offset, grad
-            at, shift = slot.end, shift + slot.numel
+            at = slot.end
+            shift += slot.numel
         yield at, self.store[at - shift :]
 
     def release(self, read: Event) -> None:
@@ -91,6 +116,7 @@ class Bucket:
                 producer.stream.wait(read)
             self._passed.clear()  # autograd's memory, not the pool's
         self._pool.give(self.store, read)
+        self._store = None
 
     def discard(self) -> None:
         """Nobody wants it any more: the last to touch it are its producers."""

@@ -30,7 +30,7 @@ class Windows:
         finally:
             self.open.pop()
 
-    def room(self, unit: int, need: int, held: Mapping[int, int]) -> list[int] | None:
+    def admit(self, unit: int, need: int, held: Mapping[int, int]) -> list[int] | None:
         """Who must be reduced early for `unit` to wait beside what is `held` (bytes by unit); None: it cannot wait."""
         self._gradients += 1
         before = self._came.get(unit, 0)

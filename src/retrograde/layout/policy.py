@@ -77,6 +77,10 @@ class Policy(NamedTuple):
     def keeps_pages(self) -> bool:
         return self.resident == math.inf
 
+    def on_the_wire(self, dtype: torch.dtype) -> torch.dtype:
+        """In which a gradient of this dtype travels; there is no narrow complex number."""
+        return dtype if self.wire is None or dtype.is_complex else self.wire
+
     @staticmethod
     def of(
         stage: int,

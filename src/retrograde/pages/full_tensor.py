@@ -3,19 +3,18 @@
 import functools
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
 from retrograde.errors import UnsupportedError
+from retrograde.torch_internals import NO_TORCH_FUNCTION, get_requires_grad, make_subclass, overloads, storage_id
+
+T = TypeVar("T")
 
 if TYPE_CHECKING:
     from retrograde.pages.unit import Unit
-
-set_data = cast(Any, torch.Tensor.data).__set__
-get_requires_grad, set_requires_grad = (getattr(torch.Tensor.requires_grad, name) for name in ("__get__", "__set__"))
-
 
 _NOT_EDITS = {"requires_grad_", "detach_", "share_memory_", "rename_"}
 
@@ -23,14 +22,6 @@ _NOT_EDITS = {"requires_grad_", "detach_", "share_memory_", "rename_"}
 # Edits of what a tensor is, not of its elements.
 RESHAPES = {"set_", "resize_", "resize_as_", "t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"}
 RESHAPES |= {"as_strided_"}
-
-
-def overloads(name: str) -> list[Any]:
-    """What torch knows of its function of this name: none if it is written in Python."""
-    packet = getattr(torch.ops.aten, name, None)
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
-        return []
-    return [getattr(packet, overload) for overload in packet.overloads()]  # type: ignore[no-untyped-call]
 
 
 @functools.cache
@@ -41,8 +32,10 @@ def edits(name: str) -> bool:
     return name.endswith("_") and name not in _NOT_EDITS
 
 
-def alive(unit: "weakref.ref[Unit]") -> "Unit":
-    if (found := unit()) is None:
+def alive(reference: "weakref.ref[T]") -> T:
+    """What belongs to a sharded model, if the model is still there."""
+    found = reference()
+    if found is None:
         raise UnsupportedError("the sharded model of this tensor or graph is gone; keep it until its last backward")
     return found
 
@@ -54,18 +47,21 @@ class Aliased(torch.Tensor):
     A view that takes no part in a graph (`w.data`, `w.T` under no_grad) may be edited as well, so it is `Aliased` too.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = NO_TORCH_FUNCTION
     _unit: "weakref.ref[Unit]"
     _slot: int
 
     def _alias(self, view: Any) -> Any:
         if isinstance(view, list | tuple):
             return type(view)(self._alias(each) for each in view)
-        recorded = torch.is_grad_enabled() and isinstance(view, torch.Tensor) and view.requires_grad
-        if type(view) is not torch.Tensor or recorded or view.untyped_storage()._cdata != self.untyped_storage()._cdata:
+        if type(view) is not torch.Tensor:
+            return view
+        recorded = torch.is_grad_enabled() and view.requires_grad
+        if recorded or storage_id(view) != storage_id(self):
             return view
         alias = view.as_subclass(Aliased)
-        alias._unit, alias._slot = self._unit, self._slot
+        alias._unit = self._unit
+        alias._slot = self._slot
         return alias
 
     @property
@@ -98,8 +94,9 @@ class FullTensor(Aliased):
 
     @staticmethod
     def of(data: torch.Tensor, unit: "Unit", slot: int) -> "FullTensor":
-        full = torch.Tensor._make_subclass(FullTensor, data)
-        full._unit, full._slot = weakref.ref(unit), slot
+        full = make_subclass(FullTensor, data)
+        full._unit = weakref.ref(unit)
+        full._slot = slot
         return full
 
     @property
@@ -143,12 +140,8 @@ def _reporting(name: str) -> Callable[..., Any]:
                 f"parameter {unit.layout.slots[self._slot].name} requires grad and is used in an in-place "
                 f"operation ({name}); edit weights under torch.no_grad()"
             )
-        if not unit.valid:
-            unit.sink.pager.open(unit)  # a tensor that was held while others changed
-        with unit.gate.writing(f"{name} on {unit.layout.slots[self._slot].name}", unit, self._slot):
-            result = method(self, *args, **kwargs)
-            unit.write_back(self._slot)
-        return result
+        with unit.editing(name, self._slot):
+            return method(self, *args, **kwargs)
 
     return edit
 

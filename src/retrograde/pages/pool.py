@@ -1,11 +1,18 @@
 """Flat buffers that are used again: fresh ones cost page faults, and pages and buckets come and go all step."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
-from retrograde.devices import Event, Streams
+from retrograde.devices import Event, Stream, Streams
 from retrograde.ledger import Ledger
+from retrograde.transport import Memory
+
+
+class Allocator(Protocol):
+    """Who has memory: a transport, which may need to register it."""
+
+    def allocate(self, memory: Memory, numel: int, dtype: torch.dtype, stream: Stream) -> torch.Tensor: ...
 
 
 class Loan(NamedTuple):
@@ -16,9 +23,13 @@ class Loan(NamedTuple):
 class BufferPool:
     """Free buffers stay only while everything taken and free together fits in `limit` bytes."""
 
-    def __init__(self, ledger: Ledger, streams: Streams) -> None:
-        self.ledger, self.streams = ledger, streams
-        self.limit, self._used = 0.0, 0
+    def __init__(self, memory: Memory, allocator: Allocator, streams: Streams, ledger: Ledger) -> None:
+        self.streams = streams
+        self.ledger = ledger
+        self.limit = 0.0
+        self._memory = memory
+        self._allocator = allocator
+        self._used = 0
         self._free: list[Loan] = []
 
     def take(self, numel: int, dtype: torch.dtype) -> Loan:
@@ -29,7 +40,8 @@ class BufferPool:
                 return self._free.pop(index)
         self.trim(self.limit)
         self.ledger.hold(need)
-        return Loan(self.streams.current().empty(numel, dtype), self.streams.current().record())
+        stream = self.streams.current()
+        return Loan(self._allocator.allocate(self._memory, numel, dtype, stream), stream.record())
 
     def give(self, buffer: torch.Tensor, free: Event) -> None:
         self._used -= buffer.nbytes
@@ -42,6 +54,11 @@ class BufferPool:
         """Let go of free buffers, the oldest first, until what is held fits in `limit` bytes; of all by default."""
         while self._free and self._held > limit:
             self.ledger.hold(-self._free.pop(0).data.nbytes)
+
+    @property
+    def used(self) -> int:
+        """Bytes that have been taken and not given back."""
+        return self._used
 
     @property
     def _held(self) -> int:

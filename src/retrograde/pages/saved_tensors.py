@@ -15,17 +15,19 @@ import bisect
 import operator
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
 
 import torch
 
 from retrograde.pages.pager import Pager
 from retrograde.pages.unit import Unit
-
-_push = torch._C._autograd._push_saved_tensors_default_hooks
-_pop = torch._C._autograd._pop_saved_tensors_default_hooks
-_top = torch._C._autograd._top_saved_tensors_default_hooks
-_forbidden = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
+from retrograde.torch_internals import (
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+    saved_tensor_hooks_forbidden,
+    storage_id,
+    top_saved_tensor_hooks,
+    version_of,
+)
 
 # torch's own words, so that what searches for them finds them
 _MODIFIED = (
@@ -38,14 +40,14 @@ class SavedTensors:
     """The pack and unpack hooks of one engine. What they leave in a graph is a call that makes a tensor again."""
 
     def __init__(self, pager: Pager) -> None:
-        self._pager, self.live = pager, pager.live
+        self._pager = pager
         self.compiled = False  # compiled code is running: it edits full tensors without telling their unit
 
     def enter(self) -> bool:
         """Activate the hooks; False (and nothing to leave) where they are active, useless or forbidden."""
-        if not torch.is_grad_enabled() or _forbidden() is not None:
+        if not torch.is_grad_enabled() or saved_tensor_hooks_forbidden():
             return False
-        pack, unpack = cast(Any, _top(True)) or (_keep, _kept)
+        pack, unpack = top_saved_tensor_hooks() or (_keep, _kept)
         if getattr(pack, "of", None) is self:
             return False
 
@@ -53,19 +55,23 @@ class SavedTensors:
             return self._handle(tensor) or partial(unpack, pack(tensor))
 
         packed.of = self  # type: ignore[attr-defined]
-        _push(packed, operator.call)
+        push_saved_tensor_hooks(packed, operator.call)
         return True
 
-    leave = staticmethod(_pop)
+    leave = staticmethod(pop_saved_tensor_hooks)
 
     def _handle(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
         """For a tensor that aliases a page: where to find it again."""
-        unit = self.live.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
+        unit = self.unit_of(tensor)
         if unit is None or tensor.dtype is not unit.layout.dtype:
             return None
         if self.compiled:
-            unit.write_back_if_edited()
+            unit.write_back_edits()
         return Handle(self._pager, unit, tensor)
+
+    def unit_of(self, tensor: torch.Tensor) -> Unit | None:
+        """The unit whose page a tensor lies in."""
+        return self._pager.unit_of(storage_id(tensor)) if tensor.layout is torch.strided else None
 
 
 class Handle:
@@ -74,32 +80,37 @@ class Handle:
     __slots__ = ("__weakref__", "_offset", "_pager", "_size", "_slot", "_stride", "_unit", "_version")
 
     def __init__(self, pager: Pager, unit: Unit, tensor: torch.Tensor) -> None:
-        self._pager, self._unit = pager, unit
-        self._size, self._stride, self._offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
+        self._pager = pager
+        self._unit = unit
+        self._size = tensor.size()
+        self._stride = tensor.stride()
+        self._offset = int(tensor.storage_offset())
         self._slot = bisect.bisect_right(unit.layout.offsets, self._offset) - 1
-        self._version = unit.pieces[self._slot]._version
+        self._version = version_of(unit.pieces[self._slot])
         if not unit.trained[self._slot]:
             unit.frozen_handles.add(self)
 
     def __call__(self) -> torch.Tensor:
         unit = self._unit
-        if (now := unit.pieces[self._slot]._version) != self._version:
+        now = version_of(unit.pieces[self._slot])
+        if now != self._version:
             raise RuntimeError(
                 _MODIFIED.format(f"parameter {unit.layout.slots[self._slot].name}", now, self._version)
                 + " Hint: an optimizer step or an edit of the weights came between forward and backward of this graph"
             )
         self._pager.open(unit)
         with torch.no_grad():
-            return unit.page.as_strided(self._size, self._stride, self._offset)
+            return unit.page.memory.as_strided(self._size, self._stride, self._offset)
 
 
 def _keep(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Not of a page: an alias is kept (the tensor itself could close a cycle with its own node)."""
-    return tensor.detach(), tensor._version
+    return tensor.detach(), version_of(tensor)
 
 
 def _kept(kept: tuple[torch.Tensor, int]) -> torch.Tensor:
     tensor, version = kept
-    if tensor._version != version:
-        raise RuntimeError(_MODIFIED.format(f"{tensor.type()} {list(tensor.size())}", tensor._version, version))
+    now = version_of(tensor)
+    if now != version:
+        raise RuntimeError(_MODIFIED.format(f"{tensor.type()} {list(tensor.size())}", now, version))
     return tensor

@@ -2,11 +2,13 @@
 
 from retrograde.parameters.initializers import serve_initializers
 from retrograde.parameters.outside import refuse_pieces_outside
+from retrograde.parameters.owner import Owner
 from retrograde.parameters.pieces import ShardedGradient, ShardedParameter
 from retrograde.parameters.state import watch_states
 from retrograde.parameters.steps import watch_steps
 
 __all__ = [
+    "Owner",
     "ShardedGradient",
     "ShardedParameter",
     "refuse_pieces_outside",

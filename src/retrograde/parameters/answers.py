@@ -30,7 +30,7 @@ def _norms(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     along = not many and (len(args) > 2 or any(value is not None and value is not False for value in beside))
     given = args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord", 2))
     order = float({"fro": 2.0, None: 2.0}.get(given, given))
-    if many and len({getattr(tensor, "_unit", None) and tensor.reducer for tensor in tensors}) > 1:
+    if many and len({isinstance(tensor, Part) and tensor.coordinator for tensor in tensors}) > 1:
         return [torch.linalg.vector_norm(tensor, order) for tensor in tensors]  # of several engines, or of none
     if along or not all(isinstance(tensor, Part) for tensor in tensors):
         return NotImplemented
@@ -56,7 +56,7 @@ def _found_inf(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         func(*args, **kwargs)
     if (piece := next(pieces_in(grads), None)) is not None:
-        by_rank = piece.reducer.council.values("found_inf", found.clone)
+        by_rank = piece.coordinator.values("found_inf", found.clone)
         found.copy_(functools.reduce(torch.maximum, by_rank))
 
 

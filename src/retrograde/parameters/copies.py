@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from retrograde.errors import UnsupportedError
-from retrograde.pages.full_tensor import set_data
+from retrograde.torch_internals import set_data
 
 
 class _Copies:

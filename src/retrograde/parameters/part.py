@@ -2,14 +2,15 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 
+from retrograde.coordination import Coordinator
 from retrograde.errors import UnsupportedError
-from retrograde.gradients import Reducer
 from retrograde.layout import Slot
 from retrograde.pages import Unit, alive
+from retrograde.parameters.owner import Owner
 
 JOINED = -1  # the place of a piece that was put together from several
 
@@ -17,17 +18,26 @@ JOINED = -1  # the place of a piece that was put together from several
 class Part(torch.Tensor):
     """Where a piece (pieces.py) belongs."""
 
-    _unit: "weakref.ref[Unit]"
+    _owner: "weakref.ref[Owner]"
     place: int
     flat = False  # a piece of the flattened whole (`p.grad.flatten()`)
 
     @property
-    def unit(self) -> Unit:
-        return alive(self._unit)
+    def owner(self) -> Owner:
+        return alive(self._owner)
 
     @property
-    def reducer(self) -> Reducer:
-        return cast(Reducer, self.unit.sink)
+    def orphaned(self) -> bool:
+        """Is the model gone?"""
+        return self._owner() is None
+
+    @property
+    def unit(self) -> Unit:
+        return self.owner.unit
+
+    @property
+    def coordinator(self) -> Coordinator:
+        return self.owner.coordinator
 
     @property
     def slot(self) -> Slot:
@@ -97,7 +107,7 @@ def whole(what: str, pieces: Sequence[Part], local: Callable[[], Iterable[Any]])
 def everybodys(what: str, pieces: Sequence[Part], value: Callable[[], Any]) -> list[Any]:
     of = "several parameters" if pieces[0].place == JOINED else pieces[0].slot.name
     label = f"{what} of {of}" + f" and {len(pieces) - 1} more" * (len(pieces) > 1)
-    return pieces[0].reducer.council.values(label, value)
+    return pieces[0].coordinator.values(label, value)
 
 
 def plain(piece: torch.Tensor) -> torch.Tensor:

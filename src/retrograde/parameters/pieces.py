@@ -28,13 +28,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from retrograde.errors import UnsupportedError
-from retrograde.pages import RESHAPES, Aliased, FullTensor, Unit, edits, set_data, set_requires_grad, views
+from retrograde.pages import RESHAPES, Aliased, FullTensor, edits, views
 from retrograde.parameters.access import Leaf
 from retrograde.parameters.answers import OVER_ALL
 from retrograde.parameters.filled import mark_filled
+from retrograde.parameters.owner import Owner
 from retrograde.parameters.part import JOINED, Part, pieces_in, plain, whole
 from retrograde.parameters.reads import DRAWS, JOINS, POSITIONAL, VIEWS, Reads, reads
-from retrograde.transport import Reason
+from retrograde.torch_internals import set_data, set_requires_grad
 
 # Without what reading and writing `.grad` does.
 raw_grad, _set_grad = (getattr(torch.Tensor.grad, name) for name in ("__get__", "__set__"))
@@ -49,14 +50,14 @@ class Piece(Part):
     def like(self, data: torch.Tensor, cls: "type[Piece]", flat: bool = False) -> "Piece":
         """`data` as a piece of what this is a piece of."""
         piece = data.as_subclass(cls)
-        piece._unit, piece.place, piece.flat = self._unit, self.place, self.flat or flat
+        piece._owner, piece.place, piece.flat = self._owner, self.place, self.flat or flat
         return piece
 
     def mark(self, tensor: torch.Tensor, joined: bool = False) -> None:
         """A plain tensor that was filled from this becomes a piece, of the same parameter or of several."""
         tensor.__class__ = Piece
         piece = cast(Piece, tensor)
-        piece._unit, piece.flat = self._unit, self.flat
+        piece._owner, piece.flat = self._owner, self.flat
         piece.place = JOINED if joined else self.place
 
     @property
@@ -111,9 +112,9 @@ class Piece(Part):
             kind = Reads.ALL
         for piece in pieces if edits(name) or kind is not Reads.LOCAL else ():
             if isinstance(piece, ShardedGradient):
-                piece.reducer.settle("p.grad is used")
+                piece.coordinator.flush_pending_gradients("p.grad is used")
                 if edits(name) or (kind is Reads.ELEMENTS and name not in OVER_ALL):
-                    piece.reducer.settle(_TOGETHER, Reason.TOTAL)
+                    piece.coordinator.catch_up_on_gradients(_TOGETHER)
         if name in OVER_ALL or (kind is not Reads.LOCAL and not edits(name)):
             if recorded:
                 return func(*_wholes(args, name), **kwargs)  # part of a loss: it must be differentiable
@@ -134,7 +135,7 @@ class Piece(Part):
             args = (args[0], [each.leaf if isinstance(each, FullTensor) else each for each in args[1]], *args[2:])
         with contextlib.ExitStack() as gates:
             for leaf in _written(name, args, kwargs):
-                gates.enter_context(leaf.unit.gate.writing(f"{name} on {leaf.slot.name}", leaf.unit, leaf.place))
+                gates.enter_context(leaf.coordinator.writing(f"{name} on {leaf.slot.name}", leaf.unit, leaf.place))
             gates.enter_context(torch._C.DisableTorchFunctionSubclass())
             result = func(*args, **kwargs)
         if pieces and (mixed or not foreach) and (edits(name) or "out" in kwargs):
@@ -192,11 +193,13 @@ class ShardedParameter(Piece, Leaf, nn.Parameter):
     """The class of a parameter after sharding. `p.full()` is the whole of it; `p` itself is this rank's piece."""
 
     @staticmethod
-    def adopt(param: nn.Parameter, unit: Unit, index: int) -> None:
+    def adopt(param: nn.Parameter, owner: Owner, place: int) -> None:
         """Turn a plain parameter, whose data is already the piece, into a sharded one. Identity is kept."""
         param.__class__ = ShardedParameter
         leaf = cast(ShardedParameter, param)
-        leaf._unit, leaf.place, leaf.aliases = weakref.ref(unit), index, WeakTensorKeyDictionary()
+        leaf._owner = weakref.ref(owner)
+        leaf.place = place
+        leaf.aliases = WeakTensorKeyDictionary()
         leaf.copies = None
         # Hooks registered before sharding get the same treatment as those registered after it. Their tables stay what
         # they are, so that the handles users hold still remove them.
@@ -236,7 +239,7 @@ class ShardedParameter(Piece, Leaf, nn.Parameter):
 
         def arrived(leaf: torch.Tensor) -> None:
             with torch._C._EnableTorchFunction():
-                if self.unit.arrived[self.place]:
+                if self.owner.graph.arrived[self.place]:
                     hook(leaf)
 
         with torch._C.DisableTorchFunctionSubclass():
@@ -245,12 +248,13 @@ class ShardedParameter(Piece, Leaf, nn.Parameter):
     def full(self) -> torch.Tensor:
         if self.copies is not None:
             self.check_copies()
-        return self.reducer.full(self.unit, self.place)
+        owner = self.owner
+        return owner.pager.full(owner.unit, self.place)
 
     @property
     def grad(self) -> torch.Tensor | None:
-        if self._unit() is not None:
-            self.reducer.settle("p.grad was read")
+        if not self.orphaned:
+            self.coordinator.flush_pending_gradients("p.grad was read")
         raw: torch.Tensor | None = raw_grad(self)
         if raw is not None and type(raw) is not ShardedGradient:
             raw = self.like(raw, ShardedGradient)
@@ -259,9 +263,9 @@ class ShardedParameter(Piece, Leaf, nn.Parameter):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        if self._unit() is not None:
-            self.reducer.settle(_TOGETHER, Reason.TOTAL)
-            self.reducer.forget(self.unit, self.place)
+        if not self.orphaned:
+            self.coordinator.catch_up_on_gradients(_TOGETHER)
+            self.owner.flow.forget(self.unit, self.place)
         if value is not None and value.shape == self.slot.shape != self.shape:
             value = self.piece_of(value)
         _set_grad(self, value)
@@ -298,13 +302,13 @@ def _wholes(args: Any, name: str) -> Any:
     recorded = [piece for piece in pieces if torch.is_grad_enabled() and piece.requires_grad]
     wholes = {}
     for piece in recorded:
-        full = piece.reducer.regather(piece.unit, piece.place, piece.as_subclass(torch.Tensor))
+        full = piece.owner.graph.regather(piece.place, piece.as_subclass(torch.Tensor))
         wholes[id(piece)] = full.reshape(piece.whole)
     if rest := [piece for piece in pieces if id(piece) not in wholes]:
         wholes |= zip(map(id, rest), whole(name, rest, lambda: map(plain, rest)), strict=True)
     for leaf in leaves:
         if isinstance(leaf, ShardedParameter | _Alias):
-            full = leaf.reducer.full(leaf.unit, leaf.place)
+            full = leaf.owner.pager.full(leaf.unit, leaf.place)
             wholes[id(leaf)] = full if isinstance(leaf, ShardedParameter) else full.detach().reshape(leaf.whole)
     return tree_unflatten([wholes.get(id(leaf), leaf) for leaf in leaves], spec)
 
@@ -415,7 +419,7 @@ def _written(name: str, args: Any, kwargs: Any) -> list[Any]:
     targets = out if out is not None else args[0] if args and edits(name) else ()
     found = targets if isinstance(targets, list | tuple) else (targets,)
     leaves = {id(t.unit.leaves[t.place]): t for t in found if isinstance(t, ShardedParameter | _Alias)}
-    return sorted(leaves.values(), key=lambda leaf: leaf.place not in leaf.unit.undo)
+    return sorted(leaves.values(), key=lambda leaf: not leaf.unit.edits.has(leaf.place))
 
 
 def _keep(result: Any, name: str, kind: Reads, args: Any) -> Any:

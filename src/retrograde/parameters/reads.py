@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from retrograde.pages import overloads, views
+from retrograde.pages import views
+from retrograde.torch_internals import overloads
 
 
 class Reads(Enum):

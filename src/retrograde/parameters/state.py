@@ -124,7 +124,7 @@ def _say_whose(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     origins = {
         index: Origin.of(param)._asdict()  # a dict: torch.load(weights_only=True) knows no classes of ours
         for index, param in zip(indices, _params(optimizer), strict=True)
-        if isinstance(param, ShardedParameter) and param._unit() is not None
+        if isinstance(param, ShardedParameter) and not param.orphaned
     }
     if origins:
         state_dict[ENTRY] = origins

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from retrograde.coordination import Coordinator
 from retrograde.errors import UnsupportedError
-from retrograde.gradients import Reducer
 from retrograde.parameters.pieces import ShardedParameter, raw_grad
 from retrograde.parameters.state import adopt_state
 from retrograde.torch_internals import before_clipping, before_zero_grad
@@ -28,11 +28,11 @@ def watch_steps() -> None:
     register_optimizer_step_post_hook(_after)
 
 
-def _by_engine(params: Iterable[torch.Tensor]) -> dict[Reducer, list[ShardedParameter]]:
-    engines: dict[Reducer, list[ShardedParameter]] = {}
+def _by_engine(params: Iterable[torch.Tensor]) -> dict[Coordinator, list[ShardedParameter]]:
+    engines: dict[Coordinator, list[ShardedParameter]] = {}
     for param in params:
-        if isinstance(param, ShardedParameter) and param._unit() is not None:
-            engines.setdefault(param.reducer, []).append(param)
+        if isinstance(param, ShardedParameter) and not param.orphaned:
+            engines.setdefault(param.coordinator, []).append(param)
     return engines
 
 
@@ -42,9 +42,9 @@ def _params_of(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
 
 def _bring_gradients(params: Iterable[torch.Tensor]) -> None:
     """Where this rank has no gradient of what it is about to use, it waits for those of the others."""
-    for reducer, leaves in _by_engine(params).items():
+    for coordinator, leaves in _by_engine(params).items():
         if all(raw_grad(leaf) is None for leaf in leaves):
-            reducer.wait_for_gradients(f"gradients of {leaves[0].slot.name} and others are used")
+            coordinator.wait_for_gradients(f"gradients of {leaves[0].slot.name} and others are used")
 
 
 # These look at a whole parameter or at all of them at once (dot products, rows and columns), not elementwise.
@@ -55,20 +55,20 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     engines = _by_engine(_params_of(optimizer))
     for leaf in itertools.chain.from_iterable(engines.values()):
         leaf.check_copies()  # before ranks meet: a step that is refused is refused as a whole
-    for reducer, leaves in engines.items():
+    for coordinator, leaves in engines.items():
         if isinstance(optimizer, _WHOLE):
             raise UnsupportedError(
                 f"{type(optimizer).__name__} on sharded parameter {leaves[0].slot.name}: it needs whole parameters and "
                 f"would silently compute with pieces; use an elementwise optimizer (SGD, Adam, AdamW, ...)"
             )
-        reducer.begin_step()
+        coordinator.begin_step()
         for leaf in leaves:
             adopt_state(optimizer, leaf)
 
 
 def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for reducer, leaves in _by_engine(_params_of(optimizer)).items():
+    for coordinator, leaves in _by_engine(_params_of(optimizer)).items():
         for leaf in leaves:
             if raw_grad(leaf) is not None:
                 torch.autograd.graph.increment_version(leaf)  # an optimizer may write memory torch does not see
-        reducer.end_step()
+        coordinator.end_step()

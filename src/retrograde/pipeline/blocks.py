@@ -156,7 +156,7 @@ def keep(blocks: Sequence[Block], mine: Collection[nn.Module], device: torch.dev
             made = nn.Parameter(value.detach().to(device), parameter.requires_grad)
             torch.utils.swap_tensors(parameter, made)  # type: ignore[no-untyped-call]
 
-    materialize(whole, settle)
+    materialize(whole, device, settle)
 
 
 @dataclass(frozen=True)

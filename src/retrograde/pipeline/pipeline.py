@@ -368,19 +368,20 @@ def _summed_once(ties: list[Tie], group: dist.ProcessGroup, rank: int) -> Iterat
 def _summed_unreduced(ties: list[Tie], group: dist.ProcessGroup, rank: int, engine: Engine) -> Iterator[None]:
     """The same for sharded parameters, in each replica, before replicas are reduced: the order of plain torch."""
     if ties:
-        engine.reducer.settle("a pipeline step with tied parameters")  # what waits after it is this step's
+        engine.coordinator.flush_pending_gradients(
+            "a pipeline step with tied parameters"
+        )  # what waits after it is this step's
     yield
     for tie in ties:
         leaf = tie.parameter
         assert isinstance(leaf, ShardedParameter)
-        waiting = engine.reducer.pending.get(leaf.unit.index)
-        own = waiting.place(leaf.place) if waiting is not None and waiting.present[leaf.place] else None
+        own = engine.flow.waiting_for(leaf.unit, leaf.place)
         total = _sum_tie(tie, own, torch.Size([leaf.slot.numel]), group, rank)  # in memory order on all ranks
         if own is not None and total is not None:
             own.copy_(total)
         elif total is not None:
             grads = [leaf.slot.full(total) if other is leaf else None for other in leaf.unit.leaves]
-            engine.reducer.keep(leaf.unit, grads)
+            engine.flow.keep(leaf.unit, grads)
 
 
 def _sum_tie(tie: Tie, own: Tensor | None, shape: torch.Size, group: dist.ProcessGroup, rank: int) -> Tensor | None:

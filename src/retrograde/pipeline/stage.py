@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from retrograde.errors import PipelineError
-from retrograde.pages import Unit
-from retrograde.parameters import ShardedParameter
+from retrograde.parameters import Owner, ShardedParameter
 from retrograde.pipeline.parcel import Parcel
 from retrograde.pipeline.split import SplitBackward
 
@@ -74,7 +73,7 @@ class Stage:
     module: nn.Module
     loss: Loss | None = None  # on the last stage
     flights: dict[int, Flight] = field(default_factory=dict)
-    pages: dict[Unit, Tensor] = field(default_factory=dict)  # from GATHER to DROP
+    pages: dict[Owner, Tensor] = field(default_factory=dict)  # from GATHER to DROP
 
     def __post_init__(self) -> None:
         parameters = inspect.signature(self.module.forward).parameters.values()
@@ -134,13 +133,13 @@ class Stage:
     def gather(self) -> None:
         """GATHER: pages of a sharded stage come, and stay until DROP. Without, each comes and goes with its use."""
         leaves = [leaf for leaf in self.module.parameters() if isinstance(leaf, ShardedParameter)]
-        self.pages = {leaf.unit: leaf.full() for leaf in leaves}
+        self.pages = {leaf.owner: leaf.full() for leaf in leaves}
 
     def drop(self) -> None:
-        units = list(self.pages)
+        owners = list(self.pages)
         self.pages.clear()
-        for unit in units:
-            unit.sink.pager.retire(unit)
+        for owner in owners:
+            owner.pager.retire(owner.unit)
 
     def clear(self) -> None:
         """Forget what a failed step left."""

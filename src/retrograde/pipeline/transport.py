@@ -22,8 +22,7 @@ from torch import Tensor
 
 from retrograde.errors import PipelineError
 from retrograde.pipeline.parcel import Parcel, as_sent, content_of, form_of, space_for
-from retrograde.transport import Connections
-from retrograde.transport.connections import TIMEOUT
+from retrograde.transport.connections import TIMEOUT, Connections
 from retrograde.transport.messages import Address, Content, Form, MessageError, ToReceiver, encode
 from retrograde.transport.messages import Void as VoidMessage
 
@@ -121,7 +120,7 @@ class MeshTransport:
             raise Unreadable(f"rank {self._mesh.rank}, the {address} from pipeline rank {peer}: {error}") from error
 
     # ---- the service thread's side
-    def room(self, src: int, message: ToReceiver, nbytes: int) -> Sequence[Tensor] | None:
+    def destination(self, src: int, message: ToReceiver, nbytes: int) -> Sequence[Tensor] | None:
         """Where the tensors of a message belong."""
         if not isinstance(message, Content):
             return ()

@@ -281,3 +281,23 @@ def _functions_know_their_nodes() -> None:
 
     made = Same.apply(tiny(requires_grad=True))  # type: ignore[no-untyped-call]
     expect(type(made.grad_fn) is node_class(Same), True, "whether a node is of that class")
+
+
+# ---- who looks on
+profiling: Callable[[], bool] = find("torch._C._autograd:_profiler_enabled")
+"""Does torch's profiler record in this thread?"""
+
+
+@probe(
+    "whether a profiler records",
+    "profiling",
+    needed_for="names of units in profiles",
+    otherwise="profiles have no names of units, or every page-in pays for one",
+    when=When.DOCTOR,
+)
+def _profilers_are_known() -> None:
+    """Assumes: torch says in each thread whether its profiler records there."""
+    expect(profiling(), False, "the answer where no profiler runs")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        expect(profiling(), True, "the answer while one does")
+    expect(profiling(), False, "the answer after it")

@@ -1,20 +1,26 @@
-"""How ranks reach each other: one-sided reads of shards, one-sided puts of gradients, meetings."""
+"""The door to other ranks (protocol.py), and what stands behind it: connections of processes, threads, a fake."""
 
-from retrograde.transport.connections import Connections
+from retrograde.transport.fake import FakeRanks
 from retrograde.transport.messages import Key, Offers, Reason, Stamp, Use, Uses, Value
-from retrograde.transport.one_sided import Position, Reading, Sending, Station
+from retrograde.transport.processes import ProcessRanks
+from retrograde.transport.protocol import Memory, Position, Ranks, ShardServer, Transport, Work
+from retrograde.transport.threads import ThreadRanks
 
 __all__ = [
-    "Connections",
+    "FakeRanks",
     "Key",
+    "Memory",
     "Offers",
     "Position",
-    "Reading",
+    "ProcessRanks",
+    "Ranks",
     "Reason",
-    "Sending",
+    "ShardServer",
     "Stamp",
-    "Station",
+    "ThreadRanks",
+    "Transport",
     "Use",
     "Uses",
     "Value",
+    "Work",
 ]

@@ -6,7 +6,7 @@ skip a unit, use another one, run an evaluation of its own or do one backward mo
 path here is a collective. A rank that wants a page *reads* the other ranks' shards, a rank that has a
 gradient *puts* each owner's part there, and the other side is a small service thread that answers whatever
 its main thread is doing. Messages carry unit and sequence, so data of two units cannot mix, and no order
-has to be shared. Ranks *meet* (station.py) only where they must agree: at the end of a backward, at a step.
+has to be shared. Ranks *meet* (one_sided.py) only where they must agree: at the end of a backward, at a step.
 
 torch.distributed brings the ranks together (connecting.py); from then on each pair has a connection of its own
 (line.py). (gloo's point to point operations must be posted on both sides, cannot be polled, spend a fifth of a
@@ -15,7 +15,7 @@ millisecond on a small message and close the connection when one of them times o
 [Note: the first cause]
 When a rank dies, others raise because of it and leave, and more raise because of these. All must name the rank that
 died. So a rank that finds a connection lost waits for a moment (`GRACE`), in which it may hear what its other side, or
-anybody, knows to have gone wrong before. Then it settles on a cause, tells all ranks, and only then its own main
+anybody, knows to have gone wrong before. Then it decides on a cause, tells all ranks, and only then its own main
 thread, which may raise and leave. Whoever has heard of a cause keeps to it.
 
 Rule 1: nobody waits for another rank in order to send: what the connection does not take at once is sent by the
@@ -69,10 +69,10 @@ class Receiver(Protocol):
 
     Called by the service thread, with `Connections.changed` held if not said otherwise."""
 
-    number: int  # given by the mesh: the same on all ranks
+    number: int  # given by the connections: the same on all ranks
     timeout: float  # seconds for which a rank that has finished waits for others that ask for nothing
 
-    def room(self, src: int, message: ToReceiver, nbytes: int) -> Sequence[torch.Tensor] | None:
+    def destination(self, src: int, message: ToReceiver, nbytes: int) -> Sequence[torch.Tensor] | None:
         """Where the tensors of a message belong; None if nobody wants them any more. Called without `changed`."""
 
     def on_message(self, src: int, message: ToReceiver, data: Sequence[torch.Tensor]) -> None: ...
@@ -100,21 +100,21 @@ class Suspicion(NamedTuple):
 
 
 class Connections:
-    """Messages between the ranks of a group. Use `Connections.of(group)`: one per group."""
+    """Messages between the ranks of a group. Use `Connections.of(group)`: made once for each group."""
 
-    _meshes: ClassVar["weakref.WeakKeyDictionary[dist.ProcessGroup, Connections]"] = weakref.WeakKeyDictionary()
+    _by_group: ClassVar["weakref.WeakKeyDictionary[dist.ProcessGroup, Connections]"] = weakref.WeakKeyDictionary()
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, timeout: float = TIMEOUT) -> "Connections":
-        """The group's mesh. It is made at the first call, for which all ranks must come within `timeout` seconds."""
-        if group not in cls._meshes:
+        """The group's connections, made at the first call: all ranks must come to it within `timeout` seconds."""
+        if group not in cls._by_group:
             rank, world = dist.get_rank(group), dist.get_world_size(group)
             sockets = connect(_get_process_group_store(group), rank, world, timeout) if world > 1 else ()
-            cls._meshes[group] = mesh = cls(rank, world, sockets, group)
-            weakref.finalize(group, mesh.say_goodbye).atexit = False  # leaving.py has the end of the process
-            if mesh._lines:
-                leaving.watch(mesh, cls._meshes.get)
-        return cls._meshes[group]
+            cls._by_group[group] = made = cls(rank, world, sockets, group)
+            weakref.finalize(group, made.say_goodbye).atexit = False  # leaving.py has the end of the process
+            if made._lines:
+                leaving.watch(made, cls._by_group.get)
+        return cls._by_group[group]
 
     def __init__(
         self,
@@ -229,7 +229,7 @@ class Connections:
         )
 
     def abandon(self, why: str) -> None:
-        self._settle(Cause(self.rank, why, ConnectionError("this rank has failed")))
+        self._decide(Cause(self.rank, why, ConnectionError("this rank has failed")))
         with self.changed:
             self.changed.wait_for(lambda: all(line.sent >= line.queued for line in self._lines.values()), _FLUSH)
         self._give_up()
@@ -273,7 +273,7 @@ class Connections:
     def _blame(self) -> None:
         with self.changed:
             if self._suspicions:
-                self._settle(self._suspicions[0].cause)
+                self._decide(self._suspicions[0].cause)
 
     def _leave(self) -> None:
         """Say goodbye, and close all connections when everybody has said it."""
@@ -323,17 +323,17 @@ class Connections:
                 self._suspicions.append(Suspicion(time.monotonic() + GRACE, cause))
             elif not self._leaving:
                 text = f"rank {peer} had finished and waited as long as its time-out says; raise shard(timeout=...)"
-                self._settle(Cause(peer, text, error), tell=False)
+                self._decide(Cause(peer, text, error), tell=False)
             self.changed.notify_all()
 
     def _refuse(self, line: Line, error: Exception) -> None:
         """What came by this line cannot be taken."""
         why = f"could not take what came from there: {type(error).__name__}: {error}"
         text = f"the connection to rank {line.peer} was closed by rank {self.rank}, which {why}"
-        self._settle(Cause(line.peer, text, error))  # which tells the other side too
+        self._decide(Cause(line.peer, text, error))  # which tells the other side too
         self._close(line)
 
-    def _settle(self, cause: Cause, tell: bool = True) -> None:
+    def _decide(self, cause: Cause, tell: bool = True) -> None:
         """This is what went wrong first, unless something else is known already."""
         with self.changed:
             self._suspicions.clear()
@@ -359,7 +359,7 @@ class Connections:
             if isinstance(message, ToRank):
                 self._hear(src, message, extra)
                 continue
-            data = self._room(src, message, extra)
+            data = self._destination(src, message, extra)
             if data is None:
                 yield from unwanted(extra)
                 data = ()
@@ -374,23 +374,23 @@ class Connections:
             raise MessageError(f"{nbytes} bytes of tensors with a {type(message).__name__}")
         if isinstance(message, FirstCause):
             error = ConnectionError(f"told by rank {src}")
-            self._settle(Cause(message.rank, message.text, error), tell=False)
+            self._decide(Cause(message.rank, message.text, error), tell=False)
             return
         with self.changed:
             self.departed.add(src)
             self.changed.notify_all()  # somebody may wait for that rank's main thread
 
-    def _room(self, src: int, message: ToReceiver, nbytes: int) -> Sequence[torch.Tensor] | None:
+    def _destination(self, src: int, message: ToReceiver, nbytes: int) -> Sequence[torch.Tensor] | None:
         """Where the tensors of a message belong: exactly as many bytes as will come."""
         if message.receiver >= len(self._receivers):
             if nbytes:
                 raise MessageError(f"{nbytes} bytes of tensors for receiver {message.receiver}, which is not there yet")
             return ()
         receiver = self._receivers[message.receiver]()
-        room = None if receiver is None else receiver.room(src, message, nbytes)
-        if room is not None and (expected := sum(tensor.nbytes for tensor in room)) != nbytes:
+        found = None if receiver is None else receiver.destination(src, message, nbytes)
+        if found is not None and (expected := sum(tensor.nbytes for tensor in found)) != nbytes:
             raise MessageError(f"{nbytes} bytes of tensors with a {type(message).__name__} that takes {expected}")
-        return room
+        return found
 
     def _deliver(self, src: int, message: ToReceiver, data: Sequence[torch.Tensor]) -> None:
         self._heard_at = time.monotonic()

@@ -31,7 +31,7 @@ class Record(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 # ---- reading shards
 class Stamp(Record, frozen=True):
-    """Which state of a unit's shards a reader needs: see pages/gate.py."""
+    """Which state of a unit's shards a reader needs: coordination/fences.py."""
 
     clock: Count
     edits: Count
@@ -66,7 +66,7 @@ Offers = dict[Key, Uses]  # what a rank says at a meeting about the gradients it
 
 # ---- meetings
 class Reason(StrEnum):
-    """Why a rank came to a meeting, most urgent first (see gradients/council.py)."""
+    """Why a rank came to a meeting, most urgent first (coordination/coordinator.py)."""
 
     BACKWARD = "the end of a backward"
     FENCE = "an edit of the weights"
@@ -166,7 +166,7 @@ class Address(Record, frozen=True):
         return f"{'output' if self.forward else 'output gradient'} of stage {self.stage}, microbatch {self.microbatch}"
 
 
-# ---- messages to a receiver: the engine or pipeline of that number (mesh.py)
+# ---- messages to a receiver: the engine or pipeline of that number (connections.py)
 class Read(Record, frozen=True, tag="read"):
     """Send me your shard of this unit, when it is in this state."""
 
@@ -195,11 +195,25 @@ class Meet(Record, frozen=True, tag="meet"):
 
     receiver: Count
     number: Count
-    kind: Reason
+    reason: Reason
     label: str
     launched: Offers
     pending: Offers
     value: PackedValue
+
+
+class Ready(Record, frozen=True, tag="ready"):
+    """The sender can take part in the reduction of this gradient (to rank 0, which decides on the order)."""
+
+    receiver: Count
+    key: Key
+
+
+class Start(Record, frozen=True, tag="start"):
+    """All ranks are ready for this reduction, which is the next (from rank 0)."""
+
+    receiver: Count
+    key: Key
 
 
 class Ask(Record, frozen=True, tag="ask"):
@@ -237,7 +251,7 @@ class Void(Record, frozen=True, tag="void"):
     address: Address
 
 
-ToReceiver = Read | Page | Put | Meet | Ask | Tell | Fail | Content | Void
+ToReceiver = Read | Page | Put | Meet | Ready | Start | Ask | Tell | Fail | Content | Void
 
 
 # ---- messages to a rank, whatever it has made

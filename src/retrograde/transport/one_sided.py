@@ -1,19 +1,23 @@
-"""One engine's end of the mesh: read a shard, put a gradient, meet the others.
+"""The transport between processes: one engine's end of the connections (connections.py).
 
 A *meeting* is the only point at which ranks wait for each other's main thread. Every rank brings its
 position (why it came and what it has to offer) and leaves with everybody's, so all ranks see the same
 sequence of meetings and can draw the same conclusions from it. That replaces an agreed order of
-collectives: positions need not be equal, they only have to be reconcilable (gradients/council.py).
+collectives: positions need not be equal, they only have to be reconcilable (coordination/coordinator.py).
+
+Everything else is served by the other rank's service thread, whatever its main thread is doing.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
 import torch
 
+from retrograde.devices import Stream
 from retrograde.errors import DivergenceError
+from retrograde.transport.collectives import Collectives, StartOrder
 from retrograde.transport.connections import Connections
 from retrograde.transport.messages import (
     Ask,
@@ -21,140 +25,185 @@ from retrograde.transport.messages import (
     Key,
     Meet,
     MessageError,
-    Offers,
     Page,
     Put,
     Read,
-    Reason,
+    Ready,
     Stamp,
+    Start,
     Tell,
     ToReceiver,
-    Value,
     pack,
     tensor_forms,
     unpack,
 )
+from retrograde.transport.protocol import Memory, Position, ShardServer, Work
 
 
-class Position(NamedTuple):
-    """What a rank brings to a meeting: why it came, and what it has for the others.
+class _Request(NamedTuple):
+    """A reader that waits until this rank's shard is in the state it needs."""
 
-    `launched`: gradients that it has put since its last meeting. This one adds them up, whatever the others came for.
-    `pending`: gradients that it would put if this meeting turns out to flush them.
-    """
-
-    kind: Reason
-    label: str
-    launched: Offers
-    pending: Offers
-    value: Value = None
+    reader: int
+    unit: int
+    stamp: Stamp
 
 
-Reading = Callable[[], None]  # a page-in under way: returns when every part has arrived
-Sending = tuple[int, int]  # to whom, and up to where (mesh.py)
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """Done when no rank is missing any more."""
+
+    transport: "OneSidedTransport"
+    missing: Callable[[], list[int]]
+    what: str
+
+    def wait(self, stream: Stream) -> None:
+        """Memory is the host's, so nothing is left to be ordered on a stream when the bytes are there."""
+        self.transport.wait_for(self.missing, self.what)
 
 
-@dataclass(slots=True, weakref_slot=True, eq=False)
-class Station:
-    mesh: Connections
-    timeout: float
-    # Asked by the service thread: a unit's shard in the state that a reader needs, else why it is not to be had (yet).
-    serve: Callable[[int, Stamp], torch.Tensor | str] = field(init=False)
-    # Asked by the service thread: how many elements a unit's shard has on this rank.
-    elements: Callable[[int], int] = field(init=False)
-    number: int = -1
-    failure: str | None = None
-    _told: dict[int, str] = field(default_factory=dict)  # where others say they are, when something is amiss
-    where: str = "not started"
-    meetings: int = 0
-    _met: dict[int, dict[int, Position]] = field(default_factory=dict)
-    _requests: list[tuple[int, int, Stamp]] = field(default_factory=list)  # reader, unit, state
-    _reading: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # unit, owner: where its shard belongs
-    _lost: tuple[str, Exception] | None = None  # what went wrong with a rank
-    _said: bool = False  # has the main thread been told, by an exception, that something is wrong?
-    _arrivals: dict[tuple[Key, int], torch.Tensor] = field(default_factory=dict)
+class OneSidedTransport:
+    """Reads, puts and meetings over connections. Implements `Transport`, and `Receiver` for the connections."""
 
-    def __post_init__(self) -> None:
-        self.mesh.attach(self)
+    number: int  # given by the connections: the same on all ranks
 
-    # ---- reading pages
-    def read(self, unit: int, name: str, stamp: Stamp, into: Callable[[int], torch.Tensor]) -> Reading:
-        """Start reading every peer's shard of `unit` into `into(rank)`. What it returns waits for them."""
+    def __init__(self, connections: Connections, shards: ShardServer, timeout: float) -> None:
+        self.connections = connections
+        self.rank = connections.rank
+        self.world = connections.world
+        self.timeout = timeout
+        self.meetings = 0
+        self.failure: str | None = None
+        self._shards = shards
+        self._where = "not started"
+        self._told: dict[int, str] = {}  # where others say they are, when something is amiss
+        self._met: dict[int, dict[int, Position]] = {}
+        self._requests: list[_Request] = []
+        self._reading: dict[tuple[int, int], torch.Tensor] = {}  # unit, owner: where its shard belongs
+        self._parts: dict[tuple[Key, int], torch.Tensor] = {}
+        self._order = StartOrder(self.world)
+        self._collectives: Collectives | None = None
+        self._lost: tuple[str, Exception] | None = None  # what went wrong with a rank
+        self._said = False  # has the main thread been told, by an exception, that something is wrong?
+        connections.attach(self)
+
+    def allocate(self, memory: Memory, numel: int, dtype: torch.dtype, stream: Stream) -> torch.Tensor:
+        """Connections send from any memory."""
+        return stream.empty(numel, dtype)
+
+    # ---- shards
+    def read(self, unit: int, name: str, stamp: Stamp, into: Callable[[int], torch.Tensor]) -> Work:
         self.check()
-        for src in self.mesh.peers:
+        for src in self.connections.peers:
             self._reading[unit, src] = into(src)
             self._send(src, Read(self.number, unit, stamp))
-        what = f"reading unit {name}"
-        return lambda: self._wait_for(lambda: [src for src in self.mesh.peers if (unit, src) in self._reading], what)
 
-    def answer_waiting(self) -> None:
-        """The main thread changed something a reader may be waiting for."""
-        if self._requests:
-            with self.mesh.changed:
-                self._requests = [request for request in self._requests if not self._answer(*request)]
+        def missing() -> list[int]:
+            return [src for src in self.connections.peers if (unit, src) in self._reading]
 
-    def _answer(self, src: int, unit: int, stamp: Stamp) -> bool:
-        found = self.serve(unit, stamp)
+        return _Waiting(self, missing, f"reading unit {name}")
+
+    def shards_changed(self) -> None:
+        if not self._requests:
+            return
+        with self.connections.changed:
+            self._requests = [request for request in self._requests if not self._answer(request)]
+
+    def _answer(self, request: _Request) -> bool:
+        found = self._shards.shard_for(request.unit, request.stamp)
         if isinstance(found, str):
             return False
-        self.mesh.tell(src, Page(self.number, unit), data=[found])
+        self.connections.tell(request.reader, Page(self.number, request.unit), data=[found])
         return True
 
-    # ---- putting gradients
-    def put(self, key: Key, dst: int, parts: list[torch.Tensor]) -> Sending:
-        """Start sending `parts` to `dst`, which takes them as one. They must not change before `finish`."""
-        return dst, self._send(dst, Put(self.number, key, parts[0].dtype), data=parts)
+    # ---- gradients, one by one
+    def put(self, key: Key, parts: Mapping[int, Sequence[torch.Tensor]]) -> Work:
+        marks: dict[int, int] = {}
+        for dst, pieces in parts.items():
+            marks[dst] = self._send(dst, Put(self.number, key, pieces[0].dtype), data=pieces)
 
-    def finish(self, sending: list[Sending]) -> None:
-        self._wait_for(lambda: [dst for dst, at in sending if not self.mesh.sent(dst, at)], "taking part of a gradient")
+        def missing() -> list[int]:
+            return [dst for dst, mark in marks.items() if not self.connections.sent(dst, mark)]
 
-    def take(self, key: Key, src: int, unit: str) -> torch.Tensor:
-        """What `src` put under `key`; it said so at a meeting, so it is there or on its way."""
-        self._wait_for(lambda: [] if self.arrived(key, src) else [src], f"its gradient of unit {unit}")
-        with self.mesh.changed:
-            return self._arrivals.pop((key, src))
+        return _Waiting(self, missing, "taking part of a gradient")
 
     def arrived(self, key: Key, src: int) -> bool:
-        return (key, src) in self._arrivals
+        return (key, src) in self._parts
 
-    def discard_arrivals(self) -> None:
-        """At a step: what was put before this meeting and nobody took belongs to backwards that were given up."""
-        with self.mesh.changed:
-            self._arrivals = {at: part for at, part in self._arrivals.items() if at[0].meeting >= self.meetings}
+    def take(self, key: Key, src: int, unit: str) -> torch.Tensor:
+        self.wait_for(lambda: [] if self.arrived(key, src) else [src], f"its gradient of unit {unit}")
+        with self.connections.changed:
+            return self._parts.pop((key, src))
 
-    # ---- meeting
+    def discard_parts(self) -> None:
+        with self.connections.changed:
+            self._parts = {at: part for at, part in self._parts.items() if at[0].meeting >= self.meetings}
+
+    # ---- gradients, all ranks at once
+    def open_collectives(self) -> None:
+        self._collectives = Collectives(self.connections.group(), self.timeout)
+
+    def ready(self, key: Key) -> None:
+        if self.rank == 0:
+            with self.connections.changed:
+                self._start(self._order.ready(key, 0, self.meetings))
+        else:
+            self._send(0, Ready(self.number, key))
+
+    def _start(self, keys: Iterable[Key]) -> None:
+        """Rank 0, with `changed` held: everybody is ready for these."""
+        for key in keys:
+            self._order.start(key)
+            for peer in self.connections.peers:
+                self.connections.tell(peer, Start(self.number, key))
+
+    def agreed(self) -> Iterable[Key]:
+        with self.connections.changed:
+            return self._order.take_started()
+
+    def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor) -> Work:
+        assert self._collectives is not None, "open_collectives() comes first"
+        return self._collectives.reduce_scatter(own, whole, self.fail)
+
+    # ---- agreement
     def meet(self, position: Position) -> list[Position]:
-        """Wait for every rank to come to its next meeting; returns everybody's position by rank."""
-        self.meetings = number = self.meetings + 1
-        what = f"{position.kind} ({position.label})"
-        self.where = f"waiting for the other ranks at {what}"
+        with self.connections.changed:
+            self._order.close()  # rank 0 starts nothing between saying that it has come and the end of the meeting
+            self.meetings += 1
+        number = self.meetings
+        what = f"{position.reason} ({position.label})"
+        self._where = f"waiting for the other ranks at {what}"
         value, tensors = pack(position.value)
         launched, pending = position.launched, position.pending
-        message = Meet(self.number, number, position.kind, position.label, launched, pending, value)
-        for peer in self.mesh.peers:
+        message = Meet(self.number, number, position.reason, position.label, launched, pending, value)
+        for peer in self.connections.peers:
             self._send(peer, message, data=tensors)
-        absent = lambda: [p for p in self.mesh.peers if p not in self._met.get(number, {})]  # noqa: E731
-        self._wait_for(absent, what, for_main_threads=True)
-        self.where = f"outside retrograde, after {what}"
-        met = self._met.pop(number, {}) | {self.mesh.rank: position}
-        return [met[rank] for rank in range(self.mesh.world)]
+
+        def absent() -> list[int]:
+            return [peer for peer in self.connections.peers if peer not in self._met.get(number, {})]
+
+        self.wait_for(absent, what, for_main_threads=True)
+        self._where = f"outside retrograde, after {what}"
+        with self.connections.changed:
+            self._start(self._order.open(self.meetings))
+        met = self._met.pop(number, {}) | {self.rank: position}
+        return [met[rank] for rank in range(self.world)]
 
     def _send(self, dst: int, message: ToReceiver, data: Sequence[torch.Tensor] = ()) -> int:
         try:
-            return self.mesh.send(dst, message, data=data)
+            return self.connections.send(dst, message, data=data)
         except OSError as error:
-            cause = self.mesh.why_lost(dst)
+            cause = self.connections.why_lost(dst)
             self.check()
             self._said = True
-            raise DivergenceError(f"rank {self.mesh.rank}: {cause}") from error
+            raise DivergenceError(f"rank {self.rank}: {cause}") from error
 
+    # ---- failure
     def check(self) -> None:
         if self.failure is not None:
             self._said = True
             raise DivergenceError(self.failure)
 
     def fail(self, text: str, cause: BaseException | None = None) -> NoReturn:
-        """Give up on every rank: tell the others, then raise."""
         self._announce(text)
         self._said = True
         raise DivergenceError(self.failure) from cause
@@ -162,65 +211,75 @@ class Station:
     def _announce(self, failure: str) -> None:
         if self.failure is None:
             self.failure = failure
-            for peer in self.mesh.peers:
-                self.mesh.tell(peer, Fail(self.number, failure))
+            for peer in self.connections.peers:
+                self.connections.tell(peer, Fail(self.number, failure))
 
     @contextlib.contextmanager
     def shared_fate(self, what: str) -> Iterator[None]:
-        """What goes wrong inside on one rank is told to the others, which would wait for it in vain."""
         try:
             yield
         except Exception as error:
             self._said = True
             if not isinstance(error, DivergenceError):
-                self._announce(f"rank {self.mesh.rank}: {what} raised {type(error).__name__}: {error}")
+                self._announce(f"rank {self.rank}: {what} raised {type(error).__name__}: {error}")
             raise
 
-    def _wait_for(self, missing: Callable[[], list[int]], what: str, for_main_threads: bool = False) -> None:
+    def wait_for(self, missing: Callable[[], list[int]], what: str, for_main_threads: bool = False) -> None:
         """Until no rank is missing. A rank that has said goodbye still serves; its main thread does nothing more."""
 
         def finished() -> list[int]:
-            return [peer for peer in missing() if peer in self.mesh.departed] if for_main_threads else []
+            return [peer for peer in missing() if peer in self.connections.departed] if for_main_threads else []
 
-        with self.mesh.changed:
-            self.mesh.changed.wait_for(lambda: not missing() or self.failure or self._lost or finished(), self.timeout)
+        def over() -> bool:
+            return not missing() or self.failure is not None or self._lost is not None or bool(finished())
+
+        with self.connections.changed:
+            self.connections.changed.wait_for(over, self.timeout)
             self.check()
-            if not (absent := missing()):
+            absent = missing()
+            if not absent:
                 return  # also where a rank has left since: it had nothing more to bring
-            if gone := finished():
-                self.fail(
-                    f"rank {self.mesh.rank} is at {what} and needs rank(s) {', '.join(map(str, gone))}, which "
-                    f"finished: their programs have ended, or called dist.destroy_process_group(). Let every rank "
-                    f"come to the same steps, also one that has no more data: it may step without a backward"
-                )
-            if self._lost is not None:
-                self._said = True
-                raise DivergenceError(f"rank {self.mesh.rank}: {self._lost[0]}") from self._lost[1]
+            self._fail_if_gone(finished(), what)
             for peer in absent:
-                self.mesh.tell(peer, Ask(self.number))
-            self.mesh.changed.wait_for(lambda: all(p in self._told for p in absent), 1.0)
-        places = "; ".join(f"rank {p} is {self._told.get(p, 'not answering')}" for p in absent)
+                self.connections.tell(peer, Ask(self.number))
+            self.connections.changed.wait_for(lambda: all(peer in self._told for peer in absent), 1.0)
+        places = "; ".join(f"rank {peer} is {self._told.get(peer, 'not answering')}" for peer in absent)
         self.fail(
-            f"rank {self.mesh.rank} waited {self.timeout:g} s for rank(s) {', '.join(map(str, absent))} "
+            f"rank {self.rank} waited {self.timeout:g} s for rank(s) {', '.join(map(str, absent))} "
             f"at {what}, but {places}. Let every rank come to the same steps (they may skip units, "
             f"reorder them or do fewer backwards), or raise shard(timeout=...)"
         )
 
-    # ---- the service thread's side, which holds `mesh.changed`
+    def _fail_if_gone(self, finished: list[int], what: str) -> None:
+        """Those that are missing will not come: they have finished, or a rank has been lost."""
+        if finished:
+            self.fail(
+                f"rank {self.rank} is at {what} and needs rank(s) {', '.join(map(str, finished))}, which "
+                f"finished: their programs have ended, or called dist.destroy_process_group(). Let every rank "
+                f"come to the same steps, also one that has no more data: it may step without a backward"
+            )
+        if self._lost is not None:
+            self._said = True
+            raise DivergenceError(f"rank {self.rank}: {self._lost[0]}") from self._lost[1]
+
+    # ---- the service thread's side, which holds `changed`
     def on_message(self, src: int, message: ToReceiver, data: Sequence[torch.Tensor]) -> None:
         match message:
             case Read():
-                if not self._answer(src, message.unit, message.stamp):
-                    self._requests.append((src, message.unit, message.stamp))
+                request = _Request(src, message.unit, message.stamp)
+                if not self._answer(request):
+                    self._requests.append(request)
                 return  # the main thread does not wait for that
             case Page():
                 self._reading.pop((message.unit, src), None)
             case Put():
-                self._arrivals[message.key, src] = data[0]
+                self._parts[message.key, src] = data[0]
             case Meet():
-                value = unpack(message.value, data)
-                position = Position(message.kind, message.label, message.launched, message.pending, value)
-                self._met.setdefault(message.number, {})[src] = position
+                self._met.setdefault(message.number, {})[src] = _position(message, data)
+            case Ready():
+                self._start(self._order.ready(message.key, src, self.meetings))
+            case Start():
+                self._order.start(message.key)
             case Ask():
                 self._tell(src)
             case Tell():
@@ -229,7 +288,7 @@ class Station:
                 self.failure = self.failure or message.text
             case _:
                 raise MessageError(f"a {type(message).__name__} was sent to an engine")
-        self.mesh.changed.notify_all()
+        self.connections.changed.notify_all()
 
     def on_lost(self, cause: str, error: Exception) -> None:
         self._lost = (cause, error)
@@ -242,19 +301,19 @@ class Station:
         return None if self._lost is None else self._lost[0]
 
     def _tell(self, src: int) -> None:
-        answers = [self.serve(unit, stamp) for reader, unit, stamp in self._requests if reader == src]
+        answers = [self._shards.shard_for(unit, stamp) for reader, unit, stamp in self._requests if reader == src]
         reasons = {answer for answer in answers if isinstance(answer, str)}
-        self.mesh.tell(src, Tell(self.number, "; ".join([self.where, *reasons])))
+        self.connections.tell(src, Tell(self.number, "; ".join([self._where, *reasons])))
 
     # ---- the service thread's side, which does not hold it
-    def room(self, src: int, message: ToReceiver, nbytes: int) -> Sequence[torch.Tensor] | None:
+    def destination(self, src: int, message: ToReceiver, nbytes: int) -> Sequence[torch.Tensor] | None:
         """Where the tensors of a message belong; None: nobody wants them any more."""
         match message:
             case Page():
                 waiting = self._reading.get((message.unit, src))
                 return None if waiting is None else [waiting]
             case Put():
-                return [torch.empty(self.elements(message.key.unit), dtype=message.dtype)]
+                return [torch.empty(self._shards.shard_numel(message.key.unit), dtype=message.dtype)]
             case Meet():
                 forms = tensor_forms(message.value)
                 expected = sum(form.nbytes for form in forms)
@@ -263,3 +322,8 @@ class Station:
                 return [form.empty() for form in forms]
             case _:
                 return ()
+
+
+def _position(message: Meet, data: Sequence[torch.Tensor]) -> Position:
+    value = unpack(message.value, data)
+    return Position(message.reason, message.label, message.launched, message.pending, value)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from retrograde.devices import Stream, Streams
+from retrograde.devices.streams import Event, Stream, Streams
 
 _HERE = str(Path(__file__).parent)
 
@@ -74,8 +74,8 @@ class SimulatedStream(Stream):
         self.queue.append(Mark())
         return Recorded(self.number, len(self.queue))
 
-    def wait(self, event: Recorded | None) -> None:
-        if self.device.obeys("wait") and event is not None and event.stream != self.number:
+    def wait(self, event: Event) -> None:
+        if self.device.obeys("wait") and isinstance(event, Recorded) and event.stream != self.number:
             self.queue.append(Wait(event))
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -92,7 +92,8 @@ class SimulatedDevice(Streams):
         self.sites: dict[Site, int] = {}  # how often each has run
         self.tensors: list[torch.Tensor] = []
         self._without = without
-        super().__init__(self.stream("reducing"), self.stream("fetching"), lambda: self._current)
+        host = torch.device("cpu")  # its memory is the host's; only the order is a device's
+        super().__init__(host, self.stream("reducing"), self.stream("fetching"), lambda: self._current)
         self._current = self.stream("main")
 
     def stream(self, name: str) -> SimulatedStream:

@@ -22,41 +22,46 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 import retrograde as rg
-from retrograde.transport import Connections, Key, Position, Reason, Station, connecting, leaving
+from retrograde.devices import Stream
+from retrograde.transport import Key, Position, Reason, connecting, leaving
+from retrograde.transport.connections import Connections
 from retrograde.transport.line import Line, bytes_of
 from retrograde.transport.messages import Fail, Message, Put, UnixAddress, decode_contact
+from retrograde.transport.one_sided import OneSidedTransport
 from tests.harness import RankPool
 from tests.multiproc.twin import Twin
 from tests.small import batch, build, loss_of
 from tests.transport.delays import delayed
 from tests.transport.hosts import apart
+from tests.transport.shards import Shards
 
 Ranks = Callable[[int], RankPool]
+HOST = Stream()
 LARGE = 2**20  # floats: more than a connection takes at once, three times over
 
 
-def _station(elements: int = 0) -> Station:
-    station = Station(Connections.of(dist.group.WORLD), 20.0)  # type: ignore[arg-type]
-    station.elements = lambda unit: elements
+def _transport(elements: int = 0) -> OneSidedTransport:
+    connections = Connections.of(dist.group.WORLD)  # type: ignore[arg-type]
+    transport = OneSidedTransport(connections, Shards(elements), 20.0)
     dist.barrier()  # as `shard()` does: data comes only when everybody has one
-    return station
+    return transport
 
 
 def _everybody_sends(rank: int, world: int) -> list[str]:
     """Every main thread sends much before it takes anything, several times over."""
-    station = _station(LARGE)
+    transport = _transport(LARGE)
     wrong, sending = [], []
     for turn in range(3):
-        for dst in station.mesh.peers:
-            parts = [torch.full((LARGE // 2,), float(10 * rank + turn)), torch.full((LARGE // 2,), -1.0)]
-            sending.append(station.put(Key(0, 0, 0, turn), dst, parts))
+        parts = [torch.full((LARGE // 2,), float(10 * rank + turn)), torch.full((LARGE // 2,), -1.0)]
+        sending.append(transport.put(Key(0, 0, 0, turn), dict.fromkeys(transport.connections.peers, parts)))
     for turn in range(3):
-        for src in station.mesh.peers:
-            got = station.take(Key(0, 0, 0, turn), src, "a unit")
+        for src in transport.connections.peers:
+            got = transport.take(Key(0, 0, 0, turn), src, "a unit")
             want = torch.cat([torch.full((LARGE // 2,), float(10 * src + turn)), torch.full((LARGE // 2,), -1.0)])
             if not torch.equal(got, want):
                 wrong.append(f"turn {turn} from rank {src}")
-    station.finish(sending)
+    for work in sending:
+        work.wait(HOST)
     dist.barrier()
     return wrong
 
@@ -68,13 +73,14 @@ def test_much_in_all_directions(ranks: Ranks, world: int) -> None:
 
 def _from_where_it_is(rank: int, world: int) -> tuple[bool, list[float]]:
     """What is sent must not change before `finish` returns, and may after it."""
-    station = _station(16 * LARGE)
+    transport = _transport(16 * LARGE)
     peer, part = 1 - rank, torch.full((16 * LARGE,), float(rank))
-    sending = [station.put(Key(0, 0, 0, 0), peer, [part])]
-    took_all_at_once = station.mesh.sent(*sending[0])
-    station.finish(sending)
+    sending = transport.put(Key(0, 0, 0, 0), {peer: [part]})
+    took_all_at_once = transport.connections.sent(*sending[0])
+    for work in sending:
+        work.wait(HOST)
     part.fill_(7.0)
-    got = station.take(Key(0, 0, 0, 0), peer, "a unit")
+    got = transport.take(Key(0, 0, 0, 0), peer, "a unit")
     dist.barrier()
     return took_all_at_once, got.unique().tolist()
 
@@ -102,7 +108,7 @@ def _stranger(rank: int, world: int, far: bool) -> set[Any]:
         engine = rg.shard(model, 3, process_group=group)
     loss_of(model, batch(rank)).backward()
     dist.barrier()
-    return {line.socket.family for line in engine.station.mesh._lines.values()}
+    return {line.socket.family for line in engine.transport.connections._lines.values()}
 
 
 @pytest.mark.parametrize("far", (False, True))
@@ -181,15 +187,15 @@ def test_a_model_that_another_rank_has_let_go_of(ranks: Ranks) -> None:
 
 
 def _forks(rank: int, world: int) -> list[str]:
-    station = _station()
+    transport = _transport()
     if (child := os.fork()) == 0:
         weakref.finalize._exitfunc()  # type: ignore[attr-defined]  # as Python does when a process ends
         leaving.leave(list(leaving._open), None)
-        station.mesh.say_goodbye()
+        transport.connections.say_goodbye()
         os._exit(0)
     os.waitpid(child, 0)
     dist.barrier()
-    return [position.label for position in station.meet(Position(Reason.TOTAL, f"rank {rank}", {}, {}))]
+    return [position.label for position in transport.meet(Position(Reason.TOTAL, f"rank {rank}", {}, {}))]
 
 
 def test_a_forked_process_ends_without_its_parents_connections(ranks: Ranks) -> None:
@@ -223,7 +229,7 @@ def test_memory_is_let_go_of_before_it_is_delivered() -> None:
 
 
 class _Alone:
-    """A mesh without connections."""
+    """Connections to nobody."""
 
     rank, world, peers, departed = 0, 2, (1,), frozenset[int]()
 
@@ -231,7 +237,7 @@ class _Alone:
         self.changed = threading.Condition()
         self.sent: list[Message] = []
 
-    def attach(self, station: Station) -> None:
+    def attach(self, receiver: OneSidedTransport) -> None:
         pass
 
     def tell(self, dst: int, message: Message, data: Any = ()) -> None:
@@ -242,46 +248,45 @@ class _Alone:
         return 0
 
 
-def _hears(station: Station, src: int, message: Message, *data: torch.Tensor) -> None:
-    with station.mesh.changed:
-        station.on_message(src, message, data)
+def _hears(transport: OneSidedTransport, src: int, message: Message, *data: torch.Tensor) -> None:
+    with transport.connections.changed:
+        transport.on_message(src, message, data)
 
 
 def test_a_rank_that_has_left_is_missed_only_if_it_owes_something() -> None:
-    station = Station(_Alone(), 0.1)  # type: ignore[arg-type]
-    station.on_lost("the connection to rank 1 was lost", ConnectionResetError())
+    transport = OneSidedTransport(_Alone(), Shards(2), 0.1)  # type: ignore[arg-type]
+    transport.on_lost("the connection to rank 1 was lost", ConnectionResetError())
     key = Key(0, 0, 0, 2)
-    _hears(station, 1, Put(0, key, torch.float32), torch.ones(2))
-    assert torch.equal(station.take(key, 1, "a unit"), torch.ones(2))
+    _hears(transport, 1, Put(0, key, torch.float32), torch.ones(2))
+    assert torch.equal(transport.take(key, 1, "a unit"), torch.ones(2))
     with pytest.raises(rg.DivergenceError, match="rank 0: the connection to rank 1 was lost"):
-        station.take(key, 1, "a unit")
+        transport.take(key, 1, "a unit")
 
 
 def test_a_rank_that_gave_up_is_heard_whatever_it_owes() -> None:
-    station = Station(_Alone(), 0.1)  # type: ignore[arg-type]
+    transport = OneSidedTransport(_Alone(), Shards(2), 0.1)  # type: ignore[arg-type]
     key = Key(0, 0, 0, 2)
-    _hears(station, 1, Put(0, key, torch.float32), torch.ones(2))
-    _hears(station, 1, Fail(0, "rank 1 waited in vain"))
+    _hears(transport, 1, Put(0, key, torch.float32), torch.ones(2))
+    _hears(transport, 1, Fail(0, "rank 1 waited in vain"))
     with pytest.raises(rg.DivergenceError, match="rank 1 waited in vain"):
-        station.take(key, 1, "a unit")
+        transport.take(key, 1, "a unit")
 
 
-class Stumbling(Station):
+class Stumbling(OneSidedTransport):
     def on_message(self, src: int, message: Message, data: Sequence[torch.Tensor]) -> None:
         raise ValueError("stumbled")
 
 
 def _stumbles(rank: int, world: int) -> str:
     """A service thread that cannot go on says so to those who wait for it."""
-    station = (Stumbling if rank else Station)(Connections.of(dist.new_group()), 600.0)
-    station.elements = lambda unit: 2
+    transport = (Stumbling if rank else OneSidedTransport)(Connections.of(dist.new_group()), Shards(2), 600.0)
     dist.barrier()
     said = ""
     if rank == 0:
-        station.put(Key(0, 0, 0, 2), 1, [torch.ones(2)])
+        transport.put(Key(0, 0, 0, 2), {1: [torch.ones(2)]})
     else:
         with pytest.raises(rg.DivergenceError) as caught:
-            station.take(Key(0, 0, 0, 2), 0, "a unit")
+            transport.take(Key(0, 0, 0, 2), 0, "a unit")
         said = f"{caught.value} because of {caught.value.__cause__!r}"
     dist.barrier()
     return said
@@ -294,13 +299,13 @@ def test_an_error_in_the_service_thread_is_told(ranks: Ranks) -> None:
 
 
 def test_what_nobody_took_is_dropped_at_a_step() -> None:
-    station = Station(_Alone(), 0.1)  # type: ignore[arg-type]
+    transport = OneSidedTransport(_Alone(), Shards(2), 0.1)  # type: ignore[arg-type]
     early, late = Key(0, 1, 0, 2), Key(0, 2, 0, 2)
     for key in (early, late):
-        _hears(station, 1, Put(0, key, torch.float32), torch.ones(2))
-    station.meetings = 2
-    station.discard_arrivals()
-    assert not station.arrived(early, 1) and station.arrived(late, 1)
+        _hears(transport, 1, Put(0, key, torch.float32), torch.ones(2))
+    transport.meetings = 2
+    transport.discard_parts()
+    assert not transport.arrived(early, 1) and transport.arrived(late, 1)
 
 
 def _trains_with_delays(rank: int, world: int, seed: int) -> None:

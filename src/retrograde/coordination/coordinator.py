@@ -1,0 +1,159 @@
+"""When ranks meet, and what they conclude from it.
+
+[Note: meetings]
+Ranks come to a meeting for different reasons: one ends its third backward, another is already at the step. The
+most urgent reason goes first; ranks that came for another take part as far as they are needed and meet again.
+All ranks see the same positions, so all go through the same sequence. Whatever the reasons are, gradients that any rank
+has sent before the meeting are added up at it (gradients/flow.py, Rule 1).
+
+| some rank is at       | the others                                                        |
+|-----------------------|-------------------------------------------------------------------|
+| the end of a backward | join its reductions with what they have (nothing counts as zero)  |
+| an edit               | note that the weights change (the clock moves) and wait           |
+| a flush               | bring their own pending gradients                                 |
+| a step                | all must be here                                                  |
+| a value over ranks    | all must be here, for the same value                              |
+
+Rule 1: reading `.grad` waits for nobody. Ranks meet before something is computed from gradients or written to `.grad`,
+        if some have come: the backwards of a rank that did more come before it.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import torch
+
+from retrograde.coordination.fences import Phase, WriteFence
+from retrograde.coordination.meetings import Meetings
+from retrograde.gradients import GradientFlow
+from retrograde.pages import Pager, Unit
+from retrograde.torch_internals import NO_BACKWARD, current_backward
+from retrograde.transport import Position, Reason, Transport, Value, Work
+
+V = TypeVar("V", bound=Value)
+
+
+class Coordinator:
+    """Decides when ranks meet, step, pass fences and recover. Implements `Coherence` for pages."""
+
+    def __init__(
+        self, transport: Transport, meetings: Meetings, fence: WriteFence, flow: GradientFlow, pager: Pager
+    ) -> None:
+        self._transport = transport
+        self._meetings = meetings
+        self._fence = fence
+        self._flow = flow
+        self._pager = pager
+        self._steps = 0
+
+    # ---- meetings
+    def values(self, label: str, value: Callable[[], V]) -> list[V]:
+        """Everybody's value, by rank. Asked for anew if a flush changed gradients while this rank waited."""
+        return [position.value for position in self.attend(Reason.TOTAL, label, value)]  # type: ignore[misc]
+
+    def tensors(self, label: str, value: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+        return self.values(label, value)
+
+    def attend(self, reason: Reason, label: str, value: Callable[[], Value] = lambda: None) -> list[Position]:
+        """Meet for `reason`, and for what others came for before it; returns the positions of the last meeting."""
+        flow = self._flow
+        while True:
+            mine = Position(reason, label, flow.sent_offers(), flow.pending_offers(), value())
+            positions = self._meetings.meet(mine)
+            first = min((position.reason for position in positions), key=tuple(Reason).index)
+            if first in (Reason.STEP, Reason.TOTAL):
+                self._require_same(positions)
+            flow.sum_sent({rank: position.launched for rank, position in enumerate(positions)})
+            self._conclude(first, reason, positions)
+            if first is reason:
+                if reason in (Reason.STEP, Reason.TOTAL):
+                    flow.fresh = False
+                return positions
+
+    def _conclude(self, first: Reason, mine: Reason, positions: list[Position]) -> None:
+        """Do what the most urgent reason asks of every rank."""
+        pending = {rank: position.pending for rank, position in enumerate(positions)}
+        match first:
+            case Reason.FENCE:
+                self._advance(Phase.EDITED if mine is Reason.FENCE else Phase.READ)
+            case Reason.FLUSH:
+                self._flow.flush(pending)
+            case Reason.STEP:
+                self._flow.flush(pending)
+                self._flow.pass_step()
+                self._advance(Phase.STEPPED)
+
+    def _require_same(self, positions: list[Position]) -> None:
+        kinds = {(p.reason, p.label if p.reason is Reason.TOTAL else "") for p in positions}
+        if len(kinds) > 1:
+            places = "; ".join(f"rank {r} is at {p.reason} ({p.label})" for r, p in enumerate(positions))
+            self._transport.fail(f"rank {self._transport.rank}: ranks cannot be reconciled: {places}")
+
+    # ---- gradients
+    def flush_pending_gradients(self, why: str) -> None:
+        """`.grad` shows what torch would: gradients still pending are reduced first."""
+        self._flow.recover()
+        if self._flow.waits and current_backward() == NO_BACKWARD:
+            self.attend(Reason.FLUSH, why)
+
+    def catch_up_on_gradients(self, why: str) -> None:
+        """Before something is computed from gradients, or written to `.grad`: those of ranks that did more backwards
+        come before it (Rule 1)."""
+        self._flow.recover()
+        if self._flow.fresh and current_backward() == NO_BACKWARD:
+            self.attend(Reason.TOTAL, why)
+
+    def wait_for_gradients(self, why: str) -> None:
+        """This rank is about to use gradients and has none: the others' backwards, up to the same place, come first."""
+        self._flow.recover()
+        if current_backward() == NO_BACKWARD:
+            self.attend(Reason.FLUSH, why)
+
+    # ---- weights
+    def read(self, unit: Unit, into: Callable[[int], torch.Tensor]) -> Work:
+        """Start reading the page as this rank sees it now. Reading ends a step, in whose hooks it may be done."""
+        if self._fence.phase is Phase.STEPPED:
+            self._fence.come_to_rest()
+        self._transport.shards_changed()
+        return self._transport.read(unit.index, unit.name, self._fence.stamp(unit), into)
+
+    @contextlib.contextmanager
+    def writing(self, what: str, unit: Unit, slot: int) -> Iterator[None]:
+        """Around an edit of a parameter's piece in place."""
+        if self._fence.must_be_passed(unit, slot):
+            self.pass_fence(what)
+        with self._fence.edit(unit, slot):
+            yield
+        self._transport.shards_changed()
+
+    @contextlib.contextmanager
+    def editing(self, what: str, unit: Unit, slot: int) -> Iterator[None]:
+        """Around an edit of a parameter's full tensor."""
+        if not unit.valid:
+            self._pager.open(unit)  # a tensor that was held while others changed
+        with self.writing(what, unit, slot):
+            yield
+            unit.write_back(slot)
+
+    def pass_fence(self, what: str) -> None:
+        """Before an edit of the weights in place: every rank has read all it wanted."""
+        self._pager.quiesce()
+        self.attend(Reason.FENCE, what)
+
+    def _advance(self, phase: Phase) -> None:
+        self._fence.advance(phase)
+        self._transport.shards_changed()
+
+    # ---- steps
+    def begin_step(self) -> None:
+        self._flow.recover()
+        self._pager.quiesce()
+        self._steps += 1
+        self.attend(Reason.STEP, f"step {self._steps}")
+        self._pager.release()
+
+    def end_step(self) -> None:
+        self._fence.come_to_rest()
+        self._transport.shards_changed()
+        self._pager.renew()

@@ -1,0 +1,140 @@
+"""Coherence: which state of the shards a reader may see, and when a writer may write.
+
+[Note: fences]
+Pages are read from other ranks without their main thread taking part, so something must stop a rank from
+changing a shard that another still has to read, and from reading one that its owner has yet to change.
+Between two *fences* shards are only read; writing needs a fence, a meeting at which every rank says that it
+has read all it wanted. An optimizer step is a fence; so is the first in-place edit of a weight after a step
+(`clamp_`, EMA, manual SGD), which the tensors users hold report before it happens (parameters/pieces.py,
+pages/full_tensor.py). The clock counts fences and is the same on all ranks.
+
+Rule 1: a request names the clock. An owner that is behind answers when it has caught up; one that is ahead
+        refuses: the reader missed a fence.
+Rule 2: during a step nothing is served. Edits are counted, unit by unit, and a reader names how many it has made:
+        an owner that has made fewer answers when it has caught up, one that has made more undoes them in a copy.
+        So ranks may edit at their own pace, and read in between or not.
+Rule 3: the first edit after a step needs a fence; so does editing a parameter a second time, which bounds what is kept
+        for undoing by one shard. Only edits count, which all ranks make alike: what a rank has read is its own affair,
+        and a rank that counted it would wait at a fence for others that have no reason to come. So from the first
+        edit to the next step owners send copies.
+Rule 4: an edit nobody reported (through an alias of a leaf) still moves the leaf's version counter: readers
+        and owners compare how many such stray edits they saw.
+Rule 5: an edit of a full tensor that nobody reported (`torch._foreach_mul_`, `out=`) moves the full tensor's counter.
+        It becomes a reported one when its rank next looks (pages/unit.py). Until then, where pages stay, the shard is
+        not served: its old values are gone, and who still needs them is told so.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from enum import Enum, auto
+
+import torch
+
+from retrograde.pages import Unit
+from retrograde.torch_internals import version_of
+from retrograde.transport import Stamp
+
+
+class Phase(Enum):
+    """What may happen to the shards of this rank."""
+
+    READ = auto()  # they are at rest
+    EDITED = auto()  # a fence was passed for the sake of edits
+    STEPPED = auto()  # an optimizer is at work
+
+
+class WriteFence:
+    """The state of this rank's shards. Implements `ShardServer`: other threads ask for shards at any time."""
+
+    def __init__(self) -> None:
+        self.clock = 0
+        self.phase = Phase.READ
+        self._units: list[Unit] = []
+        self._lock = threading.RLock()
+
+    def add(self, unit: Unit) -> None:
+        """Its shard may be asked for from now on."""
+        with self._lock:
+            self._units.append(unit)
+
+    # ---- the main thread
+    def stamp(self, unit: Unit) -> Stamp:
+        """Which state of the other ranks' shards goes with this rank's own."""
+        return Stamp(self.clock, unit.edits.made, unit.version - unit.version_at_rest)
+
+    def must_be_passed(self, unit: Unit, slot: int) -> bool:
+        """Before an edit of this parameter?"""
+        return self.phase is Phase.READ or unit.edits.has(slot)
+
+    @contextlib.contextmanager
+    def edit(self, unit: Unit, slot: int) -> Iterator[None]:
+        """Around an edit of a parameter in place."""
+        piece = unit.pieces[slot]
+        with self._lock:
+            if self.phase is Phase.EDITED:
+                unit.edits.begin(slot, piece)
+        version = version_of(piece)
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                unit.edits.undo_begin()
+            raise
+        with self._lock:
+            unit.edits.end()
+            unit.version_at_rest += version_of(piece) - version  # it was reported
+
+    def advance(self, phase: Phase) -> None:
+        """All ranks have passed a fence; this one is about to write, or not."""
+        with self._lock:
+            self.clock += 1
+            for unit in self._units:
+                if phase is Phase.STEPPED:
+                    unit.edits.pass_step()
+                else:
+                    unit.edits.pass_fence()
+            self._enter(phase)
+
+    def come_to_rest(self) -> None:
+        """The step has ended; or, in a hook after a step, once more: it has read the new weights."""
+        with self._lock:
+            self._enter(Phase.READ)
+
+    def _enter(self, phase: Phase) -> None:
+        self.phase = phase
+        for unit in self._units:
+            unit.version_at_rest = unit.version
+
+    # ---- any thread
+    def shard_numel(self, unit: int) -> int:
+        return self._units[unit].layout.shard_numel
+
+    def shard_for(self, unit: int, stamp: Stamp) -> torch.Tensor | str:
+        """The unit's shard as the reader needs it, else why it is not to be had (yet)."""
+        with self._lock:
+            wanted = self._units[unit]
+            why_not = self._why_not(wanted, stamp)
+            if why_not is not None:
+                return why_not
+            if self.phase is Phase.EDITED or wanted.edits.made > stamp.edits:
+                return wanted.shard_after(stamp.edits)
+            if wanted.version - wanted.version_at_rest != stamp.stray:
+                return "its weights were not edited in the same way as the reader's"
+            return wanted.shard
+
+    def _why_not(self, unit: Unit, stamp: Stamp) -> str | None:
+        if stamp.clock < self.clock:
+            return f"it has moved on to fence {self.clock} while the reader is still at fence {stamp.clock}"
+        if stamp.clock > self.clock or self.phase is Phase.STEPPED:
+            return f"it has not finished the step or edit that the reader has finished (fence {self.clock})"
+        if not unit.edits.fenced <= stamp.edits <= unit.edits.made:
+            return f"it has made {unit.edits.made} edits of this unit where the reader has made {stamp.edits}"
+        stray = unit.stray_edit()
+        if stray is None:
+            return None
+        return (
+            f"it has written to the full tensor of parameter {stray} before the reader had read it, by a function "
+            f"that does not wait for readers, as torch._foreach_mul_ or out=; edit weights by their methods (mul_, "
+            f"copy_), by functions of model.parameters(), or under engine.full_params(write=True)"
+        )

@@ -1,0 +1,115 @@
+"""From parameters to shards: the memory of each unit on this rank, and how it gets its values."""
+
+import zlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from retrograde.coordination import Coordinator
+from retrograde.engine.materialize import materialize
+from retrograde.errors import UnsupportedError
+from retrograde.layout import Layout, Policy, UnitSpec, strides_of
+from retrograde.pages import BufferPool
+from retrograde.torch_internals import set_data
+from retrograde.transport import Memory, Transport
+
+
+class UnitMemory(NamedTuple):
+    """A unit that is about to be: which parameters, where each will lie, and the memory for it on this rank.
+
+    `memory` is the shard, or the whole page with the shard inside it when pages stay (or world is 1)."""
+
+    spec: UnitSpec
+    layout: Layout
+    memory: torch.Tensor
+
+    def piece(self, place: int, rank: int) -> torch.Tensor:
+        """Where this rank's part of a parameter belongs."""
+        shard = self.memory[self.layout.span(rank)] if self._whole else self.memory
+        return shard[self.layout.piece(self.layout.slots[place], rank)]
+
+    @property
+    def _whole(self) -> bool:
+        return self.memory.numel() == self.layout.padded_numel
+
+
+def allocate(specs: Sequence[UnitSpec], policy: Policy, transport: Transport, pool: BufferPool) -> list[UnitMemory]:
+    """Memory for units; values come later."""
+    made = []
+    for spec in specs:
+        strides = [strides_of(param) for _, param in spec.params]
+        shapes = [(name, param.shape) for name, param in spec.params]
+        layout = Layout(shapes, spec.params[0][1].dtype, transport.world, strides)
+        stays = policy.keeps_pages or transport.world == 1
+        numel = layout.padded_numel if stays else layout.shard_numel
+        memory = transport.allocate(Memory.SHARD, numel, layout.dtype, pool.streams.current())
+        made.append(UnitMemory(spec, layout, memory.zero_()))
+    return made
+
+
+def fill(model: nn.Module, made: Sequence[UnitMemory], rank: int, device: torch.device) -> None:
+    """Copy each parameter's piece into its shard and point the parameter there, a parameter at a time."""
+    places = {id(param): (unit, place) for unit in made for place, (_, param) in enumerate(unit.spec.params)}
+
+    def move_in(param: nn.Parameter, value: torch.Tensor) -> None:
+        unit, place = places[id(param)]
+        slot = unit.layout.slots[place]
+        piece = unit.piece(place, rank)
+        piece.copy_(slot.flatten(value.detach())[unit.layout.within(slot, rank)])
+        _point(param, slot.name, piece)
+
+    params = [param for unit in made for _, param in unit.spec.params]
+    real = [param for param in params if param.device.type != "meta"]
+    for param in real:
+        move_in(param, param)
+    if len(real) < len(params):
+        materialize(model, device, move_in)
+
+
+def _point(param: nn.Parameter, name: str, piece: torch.Tensor) -> None:
+    """From now on the parameter's memory is a piece of the shard."""
+    if param.device.type == "meta":
+        torch.utils.swap_tensors(param, nn.Parameter(piece, param.requires_grad))  # type: ignore[no-untyped-call]
+        return
+    _end_older_graphs(param, name)
+    other = torch.float16 if piece.dtype != torch.float16 else torch.float32
+    set_data(param, torch.empty(0, dtype=other))  # the node that graphs made before hold is not ours
+    set_data(param, piece)
+
+
+def _end_older_graphs(param: nn.Parameter, name: str) -> None:
+    """A graph recorded before the parameter was sharded is of no further use, and must not run: what it saved of the
+    parameter is about to become a piece, and its gradient would reach `.grad` without being reduced."""
+    torch.autograd.graph.increment_version(param)  # autograd refuses what was saved
+    if not param.requires_grad:
+        return
+
+    def refuse(grads: Any) -> None:
+        raise UnsupportedError(
+            f"backward through a graph that was recorded before parameter {name} was sharded: call rg.shard() first, "
+            f"and the model itself before a submodule, a hook or a loss uses parameters that were added to it"
+        )
+
+    torch.autograd.graph.get_gradient_edge(param).node.register_prehook(refuse)  # dies with those graphs
+
+
+def make_same(tensors: Sequence[torch.Tensor], coordinator: Coordinator, rank: int) -> None:
+    """Rank 0's values are everybody's, as in DDP; nothing travels when they are equal already."""
+    sums = [_checksum(tensor) for tensor in tensors]
+    everybody = coordinator.values("values of the model", lambda: sums)
+    for index, tensor in enumerate(tensors):
+        if all(other[index] == everybody[0][index] for other in everybody):
+            continue
+        mine: Callable[[], torch.Tensor | None] = partial(torch.clone, tensor.detach()) if rank == 0 else lambda: None
+        value = coordinator.values(f"value {index} of the model", mine)[0]
+        assert value is not None  # rank 0 brings one
+        with torch.no_grad():
+            tensor.copy_(value)
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return zlib.crc32(bytes(flat.view(torch.uint8).numpy()))

@@ -1,0 +1,110 @@
+"""One unit's gradient on this rank, from the backward that brings it to `.grad`.
+
+[Note: the life of a gradient]
+
+    FILLING ──> SENT ──> SUMMED ──> DELIVERED
+       │          │
+       └──────────┴──> GIVEN_UP
+
+It is added up in a bucket, by one backward or by several (FILLING); every rank's part is on its way (SENT); all ranks'
+parts have been added up (SUMMED); Pack has handed it to the leaves (DELIVERED). A backward that raises gives up what
+it has sent and nobody has added up yet; what fills a bucket is given up when `.grad` is set by hand.
+"""
+
+from enum import Enum, auto
+
+import torch
+
+from retrograde.gradients.bucket import Bucket
+from retrograde.pages import Unit
+from retrograde.transport import Key, Use, Uses
+
+
+class GradientState(Enum):
+    FILLING = auto()
+    SENT = auto()
+    SUMMED = auto()
+    DELIVERED = auto()
+    GIVEN_UP = auto()
+
+
+_NEXT = {
+    GradientState.FILLING: {GradientState.SENT, GradientState.GIVEN_UP},
+    GradientState.SENT: {GradientState.SUMMED, GradientState.GIVEN_UP},
+    GradientState.SUMMED: {GradientState.DELIVERED},
+    GradientState.DELIVERED: set[GradientState](),
+    GradientState.GIVEN_UP: set[GradientState](),
+}
+
+
+class Gradient:
+    def __init__(self, unit: Unit, bucket: Bucket) -> None:
+        self.unit = unit
+        self.bucket = bucket
+        self.state = GradientState.FILLING
+        self.made_room = False  # it waited in a window, and had to go early for the sake of others
+        self.reached = (False,) * len(self.unit.leaves)  # the parameters whose .grad this rank's Pack adds to
+        self.wanted = self.reached  # when SUMMED: those whose gradients go to .grad, on any rank
+        self._key: Key | None = None
+        self._own: torch.Tensor | None = None
+        self._uses: Uses = ()
+
+    # ---- transitions
+    def _become(self, state: GradientState) -> None:
+        if state not in _NEXT[self.state]:
+            now = self.state.name
+            raise RuntimeError(f"a gradient of unit {self.unit.name} cannot become {state.name}: it is {now}")
+        self.state = state
+
+    def send(self, key: Key, uses: Uses, own: torch.Tensor) -> None:
+        """It goes to the other ranks under `key`. `own` becomes the reduced gradient of this rank's shard."""
+        self._become(GradientState.SENT)
+        self._key = key
+        self._uses = uses
+        self._own = own
+
+    def sum_up(self, wanted: tuple[bool, ...]) -> None:
+        self._become(GradientState.SUMMED)
+        self.wanted = wanted
+
+    def deliver(self) -> None:
+        self._become(GradientState.DELIVERED)
+
+    def give_up(self) -> None:
+        self._become(GradientState.GIVEN_UP)
+
+    # ---- of one that was sent
+    @property
+    def key(self) -> Key:
+        assert self._key is not None, self.unit.name
+        return self._key
+
+    @property
+    def own(self) -> torch.Tensor:
+        assert self._own is not None, self.unit.name
+        return self._own
+
+    @property
+    def uses(self) -> Uses:
+        return self._uses
+
+    # ---- of one that was summed
+    @property
+    def packed(self) -> tuple[bool, ...]:
+        """For which parameters Pack has a gradient: what is captured here, and what it can add to `.grad`."""
+        each = zip(self._uses, self.delivered_by_pack, strict=True)
+        return tuple(use is Use.CAPTURED or delivered for use, delivered in each)
+
+    @property
+    def delivered_by_pack(self) -> tuple[bool, ...]:
+        return tuple(wanted and reached for wanted, reached in zip(self.wanted, self.reached, strict=True))
+
+    @property
+    def left_over(self) -> tuple[bool, ...]:
+        """What goes to `.grad` though Pack does not add to it: `inputs=` leaves it out here, or it is captured."""
+        return tuple(wanted and not reached for wanted, reached in zip(self.wanted, self.reached, strict=True))
+
+
+def uses_of(bucket: Bucket) -> Uses:
+    """Of a gradient that waited: it goes to `.grad`."""
+    return tuple(Use.ACCUMULATED if present else Use.NONE for present in bucket.present)

@@ -1,0 +1,219 @@
+"""The autograd graph of a unit: two nodes between its leaves and its full tensors.
+
+[Note: the graph of a unit]
+
+    leaf pieces -> Pack -> flat shard -> Gather -> full tensors
+
+Both nodes are made once and live as long as the unit, as AccumulateGrad lives as long as its parameter. The
+full tensors are outputs of Gather and are permanent too; what changes is the memory behind them (pages/page.py). So
+gradients of all uses of a parameter in one backward, over however many openings of the page, arrive in one input
+buffer, in the order in which torch itself would add them, and a unit is reduced once.
+
+Gather has the highest sequence number, so the engine runs it the moment the last gradient has arrived
+("this backward needs this page no more"). Pack has the lowest: all Gathers of a backward run before the
+first Pack, so reductions are left in flight and collected there.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from retrograde.errors import UnsupportedError
+from retrograde.gradients.bucket import Grads
+from retrograde.gradients.flow import GradientFlow
+from retrograde.pages import FullTensor, Pager, Unit, alive
+from retrograde.torch_internals import Fate, fate_of, run_after_all_else, run_as_soon_as_ready, set_requires_grad
+from retrograde.transport import Use, Uses
+
+
+class Agreement(Protocol):
+    """What a graph of gradients needs of the other ranks besides sums."""
+
+    def tensors(self, label: str, value: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+        """Everybody's tensor, by rank."""
+
+
+class UnitGraph:
+    """The nodes of one unit, and what they do."""
+
+    def __init__(self, unit: Unit, pager: Pager, flow: GradientFlow, agreement: Agreement) -> None:
+        self.unit = unit
+        self.flow = flow
+        self.agreement = agreement
+        self.arrived = [False] * len(unit.leaves)  # which leaves the last run of Pack had a gradient for
+        self._pager = pager
+        self._delivering: tuple[bool, ...] | None = None
+        self._flat: torch.Tensor | None = None
+        self._accumulators: list[Any] = []
+        if unit.layout.dtype.is_floating_point or unit.layout.dtype.is_complex:
+            self._make_nodes()
+
+    def _make_nodes(self) -> None:
+        with self._accepting(), torch.enable_grad():  # edges for all: a frozen parameter may be unfrozen at any time
+            self._flat = _Pack.apply(self, *self.unit.leaves)  # type: ignore[no-untyped-call]
+            _Gather.apply(self, self._flat)  # type: ignore[no-untyped-call]
+        pack: Any = self._flat.grad_fn
+        gather: Any = self.unit.page.full_tensors[0].grad_fn
+        self._accumulators = [node for node, _ in pack.next_functions]
+        run_after_all_else(pack)
+        run_as_soon_as_ready(gather)
+        for slot, full in enumerate(self.unit.page.full_tensors):
+            torch.Tensor.register_hook(full, partial(_captured, weakref.ref(self), slot, pack))  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def _accepting(self) -> Iterator[None]:
+        """Frozen parameters are not, for now: a gradient that was pending before still belongs in `.grad`."""
+        frozen = [leaf for leaf, trained in zip(self.unit.leaves, self.unit.trained, strict=True) if not trained]
+        for leaf in frozen:
+            set_requires_grad(leaf, True)
+        try:
+            yield
+        finally:
+            for leaf in frozen:
+                set_requires_grad(leaf, False)
+
+    # ---- a backward
+    def gathered(self, grads: Grads) -> torch.Tensor | None:
+        """All gradients of the unit in this backward have arrived."""
+        unit = self.unit
+        self._pager.retire(unit)
+        fates = tuple(self._use_of(slot, grad) for slot, grad in enumerate(grads))
+        uses = tuple(Use.NONE if grad is None else fate for fate, grad in zip(fates, grads, strict=True))
+        dense = [grad.to_dense() if grad is not None and use else None for grad, use in zip(grads, uses, strict=True)]
+        if torch.is_grad_enabled():
+            return _Reduce.apply(self, uses, fates, *dense)  # type: ignore[no-any-return, no-untyped-call]
+        return self.flow.collect(unit, dense, uses, fates)
+
+    def _use_of(self, slot: int, grad: torch.Tensor | None) -> Use:
+        """What the backward that runs does with this parameter's gradient, if there is one."""
+        if not self.unit.trained[slot]:
+            fate = Fate.SKIPPED
+        else:
+            fate = fate_of(self._accumulators[slot])
+        if fate is Fate.CAPTURED:
+            return Use.CAPTURED
+        if fate is Fate.RUNS:
+            return Use.ACCUMULATED
+        if grad is not None and self.unit.page.full_tensors[slot].retains_grad:
+            # torch has set it, for good: backward() was given the full tensor
+            name = self.unit.layout.slots[slot].name
+            raise UnsupportedError(
+                f"rank {self.unit.rank}: backward(inputs=...) was given the full tensor of parameter {name}; give it "
+                f"the parameter itself, model.get_parameter({name!r})"
+            )
+        return Use.NONE
+
+    def packed(self, grad: torch.Tensor) -> Sequence[torch.Tensor | None]:
+        """The pieces of a reduced gradient, for the leaves."""
+        present = self._delivering if self._delivering is not None else self.flow.ready_for_pack(self.unit)
+        layout, rank = self.unit.layout, self.unit.rank
+        pieces = [
+            grad[layout.piece(slot, rank)] if there else None for slot, there in zip(layout.slots, present, strict=True)
+        ]
+        self.arrived = list(present)
+        return pieces
+
+    def nothing_packed(self) -> Sequence[None]:
+        self.arrived = [False] * len(self.unit.leaves)
+        return [None] * len(self.unit.leaves)
+
+    def captured(self, slot: int, grad: torch.Tensor) -> torch.Tensor:
+        """`torch.autograd.grad` asks for the gradient of a full tensor: reduced, and all of it."""
+        uses = tuple(Use.CAPTURED if index == slot else Use.NONE for index in range(len(self.unit.leaves)))
+        grads = [grad.to_dense() if use else None for use in uses]
+        shard = _Reduce.apply(self, uses, None, *grads)  # type: ignore[no-untyped-call]
+        return _Regather.apply(self, uses, shard)[slot]  # type: ignore[no-any-return, no-untyped-call]
+
+    # ---- outside of a backward
+    def deliver(self, total: torch.Tensor, wanted: tuple[bool, ...]) -> None:
+        """Run Pack for a gradient that no backward of this rank brings."""
+        assert self._flat is not None
+        self._delivering = wanted
+        try:
+            with self._accepting():
+                torch.autograd.backward([self._flat], [total])
+        finally:
+            self._delivering = None
+
+    def regather(self, slot: int, piece: torch.Tensor) -> torch.Tensor:
+        """All of what `piece` is this rank's part of, as part of the graph that `piece` is part of."""
+        layout = self.unit.layout
+        place = layout.piece(layout.slots[slot], self.unit.rank)
+        shard = torch.nn.functional.pad(piece, (place.start, layout.shard_numel - place.stop))
+        present = [index == slot for index in range(len(self.unit.leaves))]
+        return _Regather.apply(self, present, shard)[slot]  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Pack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, graph: UnitGraph, *leaves: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.graph = weakref.ref(graph)  # which owns its nodes: a strong reference would keep both for ever
+        return graph.unit.shard.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        graph: UnitGraph = alive(ctx.graph)
+        pieces = graph.nothing_packed() if grad is None else graph.packed(grad)
+        return (None, *pieces)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, graph: UnitGraph, flat: torch.Tensor) -> tuple[FullTensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.graph = weakref.ref(graph)
+        return graph.unit.page.full_tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, torch.Tensor | None]:
+        graph: UnitGraph = alive(ctx.graph)
+        return None, graph.gathered(grads)
+
+
+def _captured(
+    reference: "weakref.ref[UnitGraph]", slot: int, pack: Any, grad: torch.Tensor | None
+) -> torch.Tensor | None:
+    """`torch.autograd.grad(loss, module.weight)` takes a gradient in front of Gather, and nothing behind it runs.
+
+    Called for every parameter of the unit that has a gradient, also for those nobody asked for. (If something behind it
+    runs, a parameter of this unit was asked for too, and parameters/pieces.py has seen to it.)"""
+    if grad is None or fate_of(pack) is Fate.RUNS:
+        return None
+    return alive(reference).captured(slot, grad)
+
+
+# ---- create_graph
+class _Reduce(torch.autograd.Function):
+    """The reduction as a differentiable operation: its transpose is a gather."""
+
+    @staticmethod
+    def forward(ctx: Any, graph: UnitGraph, uses: Uses, fates: Uses | None, *grads: torch.Tensor | None) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.graph = graph
+        ctx.present = [grad is not None for grad in grads]
+        return graph.flow.reduce_now(graph.unit, grads, uses, fates)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        grads = _Regather.apply(ctx.graph, ctx.present, grad)  # type: ignore[no-untyped-call]
+        return (None, None, None, *grads)
+
+
+class _Regather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, graph: UnitGraph, present: Sequence[bool], shard: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.graph = graph
+        parts = graph.agreement.tensors(f"the whole of unit {graph.unit.name}", shard.detach().clone)
+        views = graph.unit.layout.views(torch.cat(parts))
+        return tuple(view if there else None for view, there in zip(views, present, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        uses = tuple(Use.NONE if grad is None else Use.CAPTURED for grad in grads)
+        return None, None, _Reduce.apply(ctx.graph, uses, None, *grads)  # type: ignore[no-untyped-call]

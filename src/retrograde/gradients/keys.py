@@ -1,0 +1,37 @@
+"""Names of gradients: ranks that do the same things since a meeting come to the same ones."""
+
+from collections import Counter
+
+from retrograde.pages import Unit
+from retrograde.transport import Key, Transport
+
+FLUSHED = 0  # the turn of what a meeting asks for
+
+
+class Keys:
+    """Turns since the last meeting: even ones in their backward, odd ones for what had to make room in a window."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._meeting = 0
+        self._attempt = 0
+        self._turns: Counter[tuple[int, bool]] = Counter()
+
+    def next(self, unit: Unit, makes_room: bool = False) -> Key:
+        """For a gradient that is sent now."""
+        if self._meeting != self._transport.meetings:
+            self._meeting = self._transport.meetings
+            self._attempt = 0
+            self._turns.clear()
+        self._turns[unit.index, makes_room] += 1
+        turn = 2 * self._turns[unit.index, makes_room] + makes_room
+        return Key(unit.index, self._meeting, self._attempt, turn)
+
+    def at_next_meeting(self, index: int) -> Key:
+        """For a gradient that the next meeting may ask for."""
+        return Key(index, self._transport.meetings + 1, 0, FLUSHED)
+
+    def give_up(self) -> None:
+        """What is sent next is another attempt: others may still get the parts of this one."""
+        self._attempt += 1
+        self._turns.clear()

@@ -1,0 +1,203 @@
+"""A page: the memory in which a unit's parameters are whole, and its life.
+
+[Note: the life of a page]
+
+                 load              finish
+    ABSENT ──────────────> LOADING ──────────> READY ──┐
+       ^                     ^  ^                │ │   │
+       │        drop         │  └── load again ──┘ │   │  stale: after a step, or an edit elsewhere
+       └─────────────────────┼─────────────────────┘   │
+                             │                         │
+    AT_HOME <────── finish ──┘  (world 1, stages 1 and 2: the shard lies in the page, which is never dropped)
+
+The full tensors that users hold are permanent; what changes is the memory behind them. They show the page while it is
+READY or AT_HOME, and a stub of one element while it is ABSENT. While a page that somebody holds is loaded again they
+go on showing it.
+
+Rule 1: a page is dropped only when nothing but the page itself refers to its memory; whoever holds a full tensor or a
+        view of one keeps it. Saved tensors do not count: they are handles (saved_tensors.py).
+Rule 2: only the functions below change the state. A transition that is not in the drawing raises.
+"""
+
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
+from typing import NamedTuple
+
+import torch
+
+from retrograde.devices import Event
+from retrograde.labels import labelled
+from retrograde.layout import Layout
+from retrograde.ledger import Activity
+from retrograde.pages.full_tensor import FullTensor
+from retrograde.pages.pool import BufferPool
+from retrograde.torch_internals import held_elsewhere, set_data, storage_id, storage_users, version_of
+from retrograde.transport import Work
+
+
+class PageState(Enum):
+    ABSENT = auto()
+    LOADING = auto()
+    READY = auto()
+    AT_HOME = auto()
+
+
+_NEXT = {
+    PageState.ABSENT: {PageState.LOADING},
+    PageState.LOADING: {PageState.READY, PageState.AT_HOME},
+    PageState.READY: {PageState.LOADING, PageState.ABSENT},
+    PageState.AT_HOME: {PageState.LOADING},
+}
+
+
+class Edits(NamedTuple):
+    """Full tensors that were edited. Those of frozen parameters share the counter of the page itself."""
+
+    slots: list[int]
+    of_frozen: bool
+
+
+NO_EDITS = Edits([], False)
+
+Read = Callable[[Callable[[int], torch.Tensor]], Work]  # starts reading other ranks' shards into what it is given
+
+
+class Page:
+    """The page of one unit on one rank."""
+
+    def __init__(
+        self,
+        name: str,
+        layout: Layout,
+        rank: int,
+        full_tensors: tuple[FullTensor, ...],
+        home: torch.Tensor | None,
+        pool: BufferPool,
+    ) -> None:
+        """`home`: the memory of a page that stays, with this rank's shard inside it."""
+        self.state = PageState.ABSENT
+        self.home = home is not None
+        self.full_tensors = full_tensors
+        self._name = name
+        self._layout = layout
+        self._rank = rank
+        self._pool = pool
+        self._streams = pool.streams
+        self._memory = home
+        self._own_references = 0
+        self._work: Work | None = None
+        self._loaded: Event = None
+        self._edits_seen: list[int] | None = None  # counters of the full tensors, but while these are being renewed
+        nothing = torch.empty((), dtype=layout.dtype, device=pool.streams.device)
+        self._stubs = [nothing.expand(slot.shape) for slot in layout.slots]
+        self._show(self._stubs)
+        if home is not None:
+            self._count_references()
+
+    # ---- questions
+    @property
+    def ready(self) -> bool:
+        """Do the full tensors show it?"""
+        return self.state is PageState.READY or self.state is PageState.AT_HOME
+
+    @property
+    def loading(self) -> bool:
+        return self.state is PageState.LOADING
+
+    @property
+    def memory(self) -> torch.Tensor:
+        assert self._memory is not None, f"the page of unit {self._name} is absent"
+        return self._memory
+
+    @property
+    def storage(self) -> int | None:
+        """Which memory it has, if any."""
+        return None if self._memory is None else storage_id(self._memory)
+
+    @property
+    def held(self) -> bool:
+        """Does somebody else refer to it? Counts references in Python, autograd and views."""
+        if storage_users(self.memory) > self._own_references:
+            return True
+        return held_elsewhere(self.full_tensors)
+
+    # ---- transitions
+    def _become(self, state: PageState) -> None:
+        if state not in _NEXT[self.state]:
+            now = self.state.name
+            raise RuntimeError(f"the page of unit {self._name} cannot become {state.name}: it is {now}")
+        self.state = state
+
+    def load(self, shard: torch.Tensor, read: Read) -> None:
+        """Start making it whole: this rank's shard is copied, the others' are read."""
+        fetching = self._streams.fetching
+        with labelled("page-in of", self._name):
+            if self._memory is None:
+                self._memory, free = self._pool.take(self._layout.padded_numel, self._layout.dtype)
+                fetching.wait(free)
+                self._count_references()  # not when it is ready: a thread that received it may hold views longer
+            fetching.wait(self._streams.current().record())  # a step may have written the shard there
+            memory = self._memory
+            if not self.home:
+                span = self._layout.span(self._rank)
+                fetching.run(lambda: memory[span].copy_(shard))  # a view made here would be held by what waits to run
+            self._work = read(lambda rank: memory[self._layout.span(rank)])
+            self._loaded = fetching.record()
+        self._become(PageState.LOADING)
+        self._pool.ledger.record(Activity.GATHER, self._name, self._layout.page_bytes - self._layout.shard_bytes)
+
+    def finish(self) -> None:
+        """Wait for it; then the full tensors show it."""
+        assert self._work is not None, self._name
+        current = self._streams.current()
+        with labelled("wait for page of", self._name):
+            self._work.wait(current)
+        current.wait(self._loaded)
+        self._work = None
+        self._become(PageState.AT_HOME if self.home else PageState.READY)
+        self._show(list(self._layout.views(self.memory)))
+        self.outdate()
+
+    def drop(self) -> None:
+        """Let go of the memory: nobody holds it."""
+        self._become(PageState.ABSENT)
+        self._show(self._stubs)
+        self._pool.give(self.memory, self._streams.current().record())
+        self._memory = None
+        self._pool.ledger.record(Activity.DROP, self._name)
+
+    def _show(self, memory: Sequence[torch.Tensor]) -> None:
+        for full, data in zip(self.full_tensors, memory, strict=True):
+            set_data(full, data)  # its place in the autograd graph stays
+
+    def _count_references(self) -> None:
+        self._own_references = storage_users(self.memory) + len(self.full_tensors)
+
+    # ---- edits through full tensors
+    def outdate(self) -> None:
+        """What was saved of the memory so far without a handle is stale, and refused by autograd."""
+        self._edits_seen = None  # another thread may look meanwhile
+        for full in self.full_tensors:
+            torch.autograd.graph.increment_version(full)
+        self.note_edits()
+
+    def note_edits(self) -> None:
+        """What was edited so far has been written back, or is no edit of a user's."""
+        self._edits_seen = self._edit_counters()
+
+    def _edit_counters(self) -> list[int]:
+        return [*map(version_of, self.full_tensors), version_of(self.memory)]
+
+    def edits(self) -> Edits:
+        """What was edited since that was last noted."""
+        seen = self._edits_seen
+        if not self.ready or seen is None:
+            return NO_EDITS
+        now = self._edit_counters()
+        slots = [slot for slot in range(len(self.full_tensors)) if now[slot] != seen[slot]]
+        return Edits(slots, now[-1] != seen[-1])
+
+    def own_part(self, slot: int) -> torch.Tensor:
+        """What this rank owns of a parameter, as it is in the page."""
+        place = self._layout.slots[slot]
+        return self.memory[place.offset : place.end][self._layout.within(place, self._rank)]

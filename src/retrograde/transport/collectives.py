@@ -1,0 +1,90 @@
+"""Reductions by the backend of torch.distributed, and the order in which ranks start them.
+
+[Note: the order of collectives]
+A collective needs every rank to call it, and all collectives of a group in one order. Ranks of a free-form backward
+come to their gradients in orders of their own. So a rank that has a gradient says so (`ready`), rank 0 waits until all
+have said it and decides that it is the next (`start`), and every rank starts it when it next looks.
+
+    rank 0   ready(a) ─────────────┐ all are ready: start(a)    looks: reduce_scatter(a)
+    rank 1         ready(a) ───────┴─────────> start(a)         looks: reduce_scatter(a)
+
+Rule 1: rank 0 starts nothing after it has said that it comes to a meeting, until the meeting is over. Its messages
+        arrive in the order in which they were sent, so at the end of a meeting all ranks know of the same starts.
+Rule 2: what is not started before a meeting is never started afterwards: the meeting says who has what, and all ranks
+        conclude the same from that (gradients/strategy.py).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from retrograde.devices import Stream
+from retrograde.transport.messages import Key
+
+
+class StartOrder:
+    """Which reductions all ranks are ready for, in the order in which they start. Not thread-safe by itself."""
+
+    def __init__(self, world: int) -> None:
+        self._world = world
+        self._ready: dict[Key, set[int]] = {}  # on rank 0: who is ready for what is not started yet
+        self._closed = False  # rank 0 has come to a meeting that is not over
+        self._started: list[Key] = []
+
+    def ready(self, key: Key, rank: int, meetings: int) -> list[Key]:
+        """On rank 0, which has been to so many meetings: a rank is ready. Returns what can start now."""
+        self._ready.setdefault(key, set()).add(rank)
+        return [] if self._closed else self._complete(meetings)
+
+    def close(self) -> None:
+        """Rule 1."""
+        self._closed = True
+
+    def open(self, meetings: int) -> list[Key]:
+        """The meeting is over. Returns what can start now."""
+        self._closed = False
+        return self._complete(meetings)
+
+    def _complete(self, meetings: int) -> list[Key]:
+        self._ready = {key: ranks for key, ranks in self._ready.items() if key.meeting >= meetings}  # Rule 2
+        complete = [key for key, ranks in self._ready.items() if len(ranks) == self._world]
+        for key in complete:
+            del self._ready[key]
+        return complete
+
+    def start(self, key: Key) -> None:
+        self._started.append(key)
+
+    def take_started(self) -> list[Key]:
+        started, self._started = self._started, []
+        return started
+
+
+@dataclass(slots=True)
+class _Reduction:
+    work: dist.Work
+    fail: Callable[[str, BaseException], NoReturn]
+
+    def wait(self, stream: Stream) -> None:
+        try:
+            stream.run(self.work.wait)  # on an accelerator it is the stream that waits
+        except RuntimeError as error:
+            self.fail(f"a reduce-scatter of torch.distributed failed: {error}", error)
+
+
+class Collectives:
+    """A process group of our own: the user's collectives may come between ours in any order."""
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
+        ranks = dist.get_process_group_ranks(group)
+        limit = timedelta(seconds=timeout)
+        self._group = dist.new_group(ranks, limit, use_local_synchronization=True, sort_ranks=False)
+
+    def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, fail: Callable[..., NoReturn]) -> _Reduction:
+        work = dist.reduce_scatter_single(own, whole, group=self._group, async_op=True)
+        assert work is not None
+        return _Reduction(work, fail)

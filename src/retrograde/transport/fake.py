@@ -1,0 +1,126 @@
+"""One rank of a world of any size, whose other ranks are imagined: they do as this one does, and nothing travels.
+
+Their shards are left as they are in the page (nobody writes them) and their gradients are zeros. So values mean
+nothing; what is counted, and when, is what the ranks of that world would count. Planning runs on this.
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NoReturn
+
+import torch
+
+from retrograde.devices import Stream
+from retrograde.errors import DivergenceError
+from retrograde.transport.messages import Key, Stamp
+from retrograde.transport.protocol import Memory, Position, ShardServer, Work
+
+
+class _Done:
+    """Work of which nothing is left to do."""
+
+    def wait(self, stream: Stream) -> None:
+        pass
+
+
+class FakeRanks:
+    """Implements `Ranks`."""
+
+    def __init__(self, world: int, rank: int = 0) -> None:
+        self.world = world
+        self.rank = rank
+        self.transports: list[FakeTransport] = []
+
+    def transport(self, shards: ShardServer, timeout: float) -> "FakeTransport":
+        made = FakeTransport(self.rank, self.world, shards, timeout)
+        self.transports.append(made)
+        return made
+
+    def say_goodbye(self) -> None:
+        """There is nobody to hear it."""
+
+
+class FakeTransport:
+    """Counts what it is asked for. Implements `Transport`."""
+
+    def __init__(self, rank: int, world: int, shards: ShardServer, timeout: float) -> None:
+        self.rank = rank
+        self.world = world
+        self.timeout = timeout
+        self.meetings = 0
+        self.calls: Counter[str] = Counter()  # reads, puts, reduce-scatters and meetings
+        self.nbytes: Counter[str] = Counter()  # into this rank by reads, out of it by puts and reduce-scatters
+        self.allocated: Counter[Memory] = Counter()  # bytes, ever
+        self._shards = shards
+        self._ready: list[Key] = []
+        self._put: dict[Key, torch.dtype] = {}
+
+    @property
+    def _peers(self) -> list[int]:
+        return [rank for rank in range(self.world) if rank != self.rank]
+
+    def allocate(self, memory: Memory, numel: int, dtype: torch.dtype, stream: Stream) -> torch.Tensor:
+        self.allocated[memory] += numel * dtype.itemsize
+        return stream.empty(numel, dtype)
+
+    def _count(self, what: str, nbytes: int = 0) -> None:
+        self.calls[what] += 1
+        self.nbytes[what] += nbytes
+
+    # ---- shards
+    def read(self, unit: int, name: str, stamp: Stamp, into: Callable[[int], torch.Tensor]) -> Work:
+        self._count("read", sum(into(src).nbytes for src in self._peers))
+        return _Done()
+
+    def shards_changed(self) -> None:
+        """Nobody reads them."""
+
+    # ---- gradients, one by one
+    def put(self, key: Key, parts: Mapping[int, Sequence[torch.Tensor]]) -> Work:
+        self._count("put", sum(piece.nbytes for pieces in parts.values() for piece in pieces))
+        self._put[key] = next((pieces[0].dtype for pieces in parts.values()), torch.float32)
+        return _Done()
+
+    def arrived(self, key: Key, src: int) -> bool:
+        return key in self._put
+
+    def take(self, key: Key, src: int, unit: str) -> torch.Tensor:
+        return torch.zeros(self._shards.shard_numel(key.unit), dtype=self._put[key])
+
+    def discard_parts(self) -> None:
+        self._put = {key: dtype for key, dtype in self._put.items() if key.meeting >= self.meetings}
+
+    # ---- gradients, all ranks at once
+    def open_collectives(self) -> None:
+        """There is nothing to open."""
+
+    def ready(self, key: Key) -> None:
+        self._ready.append(key)
+
+    def agreed(self) -> Iterable[Key]:
+        """The others are ready when this one is."""
+        ready, self._ready = self._ready, []
+        return ready
+
+    def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor) -> Work:
+        self._count("reduce_scatter", whole.nbytes - own.nbytes)
+        own.copy_(whole[self.rank * own.numel() : (self.rank + 1) * own.numel()])
+        return _Done()
+
+    # ---- agreement
+    def meet(self, position: Position) -> list[Position]:
+        self.meetings += 1
+        self._count("meeting")
+        return [position] * self.world
+
+    # ---- failure
+    def check(self) -> None:
+        """Nobody else can fail."""
+
+    def fail(self, text: str, cause: BaseException | None = None) -> NoReturn:
+        raise DivergenceError(text) from cause
+
+    @contextlib.contextmanager
+    def shared_fate(self, what: str) -> Iterator[None]:
+        yield

@@ -1,0 +1,23 @@
+"""Ranks that are processes: those of a process group of torch.distributed."""
+
+import torch.distributed as dist
+
+from retrograde.transport.connections import TIMEOUT, Connections
+from retrograde.transport.one_sided import OneSidedTransport
+from retrograde.transport.protocol import ShardServer
+
+
+class ProcessRanks:
+    """The ranks of a process group, connected. Implements `Ranks`."""
+
+    def __init__(self, group: dist.ProcessGroup, timeout: float = TIMEOUT) -> None:
+        """All ranks of the group come here, within `timeout` seconds."""
+        self._connections = Connections.of(group, timeout)
+        self.rank = self._connections.rank
+        self.world = self._connections.world
+
+    def transport(self, shards: ShardServer, timeout: float) -> OneSidedTransport:
+        return OneSidedTransport(self._connections, shards, timeout)
+
+    def say_goodbye(self) -> None:
+        self._connections.say_goodbye()

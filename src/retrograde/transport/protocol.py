@@ -1,0 +1,170 @@
+"""The door to other ranks: what an engine needs of them, and nothing else.
+
+[Note: the door]
+An engine reads shards into pages, contributes gradients, meets the other ranks and tells them of failures. How bytes
+get there is the affair of what stands behind this door:
+
+| implementation              | ranks are                     | bytes go                                  |
+|-----------------------------|-------------------------------|-------------------------------------------|
+| `one_sided.py`              | processes                     | over connections (`connections.py`)       |
+| `threads.py`                | threads of one process        | from tensor to tensor, in the same memory |
+| `fake.py`                   | this one, and as many imagined | nowhere: they are counted                 |
+
+Rule 1: `read`, `put` and `reduce_scatter` return at once. Their work object orders what comes after them: what is
+        issued on the stream that `wait` is given finds the data there.
+Rule 2: nothing but `meet` waits for another rank's main thread.
+Rule 3: what may have to be shared, pinned or registered with a network is allocated here: shards, pages and buckets.
+Rule 4: every wait has a time limit. When it has passed, or when a rank has failed, every rank that waits raises an
+        error that names the rank and the cause.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from enum import Enum, auto
+from typing import NamedTuple, NoReturn, Protocol
+
+import torch
+
+from retrograde.devices import Stream
+from retrograde.transport.messages import Address, Form, Key, Offers, Reason, Stamp, Value
+
+
+class Memory(Enum):
+    """What memory is for. A transport may want it in a place of its own."""
+
+    SHARD = auto()  # lives as long as the model; other ranks read it
+    PAGE = auto()  # other ranks' shards are read into it
+    BUCKET = auto()  # a gradient that other ranks take their parts of
+
+
+class Work(Protocol):
+    """Something under way."""
+
+    def wait(self, stream: Stream) -> None:
+        """What is issued on `stream` from now on finds it done. The host may have to wait for that."""
+
+
+class Position(NamedTuple):
+    """What a rank brings to a meeting: why it came, and what it has for the others.
+
+    `launched`: gradients that it has put since its last meeting. This one adds them up, whatever the others came for.
+    `pending`: gradients that it would put if this meeting turns out to flush them.
+    """
+
+    reason: Reason
+    label: str
+    launched: Offers
+    pending: Offers
+    value: Value = None
+
+
+class ShardServer(Protocol):
+    """An engine, as other ranks' readers see it. Called by any thread, whatever the engine's own thread is doing."""
+
+    def shard_for(self, unit: int, stamp: Stamp) -> torch.Tensor | str:
+        """The unit's shard in the state that a reader needs, else why it is not to be had (yet)."""
+
+    def shard_numel(self, unit: int) -> int:
+        """How many elements the unit's shard has on this rank."""
+
+
+class Transport(Protocol):
+    """One engine's way to the other ranks."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world(self) -> int: ...
+
+    @property
+    def meetings(self) -> int:
+        """How many meetings this rank has come to."""
+
+    timeout: float
+
+    def allocate(self, memory: Memory, numel: int, dtype: torch.dtype, stream: Stream) -> torch.Tensor:
+        """Memory of the stream's device, not initialized."""
+
+    # ---- shards
+    def read(self, unit: int, name: str, stamp: Stamp, into: Callable[[int], torch.Tensor]) -> Work:
+        """Start reading every other rank's shard of `unit`, in the state `stamp`, into `into(rank)`."""
+
+    def shards_changed(self) -> None:
+        """This rank's shards have changed: a reader that had to wait may be served now."""
+
+    # ---- gradients, one by one: parts go to their owners, which add them up themselves
+    def put(self, key: Key, parts: Mapping[int, Sequence[torch.Tensor]]) -> Work:
+        """Start sending to each rank its part, which may lie in pieces. They must not change until the work is done."""
+
+    def arrived(self, key: Key, src: int) -> bool: ...
+
+    def take(self, key: Key, src: int, unit: str) -> torch.Tensor:
+        """What `src` put under `key`: it said so at a meeting, so it is there or on its way."""
+
+    def discard_parts(self) -> None:
+        """Forget what was put before the last meeting and never taken."""
+
+    # ---- gradients, all ranks at once: the backend adds them up
+    def open_collectives(self) -> None:
+        """Called once, by all ranks, before the first of the following."""
+
+    def ready(self, key: Key) -> None:
+        """This rank can take part in the reduction of `key`."""
+
+    def agreed(self) -> Iterable[Key]:
+        """Keys for which all ranks are ready and that this call is the first to return. All ranks get them in the same
+        order, and those that any rank gets before a meeting all ranks get before they return from it."""
+
+    def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor) -> Work:
+        """Start adding up `whole` over all ranks; this rank's part of the sum goes to `own`. All ranks call it for the
+        same things in the same order. Both tensors are kept until the work is done."""
+
+    # ---- agreement
+    def meet(self, position: Position) -> list[Position]:
+        """Wait until every rank has come to its next meeting; returns everybody's position, by rank."""
+
+    # ---- failure
+    def check(self) -> None:
+        """Raise if something has gone wrong on any rank."""
+
+    def fail(self, text: str, cause: BaseException | None = None) -> NoReturn:
+        """Tell all ranks that this engine is of no further use, and raise."""
+
+    def shared_fate(self, what: str) -> AbstractContextManager[None]:
+        """What goes wrong inside on one rank is told to the others, which would wait for it in vain."""
+
+
+class Parts(NamedTuple):
+    """The content of a pipeline's message: tensors, and how they are put together again."""
+
+    form: Form
+    tensors: list[torch.Tensor | None]
+
+
+class Channel(Protocol):
+    """A pipeline's way between its stages."""
+
+    def send(self, peer: int, address: Address, content: Parts) -> None: ...
+
+    def send_void(self, peer: int, address: Address) -> None:
+        """There will be no content: this rank has failed."""
+
+    def receive(self, peer: int, address: Address) -> Parts | None:
+        """Wait for the content at an address; None where its sender has failed."""
+
+
+class Ranks(Protocol):
+    """The ranks that share a model: what `shard()` and `Pipeline()` reach each other through."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world(self) -> int: ...
+
+    def transport(self, shards: ShardServer, timeout: float) -> Transport:
+        """For one engine. All ranks make theirs in the same order."""
+
+    def say_goodbye(self) -> None:
+        """This rank has finished. It goes on serving those that have not."""

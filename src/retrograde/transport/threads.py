@@ -1,0 +1,227 @@
+"""Ranks that are threads of one process: for tests that need ranks and no processes.
+
+All memory is shared, so a rank reads another's shard from where it lies, and a part of a gradient is handed over as a
+copy. What ranks share is one `_Shared`, under one lock.
+"""
+
+import contextlib
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn, TypeVar
+
+import torch
+
+from retrograde.devices import Stream
+from retrograde.errors import DivergenceError
+from retrograde.transport.collectives import StartOrder
+from retrograde.transport.messages import Key, Stamp
+from retrograde.transport.protocol import Memory, Position, ShardServer, Work
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class _Shared:
+    """What the transports of one engine, one on each rank, have in common."""
+
+    world: int
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    transports: dict[int, "ThreadTransport"] = field(default_factory=dict)
+    met: dict[int, dict[int, Position]] = field(default_factory=lambda: defaultdict(dict))
+    parts: dict[tuple[Key, int, int], torch.Tensor] = field(default_factory=dict)  # key, from, to
+    sums: dict[int, dict[int, torch.Tensor]] = field(default_factory=lambda: defaultdict(dict))
+    failure: str | None = None
+
+
+class ThreadGroup:
+    """As many ranks as there are to be threads. Each thread takes its own: `group.rank(0)`."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self._lock = threading.Lock()
+        self._engines: dict[int, _Shared] = {}  # by the order in which ranks make them
+
+    def rank(self, number: int) -> "ThreadRanks":
+        return ThreadRanks(self, number)
+
+    def engine(self, number: int) -> _Shared:
+        with self._lock:
+            return self._engines.setdefault(number, _Shared(self.world))
+
+
+class ThreadRanks:
+    """One thread's view of the ranks. Implements `Ranks`."""
+
+    def __init__(self, group: ThreadGroup, rank: int) -> None:
+        self.rank = rank
+        self.world = group.world
+        self._group = group
+        self._made = 0
+
+    def transport(self, shards: ShardServer, timeout: float) -> "ThreadTransport":
+        shared = self._group.engine(self._made)
+        self._made += 1
+        return ThreadTransport(shared, self.rank, shards, timeout)
+
+    def say_goodbye(self) -> None:
+        """The others read this rank's memory themselves, also when its thread has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Deferred:
+    """Done when `finish` has been called."""
+
+    finish: Callable[[], None]
+
+    def wait(self, stream: Stream) -> None:
+        self.finish()
+
+
+class ThreadTransport:
+    """Implements `Transport`."""
+
+    def __init__(self, shared: _Shared, rank: int, shards: ShardServer, timeout: float) -> None:
+        self.rank = rank
+        self.world = shared.world
+        self.timeout = timeout
+        self.meetings = 0
+        self.shards = shards
+        self._shared = shared
+        self._order = StartOrder(shared.world)  # rank 0's decides; all are told
+        self._reductions = 0
+        with shared.changed:
+            shared.transports[rank] = self
+            shared.changed.notify_all()
+
+    @property
+    def _peers(self) -> list[int]:
+        return [rank for rank in range(self.world) if rank != self.rank]
+
+    def allocate(self, memory: Memory, numel: int, dtype: torch.dtype, stream: Stream) -> torch.Tensor:
+        return stream.empty(numel, dtype)
+
+    # ---- shards
+    def read(self, unit: int, name: str, stamp: Stamp, into: Callable[[int], torch.Tensor]) -> Work:
+        """The owner's shard is copied when it is in the state asked for: now, or when this rank waits for it."""
+        self.check()
+        missing = {src: into(src) for src in self._peers}
+
+        def copy_those_there() -> bool:
+            for src in list(missing):
+                owner = self._shared.transports.get(src)
+                found = "it has not made the engine" if owner is None else owner.shards.shard_for(unit, stamp)
+                if not isinstance(found, str):
+                    missing.pop(src).copy_(found)
+            return not missing
+
+        with self._shared.changed:
+            copy_those_there()
+        return _Deferred(lambda: self._wait(copy_those_there, f"reading unit {name}"))
+
+    def shards_changed(self) -> None:
+        with self._shared.changed:
+            self._shared.changed.notify_all()
+
+    # ---- gradients, one by one
+    def put(self, key: Key, parts: Mapping[int, Sequence[torch.Tensor]]) -> Work:
+        with self._shared.changed:
+            for dst, pieces in parts.items():
+                self._shared.parts[key, self.rank, dst] = torch.cat(list(pieces))
+            self._shared.changed.notify_all()
+        return _Deferred(lambda: None)
+
+    def arrived(self, key: Key, src: int) -> bool:
+        return (key, src, self.rank) in self._shared.parts
+
+    def take(self, key: Key, src: int, unit: str) -> torch.Tensor:
+        self._wait(lambda: self.arrived(key, src), f"the gradient of unit {unit} from rank {src}")
+        with self._shared.changed:
+            return self._shared.parts.pop((key, src, self.rank))
+
+    def discard_parts(self) -> None:
+        with self._shared.changed:
+            for at in [at for at in self._shared.parts if at[2] == self.rank and at[0].meeting < self.meetings]:
+                del self._shared.parts[at]
+
+    # ---- gradients, all ranks at once
+    def open_collectives(self) -> None:
+        """There is nothing to open."""
+
+    def ready(self, key: Key) -> None:
+        with self._shared.changed:
+            first = self._shared.transports[0]
+            first._start(first._order.ready(key, self.rank, first.meetings))
+
+    def _start(self, keys: Iterable[Key]) -> None:
+        for key in keys:
+            for transport in self._shared.transports.values():
+                transport._order.start(key)
+
+    def agreed(self) -> Iterable[Key]:
+        with self._shared.changed:
+            return self._order.take_started()
+
+    def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor) -> Work:
+        number = self._reductions
+        self._reductions += 1
+        with self._shared.changed:
+            given = self._shared.sums[number]
+            given[self.rank] = whole.clone()
+            self._shared.changed.notify_all()
+
+        def finish() -> None:
+            self._wait(lambda: len(given) == self.world, "a reduce-scatter")
+            self._shared.sums.pop(number, None)
+            mine = slice(self.rank * own.numel(), (self.rank + 1) * own.numel())
+            torch.sum(torch.stack([given[rank][mine] for rank in sorted(given)]), 0, out=own)
+
+        return _Deferred(finish)
+
+    # ---- agreement
+    def meet(self, position: Position) -> list[Position]:
+        with self._shared.changed:
+            self._order.close()
+            self.meetings += 1
+            met = self._shared.met[self.meetings]
+            met[self.rank] = position
+            self._shared.changed.notify_all()
+        self._wait(lambda: len(met) == self.world, f"{position.reason} ({position.label})")
+        with self._shared.changed:
+            self._shared.met.pop(self.meetings - 1, None)  # everybody has left the one before
+            if self.rank == 0:
+                self._start(self._order.open(self.meetings))
+        return [met[rank] for rank in range(self.world)]
+
+    def _wait(self, done: Callable[[], bool], what: str) -> None:
+        with self._shared.changed:
+            self._shared.changed.wait_for(lambda: self._shared.failure is not None or done(), self.timeout)
+            self.check()
+            if done():
+                return
+        self.fail(f"rank {self.rank} waited {self.timeout:g} s at {what}; let every rank come to the same steps")
+
+    # ---- failure
+    def check(self) -> None:
+        if self._shared.failure is not None:
+            raise DivergenceError(self._shared.failure)
+
+    def fail(self, text: str, cause: BaseException | None = None) -> NoReturn:
+        self._announce(text)
+        raise DivergenceError(self._shared.failure) from cause
+
+    def _announce(self, text: str) -> None:
+        with self._shared.changed:
+            if self._shared.failure is None:
+                self._shared.failure = text
+            self._shared.changed.notify_all()
+
+    @contextlib.contextmanager
+    def shared_fate(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, DivergenceError):
+                self._announce(f"rank {self.rank}: {what} raised {type(error).__name__}: {error}")
+            raise
