@@ -139,7 +139,7 @@ def _timed(chain: Chain, args: tuple[Any, ...], options: dict[str, Any]) -> tupl
     return seconds, output if isinstance(output, tuple) else (output,)
 
 
-def keep(blocks: Sequence[Block], mine: Collection[nn.Module], device: torch.device) -> None:
+def materialize_stages(blocks: Sequence[Block], mine: Collection[nn.Module], device: torch.device) -> None:
     """Make the modules in `mine` real if they are on the meta device.
 
     All modules are drawn, one at a time, in the order of their construction: with the same seed a model has the same

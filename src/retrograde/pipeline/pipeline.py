@@ -21,9 +21,20 @@ from retrograde.arguments import Said, flag, function, instance, one_of, said, s
 from retrograde.engine import Engine, shard
 from retrograde.errors import PipelineError
 from retrograde.parameters import ShardedParameter
-from retrograde.pipeline.agreement import share, together
+from retrograde.pipeline.agreement import all_gather_text, together
 from retrograde.pipeline.batches import CallerGradients, copied, microbatches, size
-from retrograde.pipeline.blocks import Block, Chain, Model, Tie, accepted, blocks_of, divide, find_ties, keep, measured
+from retrograde.pipeline.blocks import (
+    Block,
+    Chain,
+    Model,
+    Tie,
+    accepted,
+    blocks_of,
+    divide,
+    find_ties,
+    materialize_stages,
+    measured,
+)
 from retrograde.pipeline.dryrun import check
 from retrograde.pipeline.executor import Batch, Executor, Outcome, total_loss
 from retrograde.pipeline.generators import GENERATORS
@@ -31,9 +42,9 @@ from retrograde.pipeline.lowering import forward_only, lower
 from retrograde.pipeline.options import Cut, Zero, check_apart, group_of
 from retrograde.pipeline.schedule import Action, Schedule
 from retrograde.pipeline.search import schedule_for
-from retrograde.pipeline.stage import Lesson, Loss, Stage
+from retrograde.pipeline.stage import Loss, Stage, WeightedTarget
 from retrograde.pipeline.timeline import Timed
-from retrograde.pipeline.transport import MeshTransport, Transport
+from retrograde.pipeline.transport import MeshTransport, StageTransport
 
 
 @dataclass(frozen=True)
@@ -49,7 +60,7 @@ class Result:
     losses: tuple[Tensor, ...]
 
 
-class Given(NamedTuple):
+class StepArguments(NamedTuple):
     """What the caller of a step gave on this rank."""
 
     args: tuple[Any, ...]
@@ -103,7 +114,7 @@ class Pipeline:
         self._accepted = accepted([block.module for block in blocks])
         mine = self.schedule.stages_of(self.rank)
         self._ties = [tie for tie in find_ties(groups, self.schedule.placement) if self.rank in tie.ranks]
-        keep(blocks, [block.module for stage in mine for block in groups[stage]], self.device)
+        materialize_stages(blocks, [block.module for stage in mine for block in groups[stage]], self.device)
         chains = {stage: Chain([block.module for block in groups[stage]]) for stage in mine}
         last = self.schedule.last_stage
         self._names = dict(_names([block for stage in mine for block in groups[stage]]))
@@ -112,7 +123,7 @@ class Pipeline:
             number: Stage(number, chain, (loss or _itself) if number == last else None)
             for number, chain in chains.items()
         }
-        self._transport: Transport = MeshTransport(self._group, self.device)
+        self._transport: StageTransport = MeshTransport(self._group, self.device)
         self._executor = self._make_executor(self.schedule, zero)
         self._evaluator = self._make_executor(forward_only(self.schedule), zero)
         self.trace: list[Timed] = []
@@ -137,15 +148,15 @@ class Pipeline:
         for whichever blocks accept them. Tensors among them that require gradients get theirs on these ranks, and
         backward goes on into the graph they have.
         """
-        loss = self._train(Given(args, target, options), keep_outputs=False).loss
+        loss = self._train(StepArguments(args, target, options), keep_outputs=False).loss
         assert loss is not None
         return loss
 
     def run(self, *args: Any, target: Any = None, **options: Any) -> Result:
         """A step that also returns the outputs and the losses of the microbatches, detached."""
-        return self._train(Given(args, target, options), keep_outputs=True)
+        return self._train(StepArguments(args, target, options), keep_outputs=True)
 
-    def _train(self, given: Given, keep_outputs: bool) -> Result:
+    def _train(self, given: StepArguments, keep_outputs: bool) -> Result:
         gradients = CallerGradients()
 
         def batch() -> Batch:
@@ -160,7 +171,7 @@ class Pipeline:
         """Forward only. The loss is computed if there is a target."""
 
         def batch() -> Batch:
-            made = self._batch(Given(args, target, options), learn=target is not None)
+            made = self._batch(StepArguments(args, target, options), learn=target is not None)
             return replace(made, keep_outputs=True)
 
         with torch.no_grad():
@@ -201,7 +212,7 @@ class Pipeline:
         if cut is None or cut.sample is None:
             return cut.costs if cut else None
         for group in self._groups:
-            costs = json.loads(share(json.dumps(costs), group)[0])  # all replicas are cut alike
+            costs = json.loads(all_gather_text(json.dumps(costs), group)[0])  # all replicas are cut alike
         return costs
 
     def _shard(self, zero: Zero | None, chains: list[Chain]) -> Engine | None:
@@ -229,7 +240,7 @@ class Pipeline:
     def _one_reduction(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.engine is None else self.engine.coalesce()
 
-    def _batch(self, given: Given, learn: bool, gradients: CallerGradients | None = None) -> Batch:
+    def _batch(self, given: StepArguments, learn: bool, gradients: CallerGradients | None = None) -> Batch:
         """The microbatches of a step on this rank; with `gradients`, those that the caller wants are delivered."""
         count = self.schedule.microbatches
         first, last = 0 in self.stages, self.schedule.last_stage in self.stages
@@ -249,7 +260,7 @@ class Pipeline:
         if not (learn and last):
             return Batch(inputs, kwargs, [None] * count)
         weights = self._weights(targets, inputs or [()] * count)
-        return Batch(inputs, kwargs, list(map(Lesson, targets, weights)))
+        return Batch(inputs, kwargs, list(map(WeightedTarget, targets, weights)))
 
     def _check_options(self, options: dict[str, Any]) -> None:
         for name, value in options.items():
@@ -294,7 +305,7 @@ class Pipeline:
                 if dtype != NO_LOSS:
                     told = torch.tensor(value, dtype=LOSS_DTYPES[int(dtype)])
             if void:
-                texts = [json.loads(text) for text in share(json.dumps(failures), group)]
+                texts = [json.loads(text) for text in all_gather_text(json.dumps(failures), group)]
                 failures = sorted({text for by_rank in texts for text in by_rank})
         return failures, told
 

@@ -30,10 +30,10 @@ Loss = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
-class Lesson:
+class WeightedTarget:
     """What the last stage needs for its loss: the target of a microbatch, and with which weight its loss counts."""
 
-    target: Any
+    value: Any
     weight: float
 
 
@@ -53,7 +53,7 @@ class Flight:
     phase: Phase = Phase.FORWARD
 
 
-class _Enter(torch.autograd.Function):
+class _EnterStage(torch.autograd.Function):
     """A leaf as the module may have it: not a leaf, so that it can be changed in place as in a whole model."""
 
     @staticmethod
@@ -90,17 +90,17 @@ class Stage:
         return Parcel(parcel.layout, [None if t is None else t.detach() for t in parcel.tensors])
 
     def run_last(
-        self, microbatch: int, arrived: Parcel, options: Mapping[str, Any], lesson: Lesson | None, split: bool
+        self, microbatch: int, arrived: Parcel, options: Mapping[str, Any], target: WeightedTarget | None, split: bool
     ) -> tuple[Tensor | None, Any]:
-        """F of the last stage: its loss (None without a lesson) and its output, both detached."""
-        flight, (output, loss) = self._forward(arrived, options, split, lesson)
+        """F of the last stage: its loss (None without a target) and its output, both detached."""
+        flight, (output, loss) = self._forward(arrived, options, split, target)
         parcel = Parcel.of(output)
         detached = parcel.tree([None if t is None else t.detach() for t in parcel.tensors])
-        if loss is None or lesson is None:
+        if loss is None or target is None:
             return None, detached
         if loss.numel() != 1:
             raise PipelineError(f"stage {self.index}: the loss must be one number, it has shape {list(loss.shape)}")
-        flight.edges, flight.seed = [_edge(loss)], [torch.full_like(loss, lesson.weight, requires_grad=False)]
+        flight.edges, flight.seed = [_edge(loss)], [torch.full_like(loss, target.weight, requires_grad=False)]
         self._keep(microbatch, flight)
         return loss.detach().clone(), detached  # of a loss that is a view, one number stays
 
@@ -148,7 +148,7 @@ class Stage:
         self.drop()
 
     def _forward(
-        self, arrived: Parcel, options: Mapping[str, Any], split: bool, lesson: Lesson | None = None
+        self, arrived: Parcel, options: Mapping[str, Any], split: bool, target: WeightedTarget | None = None
     ) -> tuple[Flight, Any]:
         training = torch.is_grad_enabled()
         leaves = [
@@ -165,10 +165,10 @@ class Stage:
             output = self.module(*args, **kwargs)
             if self.loss is None:
                 return flight, output
-            if lesson is None:
+            if target is None:
                 return flight, (output, None)
-            target = () if lesson.target is None else (lesson.target,)
-            return flight, (output, self.loss(output, *target))
+            given = () if target.value is None else (target.value,)
+            return flight, (output, self.loss(output, *given))
 
     def _keep(self, microbatch: int, flight: Flight) -> None:
         if microbatch in self.flights:
@@ -193,7 +193,7 @@ class Stage:
 
 
 def _enter(leaf: Tensor) -> Tensor:
-    entered: Tensor = _Enter.apply(leaf)  # type: ignore[no-untyped-call]
+    entered: Tensor = _EnterStage.apply(leaf)  # type: ignore[no-untyped-call]
     return entered
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from html import escape
 
 from retrograde.pipeline.drawing import COLOURS, NAMES, colour, short_length, stages_seen, summary
-from retrograde.pipeline.schedule import Kind
+from retrograde.pipeline.schedule import ActionKind
 from retrograde.pipeline.timeline import Timed, Timeline
 
 ROW, GAP = 28, 6
@@ -107,7 +107,7 @@ def _nice_step(makespan: float) -> float:
     return next(factor * power for factor in (1, 2, 5, 10) if makespan / (factor * power) <= 12)
 
 
-def _legend(kinds: set[Kind]) -> str:
+def _legend(kinds: set[ActionKind]) -> str:
     parts, x = [], 0
     for kind in COLOURS:
         if kind in kinds:

@@ -17,18 +17,18 @@ import torch
 from retrograde.devices.simulated.device import Mark, Run, SimulatedDevice, Site, Wait
 from retrograde.errors import RetrogradeError
 
-Check = Callable[[], list[str]]  # what is wrong in memory when all work is done
-Program = Callable[[SimulatedDevice], Check]  # issues work, and says how to check its result
-Schedule = tuple[int, ...]  # the streams in the order in which they run their next piece of work
+MemoryCheck = Callable[[], list[str]]  # what is wrong in memory when all work is done
+Program = Callable[[SimulatedDevice], MemoryCheck]  # issues work, and says how to check its result
+Interleaving = tuple[int, ...]  # the streams in the order in which they run their next piece of work
 
 
 class Corrupted(RetrogradeError):
     """An order of the device's work that gives a wrong result."""
 
-    def __init__(self, schedule: Schedule, steps: list[str], faults: list[str], tried: int) -> None:
+    def __init__(self, interleaving: Interleaving, steps: list[str], faults: list[str], tried: int) -> None:
         order = "\n".join(f"  {number + 1}. {step}" for number, step in enumerate(steps))
         super().__init__(f"after {tried} orders, a wrong one:\n{order}\ngives " + "; ".join(faults))
-        self.schedule, self.faults, self.tried = schedule, faults, tried
+        self.interleaving, self.faults, self.tried = interleaving, faults, tried
 
 
 class Stuck(RetrogradeError):
@@ -150,10 +150,10 @@ def sample(program: Program, seeds: range, without: Site | None = None) -> int:
     return len(orders)
 
 
-def replay(program: Program, schedule: Schedule, without: Site | None = None) -> list[str]:
+def replay(program: Program, interleaving: Interleaving, without: Site | None = None) -> list[str]:
     """Run one order again; returns what is wrong at its end."""
     with torch.no_grad():
         machine = _Machine(program, without)
-        for number in schedule:
+        for number in interleaving:
             machine.run(number)
         return machine.check()
