@@ -45,7 +45,10 @@ class Streams:
     """The streams of one device: two of ours, and the one that code runs on now."""
 
     def __init__(self, reducing: Stream, fetching: Stream, current: Callable[[], Stream] | None = None) -> None:
-        self.reducing, self.fetching, self.current = reducing, fetching, current or (lambda: reducing)
+        """Without `current`, code runs on the reducing stream: on the host they are all the same."""
+        self.reducing = reducing
+        self.fetching = fetching
+        self.current = current or (lambda: reducing)
 
 
 class DeviceStream(Stream):
@@ -72,5 +75,6 @@ class DeviceStream(Stream):
 def streams_of(device: torch.device) -> Streams:
     if device.type == "cpu":
         return Streams(Stream(), Stream())
-    reducing, fetching = DeviceStream(torch.Stream(device)), DeviceStream(torch.Stream(device))
+    reducing = DeviceStream(torch.Stream(device))
+    fetching = DeviceStream(torch.Stream(device))
     return Streams(reducing, fetching, lambda: DeviceStream(torch.accelerator.current_stream()))

@@ -30,7 +30,8 @@ def check(schedule: Schedule) -> None:
     _check_complete(schedule)
     if any(action.kind.is_transfer for _, action in schedule.actions()):
         _check_transfers(schedule)
-    if stuck := find_stuck(schedule):
+    stuck = find_stuck(schedule)
+    if stuck:
         _fail(schedule, _deadlock(schedule, stuck), {item.place for item in stuck})
     _check_pages(schedule)
     _check_reductions(schedule)
@@ -119,7 +120,8 @@ def _check_transfers(schedule: Schedule) -> None:
         if not action.kind.is_transfer:
             continue
         edge = 0 if action.kind in (ActionKind.SEND_B, ActionKind.RECV_F) else schedule.last_stage
-        if action.stage == edge or (peer := schedule.peer(action)) == place.rank:
+        peer = place.rank if action.stage == edge else schedule.peer(action)
+        if peer == place.rank:
             _fail(schedule, f"{action} on rank {place.rank} has no other rank to exchange with", {place})
         lanes.setdefault((place.rank, peer), []).append((_message(action), place))
     for (rank, peer), lane in sorted(lanes.items()):
@@ -187,7 +189,8 @@ def _check_reductions(schedule: Schedule) -> None:
     counts = Counter(action.stage for _, action in schedule.actions() if action.kind is ActionKind.REDUCE)
     if not counts:
         return
-    if wrong := [stage for stage in range(schedule.stages) if counts[stage] != 1]:
+    wrong = [stage for stage in range(schedule.stages) if counts[stage] != 1]
+    if wrong:
         _fail(schedule, f"stage {wrong[0]} is reduced {counts[wrong[0]]} times; each stage is reduced once")
     reduced: set[int] = set()
     for place, action in schedule.actions():

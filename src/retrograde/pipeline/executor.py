@@ -78,8 +78,11 @@ class Executor:
         transport: StageTransport,
         watch: Callable[[Action], None] | None = None,
     ) -> None:
-        self.schedule, self.rank, self.stages = schedule, rank, stages
-        self._transport, self.watch = transport, watch
+        self.schedule = schedule
+        self.rank = rank
+        self.stages = stages
+        self.watch = watch
+        self._transport = transport
         self._actions = schedule.ranks[rank]
         self._split = {(a.stage, a.microbatch) for a in self._actions if a.kind is ActionKind.I}
         self._arriving: dict[Address, Incoming] = {}
@@ -136,40 +139,47 @@ class Executor:
         return outcome
 
     def _do(self, action: Action) -> None:
-        outcome = self._outcome
-        if not outcome.void:
-            try:
-                self._table[action.kind](action)
-                return
-            except SenderFailed:
-                outcome.void = True
-            except Exception as error:
-                outcome.void, outcome.error = True, error
-                last = traceback.format_exception_only(error)[-1].strip()
-                outcome.failure = Failure(self.rank, action, last)
-            if not action.kind.is_transfer:
-                return  # it has taken in what was to arrive for it
-        if (instead := self._void_table.get(action.kind)) is not None:
+        if self._outcome.void:
+            self._do_void(action)
+            return
+        try:
+            self._table[action.kind](action)
+            return
+        except SenderFailed:
+            self._outcome.void = True
+        except Exception as error:
+            last = traceback.format_exception_only(error)[-1].strip()
+            self._outcome.void = True
+            self._outcome.error = error
+            self._outcome.failure = Failure(self.rank, action, last)
+        if action.kind.is_transfer:
+            self._do_void(action)  # a compute action has taken in what was to arrive for it
+
+    def _do_void(self, action: Action) -> None:
+        """What is left of an action after a failure."""
+        instead = self._void_table.get(action.kind)
+        if instead is not None:
             instead(action)
 
     # ---- compute
     def _forward(self, action: Action) -> None:
         number = _number(action)
-        stage, last = self.stages[action.stage], action.stage == self.schedule.last_stage
+        stage = self.stages[action.stage]
         if action.stage == 0:
             arrived = Parcel.of(self._batch.inputs[number]).apart()
         else:
             arrived = self._take(Address(True, action.stage - 1, number))
-        options, split = self._batch.options[number], (action.stage, number) in self._split
-        if not last:
+        options = self._batch.options[number]
+        split = (action.stage, number) in self._split
+        if action.stage != self.schedule.last_stage:
             self._hand_over(action, Address(True, action.stage, number), stage.run(number, arrived, options, split))
             return
         target = self._batch.targets[number]
-        loss, output = stage.run_last(number, arrived, options, target, split)
+        made = stage.run_last(number, arrived, options, target, split)
         if self._batch.keep_outputs:
-            self._outcome.outputs[number] = output
-        if loss is not None and target is not None:
-            self._outcome.losses[number] = WeightedLoss(loss, target.weight)
+            self._outcome.outputs[number] = made.output
+        if made.loss is not None and target is not None:
+            self._outcome.losses[number] = WeightedLoss(made.loss, target.weight)
 
     def _backward(self, action: Action) -> None:
         grads = self._arrived_grads(action)

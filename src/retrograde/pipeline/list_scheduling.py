@@ -65,7 +65,10 @@ def make_schedule(name: str, progress: Progress, rule: DispatchRule) -> Schedule
     moments = [(0.0, rank) for rank in range(ranks)]
     while moments:
         now, rank = heapq.heappop(moments)
-        if now < free[rank] or (action := rule(progress, rank, now)) is None:
+        if now < free[rank]:
+            continue
+        action = rule(progress, rank, now)
+        if action is None:
             continue
         lists[rank].append(action)
         free[rank] = progress.do(action, now)
@@ -107,14 +110,18 @@ class Greedy:
     urgency: tuple[ActionKind, ...] = (ActionKind.I, ActionKind.F, ActionKind.W)
 
     def __call__(self, progress: Progress, rank: int, now: float) -> Action | None:
+        stages = [stage for stage, home in enumerate(progress.placement) if home == rank]
         for kind in self.urgency:
-            for stage in range(len(self.caps) - 1, -1, -1) if kind is ActionKind.F else range(len(self.caps)):
-                if progress.placement[stage] == rank and self._may(progress, kind, stage, now):
+            in_order = reversed(stages) if kind is ActionKind.F else stages
+            for stage in in_order:
+                if self._may(progress, kind, stage, now):
                     return progress.next(kind, stage)
         return None
 
     def _may(self, progress: Progress, kind: ActionKind, stage: int, now: float) -> bool:
-        forwards, inputs = progress.count[ActionKind.F][stage], progress.count[ActionKind.I][stage]
+        """Whether the next microbatch of `stage` can do its `kind` now, and stays within the limits."""
+        forwards = progress.count[ActionKind.F][stage]
+        inputs = progress.count[ActionKind.I][stage]
         if kind is ActionKind.W:
             return progress.count[ActionKind.W][stage] < inputs
         if kind is ActionKind.I:

@@ -39,7 +39,8 @@ def add_transfers(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     moments: list[tuple[tuple[float, int, int, int], Action]] = []
     for number, item in enumerate(timeline.timed):
         moments.append(((item.start, 1, number, 0), item.action))
-        if (send := _send(schedule, item.action)) is not None:
+        send = _send(schedule, item.action)
+        if send is not None:
             # What ends now is sent before anything starts now; an action that takes no time starts first, though.
             moments.append(((item.end, int(item.end == item.start), number, 1), send))
     lists: list[list[Action]] = [[] for _ in schedule.ranks]

@@ -115,7 +115,8 @@ def group_of(name: str, mesh: Ranks) -> dist.ProcessGroup:
 def check_apart(zero: Zero, stages: dist.ProcessGroup, replicas: dist.ProcessGroup) -> None:
     """Ranks of one pipeline hold different stages: none of them may be a replica of another."""
     common = set(dist.get_process_group_ranks(stages)) & set(dist.get_process_group_ranks(replicas))
-    if others := sorted(common - {dist.get_rank()}):
+    others = sorted(common - {dist.get_rank()})
+    if others:
         raise wrong(
             "zero.mesh",
             zero.mesh,

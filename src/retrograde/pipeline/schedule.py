@@ -29,6 +29,8 @@ from retrograde.errors import ScheduleError
 
 
 class ActionKind(Enum):
+    """What is done; see [Note: the actions]."""
+
     F = "F"
     I = "I"  # noqa: E741  the literature's letter
     W = "W"
@@ -64,6 +66,8 @@ _KINDS = {kind.value: kind for kind in ActionKind}
 
 @dataclass(frozen=True, slots=True)
 class Action:
+    """One thing that one rank does; what is for the whole step has no microbatch."""
+
     kind: ActionKind
     stage: int
     microbatch: int | None = None

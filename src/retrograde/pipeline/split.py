@@ -157,10 +157,13 @@ class SplitBackward:
             total = tensors[0].untyped_storage().nbytes()
             if sum(distinct.values()) < total and torch._C._storage_Use_Count(storage) <= len(tensors) + _PROBES:
                 loose.add(storage)
+        if not loose:
+            return
         copies: dict[Any, Tensor] = {}
-        for pair in self._pairs if loose else ():
+        for pair in self._pairs:
             if pair.x.untyped_storage()._cdata in loose:
-                pair.x, pair.version = _copied(pair.x, copies), 0
+                pair.x = _copied(pair.x, copies)
+                pair.version = 0
             if pair.grad.untyped_storage()._cdata in loose:
                 pair.grad = _copied(pair.grad, copies)
 
@@ -276,7 +279,8 @@ class _Routed(torch.autograd.Function):
         bias: Tensor | None,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.split, ctx.formulas = split, call.formulas
+        ctx.split = split
+        ctx.formulas = call.formulas
         ctx.targets = tuple(_Target(t) for t in (weight, bias) if t is not None and t.requires_grad)
         ctx.save_for_backward(*((x, weight) if x.requires_grad else (x,)))
         out = run()
@@ -294,7 +298,8 @@ class _Routed(torch.autograd.Function):
         # The mode has nothing to see in a backward that is not recorded, and asking it takes longer than the formulas.
         with nullcontext() if torch.is_grad_enabled() else torch._C.DisableTorchFunction():
             x_grad = formulas.input_grad(grad, x, rest[0]) if ctx.needs_input_grad[3] else None
-            weight_grad = bias_grad = None
+            weight_grad = None
+            bias_grad = None
             if all(ctx.split.waits(target.tensor, node) for target, node in zip(ctx.targets, nodes, strict=True)):
                 ctx.split.defer(formulas, x, grad, ctx.targets)
             else:

@@ -35,9 +35,11 @@ class Costs:
     def __post_init__(self) -> None:
         for name in ("forward", "input", "weight", "transfer", "pending"):
             value = getattr(self, name)
-            if any(cost < 0 for cost in (value if isinstance(value, tuple) else (value,))):
+            costs = value if isinstance(value, tuple) else (value,)
+            if any(cost < 0 for cost in costs):
                 raise ScheduleError(f"Costs: {name}={value!r} is negative")
-        if len(counts := self._counts()) > 1:
+        counts = self._counts()
+        if len(counts) > 1:
             raise ScheduleError(f"Costs: they are given for {sorted(counts)} stages; give as many for F, I and W")
 
     def of(self, action: Action) -> float:
@@ -144,7 +146,8 @@ def _ratio(time: float, work: float) -> float:
 
 
 def _peak(actions: Iterable[Action], pending: float) -> float:
-    alive = peak = 0.0
+    alive = 0.0
+    peak = 0.0
     for action in actions:
         match action.kind:
             case ActionKind.F:
