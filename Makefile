@@ -27,7 +27,7 @@ help:
 	@echo "make demo      train a small GPT on 2 ranks, stage 3, and compare it with plain torch"
 	@echo "make test      lint, strict types, all tests"
 	@echo "make test-all  the same, 1,000 random programs and the whole backward matrix"
-	@echo "make lint      ruff and mypy only"
+	@echo "make lint      ruff (rules, format, branches), lengths of functions, mypy"
 	@echo "make fuzz      random models and programs against plain torch: N=1000 of them, from SEED=0 on"
 	@echo "make patterns  run the free-form backward matrix and put its table into README.md"
 	@echo "make bench     time retrograde and its peers, and put the table into README.md"
@@ -63,7 +63,8 @@ demo: $(READY)
 	@$(VENV)/bin/torchrun --standalone --nproc-per-node=2 examples/train_gpt.py
 
 lint: $(READY)
-	@echo "ruff"; $(PY) -m ruff check .
+	@echo "ruff"; $(PY) -m ruff check .; $(PY) -m ruff format --quiet --check .
+	@echo "lengths of functions, exemptions"; $(PY) tools/check_functions.py; $(PY) tools/check_exemptions.py
 	@echo "mypy"; $(PY) -m mypy
 
 # Two at a time: much of a test is one rank waiting for another.

@@ -10,6 +10,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,9 @@ import retrograde as rg
 from retrograde.pipeline import generate, simulate
 from retrograde.pipeline.stage import Stage
 
-RANKS, MICROBATCHES, ROUNDS = 4, 8, 5
+RANKS = 4
+MICROBATCHES = 8
+ROUNDS = 5
 PAUSE = 0.15  # seconds for F, I and W each, over a rank's whole share
 WIDTH = 8
 
@@ -34,10 +37,12 @@ class Clock:
     """When this rank's first action of a step began and its last ended."""
 
     def __init__(self) -> None:
-        self.first = self.last = 0.0
+        self.first = 0.0
+        self.last = 0.0
 
     def pause(self, seconds: float) -> None:
-        self.first = self.first or time.monotonic()
+        if not self.first:
+            self.first = time.monotonic()
         time.sleep(seconds)
         self.last = time.monotonic()
 
@@ -45,7 +50,8 @@ class Clock:
 class PauseBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, clock: Clock, seconds: float) -> Tensor:
-        ctx.clock, ctx.seconds = clock, seconds
+        ctx.clock = clock
+        ctx.seconds = seconds
         return x.view_as(x)
 
     @staticmethod
@@ -62,7 +68,9 @@ class Sleeper(nn.Module):
 
     def __init__(self, clock: Clock, seconds: float, ours: bool) -> None:
         super().__init__()
-        self.clock, self.seconds, self.ours = clock, seconds, ours
+        self.clock = clock
+        self.seconds = seconds
+        self.ours = ours
         self.shift = nn.Parameter(torch.zeros(WIDTH))  # so that the first stage has an input gradient too
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)
 
@@ -101,18 +109,30 @@ def pause_weights(stage: Stage, clock: Clock, seconds: float) -> None:
 
         return run
 
-    stage.backward_weights, stage.backward = slow(stage.backward_weights), slow(stage.backward)
+    stage.backward_weights = slow(stage.backward_weights)
+    stage.backward = slow(stage.backward)
 
 
-def stepper(contender: Contender, clock: Clock, rank: int) -> Any:
+def stepper(contender: Contender, clock: Clock, rank: int) -> Callable[[], object]:
+    """What does one step of a contender on this rank."""
+    if contender.torchs is None:
+        return our_stepper(contender, clock)
+    return torchs_stepper(contender, clock, rank)
+
+
+def our_stepper(contender: Contender, clock: Clock) -> Callable[[], object]:
     seconds = PAUSE / contender.chunks
     x = torch.randn(MICROBATCHES * 2, WIDTH)
-    if contender.torchs is None:
-        blocks = [Sleeper(clock, seconds, True) for _ in range(RANKS * contender.chunks)]
-        pipe = rg.Pipeline(blocks, schedule=contender.name, microbatches=MICROBATCHES, loss=F.mse_loss)
-        for stage in pipe.stages.values():
-            pause_weights(stage, clock, seconds)
-        return lambda: pipe.step(x, target=x)
+    blocks = [Sleeper(clock, seconds, True) for _ in range(RANKS * contender.chunks)]
+    pipe = rg.Pipeline(blocks, schedule=contender.name, microbatches=MICROBATCHES, loss=F.mse_loss)
+    for stage in pipe.stages.values():
+        pause_weights(stage, clock, seconds)
+    return lambda: pipe.step(x, target=x)
+
+
+def torchs_stepper(contender: Contender, clock: Clock, rank: int) -> Callable[[], object]:
+    seconds = PAUSE / contender.chunks
+    x = torch.randn(MICROBATCHES * 2, WIDTH)
     last = RANKS * contender.chunks - 1
     v_shape = contender.torchs is ScheduleZBVZeroBubble
     numbers = [rank, last - rank] if v_shape else list(range(rank, last + 1, RANKS))
@@ -121,7 +141,8 @@ def stepper(contender: Contender, clock: Clock, rank: int) -> Any:
         for n in numbers
     ]
     schedule = contender.torchs(stages, MICROBATCHES, loss_fn=F.mse_loss)
-    args, target = ((x,) if 0 in numbers else ()), ({"target": x} if last in numbers else {})
+    args = (x,) if 0 in numbers else ()
+    target = {"target": x} if last in numbers else {}
     return lambda: schedule.step(*args, **target)
 
 

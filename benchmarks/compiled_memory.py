@@ -18,14 +18,19 @@ from torch._dynamo.utils import counters
 import retrograde as rg
 from benchmarks import gather_operator
 
-WIDTH, BLOCKS, TOKENS, WORLD, STEPS = 64, 6, 128, 2, 3
+WIDTH = 64
+BLOCKS = 6
+TOKENS = 128
+WORLD = 2
+STEPS = 3
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
@@ -34,7 +39,8 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -52,7 +58,8 @@ def peak_bytes(work: Callable[[], object]) -> int:
         )
     )
     work()
-    held = most = 0
+    held = 0
+    most = 0
     for thread in torch.autograd._disable_profiler_legacy():
         for event in thread:
             if event.kind() == "memory_alloc":

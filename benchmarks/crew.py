@@ -44,8 +44,8 @@ class Crew:
         spawn = multiprocessing.get_context("spawn")
         try:
             for rank in range(world):
-                log, harness = str(self._logs[rank]), os.getpid()
-                seat = Seat(contender, work, rank, world, self._store.port, log, harness, limit)
+                log = str(self._logs[rank])
+                seat = Seat(contender, work, rank, world, self._store.port, log, os.getpid(), limit)
                 ours, theirs = spawn.Pipe()
                 process = spawn.Process(target=worker.main, args=(seat, theirs), daemon=True)
                 process.start()
@@ -106,10 +106,14 @@ class Crew:
             process.join()
         for pipe in self._pipes:
             pipe.close()
-        self._processes, self._pipes = [], []
+        self._processes = []
+        self._pipes = []
 
     def __enter__(self) -> Crew:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.kill() if kind else self.close()
+        if kind is None:
+            self.close()
+        else:
+            self.kill()

@@ -28,7 +28,8 @@ class Pages:
     _alive: list[tuple[StorageWeakRef, int]] = field(default_factory=list)
 
     def forget(self) -> None:
-        self.gathers = self.most = 0
+        self.gathers = 0
+        self.most = 0
 
     def add(self, page: Tensor) -> None:
         self.gathers += 1
@@ -86,11 +87,13 @@ class Gathered(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        world, named = dist.get_world_size(), dict(module.named_parameters())
+        world = dist.get_world_size()
+        named = dict(module.named_parameters())
         flat = torch.cat([p.detach().reshape(-1) for p in named.values()])
         flat = nn.functional.pad(flat, (0, -flat.numel() % world))
         self.shard = nn.Parameter(flat.view(world, -1)[dist.get_rank()].clone())
-        self.names, self.shapes = list(named), [p.shape for p in named.values()]
+        self.names = list(named)
+        self.shapes = [p.shape for p in named.values()]
         self.rest = flat.numel() - sum(shape.numel() for shape in self.shapes)
         self.skeleton = [module.to("meta")]  # in a list: its parameters are not this module's
 

@@ -48,7 +48,8 @@ class Subject:
 
 
 def _subject(name: str, work: Workload, *, sharded: bool = False, hooks: Hooks = nullcontext) -> Subject:
-    model, batches = build(work), Batches(work, rank=0)
+    model = build(work)
+    batches = Batches(work, rank=0)
     if sharded:
         import retrograde as rg
 
@@ -96,7 +97,8 @@ class Saved:
 
 
 def saved_per_step(work: Workload) -> Saved:
-    model, batches = build(work), Batches(work, rank=0)
+    model = build(work)
+    batches = Batches(work, rank=0)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     packed: list[bool] = []
 
@@ -153,7 +155,8 @@ def _per_tensor(hooks: Hooks, *, sharded: bool = False) -> PerTensor:
 
 def _chain_cost(by_weight: bool, hooks: Hooks, *, sharded: bool = False) -> float:
     """Seconds a chain takes longer than a plain one. The least of many rounds: noise only ever adds."""
-    plain, watched = Chain(by_weight), Chain(by_weight)
+    plain = Chain(by_weight)
+    watched = Chain(by_weight)
     if sharded:
         import retrograde as rg
 

@@ -105,7 +105,8 @@ def notes(results: Results) -> list[str]:
     found = [_setting(results)]
     load = sorted(results.other_load)
     if load:
-        middle, worst = load[len(load) // 2], load[-1]
+        middle = load[len(load) // 2]
+        worst = load[-1]
         doubt = "" if middle <= _QUIET_ENOUGH else ": not a quiet machine, do not trust these figures"
         found.append(f"Others used {middle:.0%} of the machine in a median turn, at most {worst:.0%}{doubt}.")
     check = check_losses(results.records)
@@ -126,7 +127,8 @@ def _grouped(reasons: dict[str, str]) -> dict[str, list[str]]:
 
 
 def _setting(results: Results) -> str:
-    work, machine = results.work, results.machine
+    work = results.work
+    machine = results.machine
     parameters = next((record.ready[0].parameters for record in results.records.values()), 0)
     repeats = max((len(record.turns) for record in results.records.values()), default=0)
     versions = ", ".join(f"{name} {version}" for name, version in results.versions.items())

@@ -117,9 +117,11 @@ class Tournament:
         return names
 
     def _timed_turn(self, name: str) -> None:
-        busy, began = meters.machine_busy_seconds(), time.perf_counter()
+        busy_before = meters.machine_busy_seconds()
+        began = time.perf_counter()
         taken = self._crews[name].ask(Turn(self._options.steps, self._options.settle))
-        busy, wall = meters.machine_busy_seconds() - busy, time.perf_counter() - began
+        busy = meters.machine_busy_seconds() - busy_before
+        wall = time.perf_counter() - began
         others = busy - sum(rank.cpu_seconds for rank in taken)
         if wall > _SHORTEST_TELLING:
             self._results.other_load.append(max(0.0, others / (wall * (os.cpu_count() or 1))))

@@ -5,7 +5,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-BATCH, TOKENS, WIDTH, HEADS = 4, 16, 64, 4
+BATCH = 4
+TOKENS = 16
+WIDTH = 64
+HEADS = 4
 
 
 class Block(nn.Module):
@@ -13,10 +16,15 @@ class Block(nn.Module):
 
     def __init__(self, kind: str = "plain", recompute: str | None = None, width: int = WIDTH) -> None:
         super().__init__()
-        self.kind, self.recompute, self.runs = kind, recompute, 0
-        self.ln1, self.ln2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.kind = kind
+        self.recompute = recompute
+        self.runs = 0
+        self.ln1 = nn.LayerNorm(width)
+        self.ln2 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.recompute is None or not torch.is_grad_enabled():

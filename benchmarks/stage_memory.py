@@ -88,7 +88,8 @@ def measure(make: Callable[[nn.Sequential, Tensor, Tensor], Stage], kind: str, r
         live.restart_peak()
         run.inputs()
         figures.after_i = settled(live, module)
-        waiting, live.read = live.alive(), set()
+        waiting = live.alive()
+        live.read = set()
         run.weights()
         figures.unread = sum(nbytes for storage, nbytes in waiting.items() if storage not in live.read)
         figures.peak = live.peak

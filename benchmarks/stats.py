@@ -102,12 +102,14 @@ def bars(records: dict[str, Record]) -> list[Bar]:
     for ours, peers in _FASTER_THAN.items():
         for peer in peers:
             if ours in records and peer in records:
-                mine, theirs = records[ours].step_seconds().median, records[peer].step_seconds().median
+                mine = records[ours].step_seconds().median
+                theirs = records[peer].step_seconds().median
                 found.append(Bar(f"{ours} is faster than {peer}", 1e3 * mine, 1e3 * theirs))
     for ours, peers in _SMALLER_THAN.items():
         for peer in peers:
             if ours in records and peer in records:
-                mine, theirs = records[ours].peak_rss() / 2**20, records[peer].peak_rss() / 2**20
+                mine = records[ours].peak_rss() / 2**20
+                theirs = records[peer].peak_rss() / 2**20
                 found.append(Bar(f"{ours} peaks below {peer}", mine, theirs))
     return found
 

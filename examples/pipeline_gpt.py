@@ -24,7 +24,11 @@ from retrograde.pipeline import simulate
 from retrograde.pipeline.drawing import from_trace, show
 
 TEXT = Path(__file__).parent / "data" / "logbook.txt"
-CONTEXT, WIDTH, HEADS, BLOCKS, BATCH = 64, 96, 4, 6, 16
+CONTEXT = 64
+WIDTH = 96
+HEADS = 4
+BLOCKS = 6
+BATCH = 16
 
 
 class Embed(nn.Module):
@@ -40,9 +44,12 @@ class Embed(nn.Module):
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm1 = nn.LayerNorm(WIDTH)
+        self.norm2 = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)

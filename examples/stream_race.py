@@ -12,7 +12,7 @@ import torch
 
 from retrograde.devices import Stream
 from retrograde.devices.simulated import Corrupted, SimulatedDevice, Site, explore
-from retrograde.devices.simulated.explore import Check
+from retrograde.devices.simulated.explore import MemoryCheck
 from retrograde.gradients.bucket import Bucket
 from retrograde.layout import Layout
 from retrograde.ledger import Ledger
@@ -31,7 +31,7 @@ VALUES = (1.0, 2.0, 3.0)  # the gradients of three parameters
 SIZE = 16  # elements of each
 
 
-def program(device: SimulatedDevice) -> Check:
+def program(device: SimulatedDevice) -> MemoryCheck:
     """Three streams compute a gradient each; the third is not copied but sent from where it lies."""
     layout = Layout([(f"p{i}", torch.Size([SIZE])) for i in range(3)], torch.float32, world=1)
     producers = [device.stream(f"producer {number}") for number in range(3)]

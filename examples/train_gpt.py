@@ -164,11 +164,17 @@ def train_plain(model: GPT, config: Config, corpus: Corpus, steps: int, world: i
             first = average([gradients(losses.main, parameters, retain=True) for losses in ranks])
             second = average([gradients(losses.aux, parameters, retain=False) for losses in ranks])
             for parameter, a, b in zip(parameters, first, second, strict=True):
-                parameter.grad = a if b is None else b if a is None else a + b
+                parameter.grad = sum_of(a, b)
             optimizer.step()
             optimizer.zero_grad()
             curve.append([losses.values() for losses in ranks])
     return torch.tensor(curve).transpose(0, 1)
+
+
+def sum_of(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return a + b
 
 
 def gradients(loss: Tensor, parameters: list[nn.Parameter], retain: bool) -> list[Tensor | None]:

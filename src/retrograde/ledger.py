@@ -33,7 +33,8 @@ class Ledger:
 
     def __init__(self) -> None:
         self.entries: deque[Entry] = deque(maxlen=HISTORY)
-        self.resident = self.peak = 0
+        self.resident = 0
+        self.peak = 0
         self._counts: Counter[tuple[Activity, str]] = Counter()
         self._bytes: Counter[tuple[Activity, str]] = Counter()
 

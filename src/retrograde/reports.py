@@ -11,26 +11,27 @@ from retrograde.pages import Unit
 
 
 def human(nbytes: float) -> str:
+    """Bytes in a unit in which they are a short number."""
     power = min(max(int(nbytes).bit_length() - 1, 0) // 10, 4)
     return f"{nbytes / 1024**power:.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 def explain(units: Sequence[Unit], policy: Policy, world: int) -> str:
     """Units, bytes per rank, and collectives for a step of one forward and one backward."""
-    stage = 1 if policy.until_step else 2 if policy.keeps_pages else 3
     columns = "unit parameters shard/rank page gradient/rank gathers/step reductions/step"
     gathers = "1" if policy.keeps_pages else "1 to 2"
     rows = []
     for unit in units:
-        size, shard, page = unit.layout.numel, human(unit.layout.shard_bytes), human(unit.layout.page_bytes)
-        trained = (shard, gathers, "1") if any(unit.trained) else (human(0), gathers, "0 (frozen)")
-        rows.append((unit.name, f"{size:,}", shard, page, *trained))
+        shard = human(unit.layout.shard_bytes)
+        page = human(unit.layout.page_bytes)
+        gradient, reductions = (shard, "1") if any(unit.trained) else (human(0), "0 (frozen)")
+        rows.append((unit.name, f"{unit.layout.numel:,}", shard, page, gradient, gathers, reductions))
     largest = sorted((unit.layout.page_bytes for unit in units), reverse=True)
     total = sum(largest)
     pages = total if policy.keeps_pages else min(total, sum(largest[: 2 if policy.prefetch else 1]) + policy.resident)
     window = sum(unit.layout.page_bytes for unit in units if any(unit.trained))
     when = "per step, however many backwards" if policy.until_step else "per backward"
-    return _table(f"stage {stage}, {world} rank(s)", columns, rows) + (
+    return _table(f"stage {_stage(policy)}, {world} rank(s)", columns, rows) + (
         f"pages in memory: at most {human(pages)} (the whole model is {human(total)})\n"
         f"reductions: one per unit {when}\n"
         f"a window (no_sync, coalesce) holds up to {human(window)} of unreduced gradients per rank at any world size; "
@@ -38,13 +39,23 @@ def explain(units: Sequence[Unit], policy: Policy, world: int) -> str:
     )
 
 
+def _stage(policy: Policy) -> int:
+    if policy.until_step:
+        return 1
+    return 2 if policy.keeps_pages else 3
+
+
 def report(units: Sequence[Unit], ledger: Ledger, rank: int, world: int) -> str:
     """What the ledger has seen so far on this rank."""
     rows = []
-    for name in [unit.name for unit in units]:
-        gathers, drops, reductions, joined = (str(ledger.count(kind, name)) for kind in tuple(Activity)[:4])
-        read, put = human(ledger.bytes(Activity.GATHER, name)), human(ledger.bytes(Activity.REDUCE, name))
-        rows.append((name, gathers, read, drops, reductions, put, joined))
+    for unit in units:
+        gathers = str(ledger.count(Activity.GATHER, unit.name))
+        read = human(ledger.bytes(Activity.GATHER, unit.name))
+        drops = str(ledger.count(Activity.DROP, unit.name))
+        reductions = str(ledger.count(Activity.REDUCE, unit.name))
+        put = human(ledger.bytes(Activity.REDUCE, unit.name))
+        joined = str(ledger.count(Activity.JOIN, unit.name))
+        rows.append((unit.name, gathers, read, drops, reductions, put, joined))
     return _table(f"ledger of rank {rank} of {world}", "unit gathers read drops reductions put joined", rows) + (
         f"meetings: {ledger.count(Activity.AGREE)}; page bytes resident now {human(ledger.resident)}, "
         f"peak {human(ledger.peak)}\n"

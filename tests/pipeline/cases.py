@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from retrograde.pipeline import Kind, Schedule
+from retrograde.pipeline import ActionKind, Schedule
 from retrograde.pipeline.blocks import Chain
 
 WIDTH = 8
@@ -239,7 +239,7 @@ def plain_step(blocks: Sequence[nn.Module], data: Data, loss: Callable[..., Tens
 def backward_order(schedule: Schedule) -> list[int]:
     """In which order the weight gradients of microbatches are added; it must be one order for all stages."""
     orders = {
-        tuple(a.microbatch for a in actions if a.stage == stage and a.kind in (Kind.W, Kind.B))
+        tuple(a.microbatch for a in actions if a.stage == stage and a.kind in (ActionKind.W, ActionKind.B))
         for actions in schedule.ranks
         for stage in {a.stage for a in actions}
     }

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 import retrograde as rg
 from benchmarks.live import Live
 from benchmarks.stage_blocks import BATCH, TOKENS, WIDTH, stage
-from retrograde.pipeline import Action, Kind, generate, lower
+from retrograde.pipeline import Action, ActionKind, generate, lower
 from retrograde.pipeline.executor import Batch, Executor
 from retrograde.pipeline.parcel import Parcel
-from retrograde.pipeline.stage import Lesson, Stage
+from retrograde.pipeline.stage import Stage, WeightedTarget
 from retrograde.pipeline.transport import MeshTransport
 from retrograde.transport.messages import Address
 from tests.harness import RankPool
@@ -74,16 +74,16 @@ class Book:
 
     def note(self, action: Action) -> int:
         grows = {
-            Kind.RECV_F: PASSED,
-            Kind.F: self.flight - (0 if self.first else PASSED) + (2 * NUMBER if self.last else PASSED),
-            Kind.SEND_F: -PASSED,
-            Kind.RECV_B: PASSED,
+            ActionKind.RECV_F: PASSED,
+            ActionKind.F: self.flight - (0 if self.first else PASSED) + (2 * NUMBER if self.last else PASSED),
+            ActionKind.SEND_F: -PASSED,
+            ActionKind.RECV_B: PASSED,
             # The gradient's buffer becomes part of the last pair; on the last stage the weight of the loss goes.
-            Kind.I: self.pairs - self.flight - (NUMBER if self.last else PASSED) + (0 if self.first else PASSED),
-            Kind.B: -self.flight - (NUMBER if self.last else PASSED) + (0 if self.first else PASSED),
-            Kind.SEND_B: -PASSED,
-            Kind.W: -self.pairs,
-            Kind.REDUCE: 0,
+            ActionKind.I: self.pairs - self.flight - (NUMBER if self.last else PASSED) + (0 if self.first else PASSED),
+            ActionKind.B: -self.flight - (NUMBER if self.last else PASSED) + (0 if self.first else PASSED),
+            ActionKind.SEND_B: -PASSED,
+            ActionKind.W: -self.pairs,
+            ActionKind.REDUCE: 0,
         }
         self.total += grows[action.kind]
         return self.total
@@ -96,11 +96,11 @@ def run(schedule: str, rank: int, kind: str, recompute: str | None) -> tuple[lis
     batch = Batch(
         [torch.randn(BATCH, TOKENS, WIDTH) for _ in range(MICROBATCHES)],
         [{}] * MICROBATCHES,
-        [Lesson(torch.randn(BATCH, TOKENS, WIDTH), 1 / MICROBATCHES) for _ in range(MICROBATCHES)],
+        [WeightedTarget(torch.randn(BATCH, TOKENS, WIDTH), 1 / MICROBATCHES) for _ in range(MICROBATCHES)],
     )
     book, wrong = Book(rank, kind, recompute), []
     with Live() as live:
-        live.ignore(*module.parameters(), *batch.inputs, *(lesson.target for lesson in batch.lessons))
+        live.ignore(*module.parameters(), *batch.inputs, *(target.value for target in batch.targets))
 
         def watch(action: Action) -> None:
             live.ignore(*(p.grad for p in module.parameters()))
@@ -130,7 +130,7 @@ def test_live_bytes_after_every_action(schedule: str, rank: int, kind: str, reco
 def test_outputs_and_losses_are_detached() -> None:
     one = Stage(0, stage(), F.mse_loss)
     x = torch.randn(BATCH, TOKENS, WIDTH)
-    loss, output = one.run_last(0, Parcel.of(x), {}, Lesson(torch.zeros_like(x), 1.0), True)
+    loss, output = one.run_last(0, Parcel.of(x), {}, WeightedTarget(torch.zeros_like(x), 1.0), True)
     assert isinstance(loss, Tensor) and loss.grad_fn is None and not loss.requires_grad
     assert output.grad_fn is None and not output.requires_grad
 

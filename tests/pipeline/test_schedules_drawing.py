@@ -12,7 +12,7 @@ from rich.console import Console
 from retrograde.cli import main
 from retrograde.pipeline import Costs, Schedule, Timed, Timeline, check, generate, simulate
 from retrograde.pipeline.drawing import COLOURS, draw, from_trace
-from retrograde.pipeline.schedule import Kind
+from retrograde.pipeline.schedule import ActionKind
 from retrograde.pipeline.svg import svg
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -91,7 +91,7 @@ def test_svg_stays_on_its_canvas_with_axis_legend_and_figures() -> None:
     assert {"0", "5", "50"} <= set(texts)  # the axis to 51
     assert texts.count("6%") == 4 and [f"rank {rank}" in texts for rank in range(4)] == [True] * 4
     assert {box.attrib["fill"] for box in boxes(svg([("", timeline)]))} == {
-        shade for kind in (Kind.F, Kind.I, Kind.W) for shade in COLOURS[kind]
+        shade for kind in (ActionKind.F, ActionKind.I, ActionKind.W) for shade in COLOURS[kind]
     }
 
 

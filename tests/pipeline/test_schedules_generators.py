@@ -6,7 +6,7 @@ from math import ceil
 import pytest
 
 from retrograde.errors import ScheduleError
-from retrograde.pipeline import Costs, Kind, Schedule, dry_run, generate, search
+from retrograde.pipeline import ActionKind, Costs, Schedule, dry_run, generate, search
 from retrograde.pipeline.generators import GENERATORS, interleaved_1f1b
 from retrograde.pipeline.timeline import Timeline
 from retrograde.pipeline.vshape import half_block, min_block
@@ -115,7 +115,7 @@ def test_any_number_of_microbatches_runs_to_its_end(name: str) -> None:
 
 def in_order(schedule: Schedule) -> bool:
     """Every kind of action takes the microbatches of a stage in order, so sums over microbatches are torch's."""
-    seen: dict[tuple[Kind, int], list[int | None]] = {}
+    seen: dict[tuple[ActionKind, int], list[int | None]] = {}
     for _, action in schedule.actions():
         seen.setdefault((action.kind, action.stage), []).append(action.microbatch)
     return all(order == list(range(schedule.microbatches)) for order in seen.values())
@@ -142,7 +142,7 @@ def test_weights_come_after_inputs_and_b_stands_for_both() -> None:
     for name in GENERATORS:
         kinds = {action.kind for _, action in generate(name, 3, 6).actions()}
         split = name.startswith(("zb", "v-"))
-        assert kinds == ({Kind.F, Kind.I, Kind.W} if split else {Kind.F, Kind.B})
+        assert kinds == ({ActionKind.F, ActionKind.I, ActionKind.W} if split else {ActionKind.F, ActionKind.B})
 
 
 @pytest.mark.parametrize("p", range(1, 30))

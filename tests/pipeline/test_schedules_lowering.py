@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from retrograde.errors import ScheduleError
-from retrograde.pipeline import Action, Costs, Kind, Schedule, check, forward_only, generate, lower
+from retrograde.pipeline import Action, ActionKind, Costs, Schedule, check, forward_only, generate, lower
 from retrograde.pipeline.generators import GENERATORS
 from retrograde.pipeline.lowering import add_pages, add_reductions, add_transfers
 
@@ -37,7 +37,7 @@ def runs_with_waiting_sends(schedule: Schedule) -> bool:
         for rank in range(len(schedule.ranks)):
             while (action := head(rank)) is not None:
                 if action.kind.is_transfer:
-                    step = 1 if action.kind in (Kind.SEND_F, Kind.RECV_B) else -1
+                    step = 1 if action.kind in (ActionKind.SEND_F, ActionKind.RECV_B) else -1
                     peer = schedule.peer(action)
                     twin = Action(OTHER_END[action.kind], action.stage + step, action.microbatch)
                     if head(peer) != twin:
@@ -48,7 +48,12 @@ def runs_with_waiting_sends(schedule: Schedule) -> bool:
     return all(head(rank) is None for rank in range(len(schedule.ranks)))
 
 
-OTHER_END = {Kind.SEND_F: Kind.RECV_F, Kind.RECV_F: Kind.SEND_F, Kind.SEND_B: Kind.RECV_B, Kind.RECV_B: Kind.SEND_B}
+OTHER_END = {
+    ActionKind.SEND_F: ActionKind.RECV_F,
+    ActionKind.RECV_F: ActionKind.SEND_F,
+    ActionKind.SEND_B: ActionKind.RECV_B,
+    ActionKind.RECV_B: ActionKind.SEND_B,
+}
 
 
 @pytest.mark.parametrize("costs", COSTS)
@@ -90,13 +95,13 @@ def test_pages(name: str, resident: int) -> None:
     for actions in schedule.ranks:
         present: set[int] = set()
         for position, action in enumerate(actions):
-            if action.kind is Kind.GATHER:
+            if action.kind is ActionKind.GATHER:
                 present.add(action.stage)
                 gathers += 1
-                assert actions[position + 1].kind in (Kind.F, Kind.I, Kind.B)
-            if action.kind is Kind.DROP:
+                assert actions[position + 1].kind in (ActionKind.F, ActionKind.I, ActionKind.B)
+            if action.kind is ActionKind.DROP:
                 present.remove(action.stage)
-                assert actions[position - 1].kind in (Kind.F, Kind.I, Kind.B)  # not held for a W
+                assert actions[position - 1].kind in (ActionKind.F, ActionKind.I, ActionKind.B)  # not held for a W
             assert len(present) <= resident
         assert not present
     if resident >= GENERATORS[name].chunks:
@@ -105,7 +110,7 @@ def test_pages(name: str, resident: int) -> None:
 
 def test_one_resident_is_gathered_at_every_change_of_stage() -> None:
     schedule = generate("zb-v", 4, 8)
-    uses = [[action.stage for action in actions if action.kind is not Kind.W] for actions in schedule.ranks]
+    uses = [[action.stage for action in actions if action.kind is not ActionKind.W] for actions in schedule.ranks]
     changes = sum(1 + sum(a != b for a, b in itertools.pairwise(stages)) for stages in uses)
     assert str(add_pages(schedule, 1)).count("GATHER") == changes > 8
     assert str(add_pages(schedule, 2)).count("GATHER") == 8
@@ -130,8 +135,11 @@ def test_no_room_for_any_page_is_refused() -> None:
 def test_one_reduction_per_stage_after_its_last_w(name: str) -> None:
     for actions in add_reductions(generate(name, 3, 6)).ranks:
         for position, action in enumerate(actions):
-            if action.kind is Kind.REDUCE:
-                assert actions[position - 1].kind in (Kind.W, Kind.B) and actions[position - 1].stage == action.stage
+            if action.kind is ActionKind.REDUCE:
+                assert (
+                    actions[position - 1].kind in (ActionKind.W, ActionKind.B)
+                    and actions[position - 1].stage == action.stage
+                )
                 assert not any(a.stage == action.stage for a in actions[position + 1 :])
     assert str(add_reductions(generate(name, 3, 6))).count("REDUCE") == 3 * GENERATORS[name].chunks
 
@@ -140,4 +148,4 @@ def test_one_reduction_per_stage_after_its_last_w(name: str) -> None:
 def test_forward_only(name: str) -> None:
     schedule = forward_only(generate(name, 4, 6))
     check(lower(schedule, gathered=1))
-    assert {action.kind for _, action in schedule.actions()} == {Kind.F}
+    assert {action.kind for _, action in schedule.actions()} == {ActionKind.F}

@@ -5,9 +5,20 @@ import itertools
 import pytest
 
 from retrograde.errors import ScheduleError
-from retrograde.pipeline import Action, Costs, Kind, Schedule, Timeline, check, generate, schedule_for, search, simulate
+from retrograde.pipeline import (
+    Action,
+    ActionKind,
+    Costs,
+    Schedule,
+    Timeline,
+    check,
+    generate,
+    schedule_for,
+    search,
+    simulate,
+)
 from retrograde.pipeline.generators import GENERATORS
-from retrograde.pipeline.listing import Floor, InOrder, play
+from retrograde.pipeline.list_scheduling import InOrder, Progress, make_schedule
 from retrograde.pipeline.timeline import try_simulate
 
 FEW = 10_000  # simulated actions: enough to improve small cases
@@ -46,9 +57,11 @@ def test_moves_improve_what_the_portfolio_has() -> None:
 
 def test_weight_gradients_are_placed_anew_for_the_costs() -> None:
     costs, limit = Costs(1.0, 1.0, 0.25, transfer=0.125), 2.5
-    order = [[action for action in actions if action.kind is not Kind.W] for actions in generate("v-half", 3, 8).ranks]
-    floor = Floor(generate("v-half", 3, 8).placement, 8, costs.per_chunk(2))
-    filled = play("filled", floor, InOrder(order, 2 * limit))
+    order = [
+        [action for action in actions if action.kind is not ActionKind.W] for actions in generate("v-half", 3, 8).ranks
+    ]
+    progress = Progress(generate("v-half", 3, 8).placement, 8, costs.per_chunk(2))
+    filled = make_schedule("filled", progress, InOrder(order, 2 * limit))
     assert filled is not None
     check(filled)
     bubble = timeline_of(filled, costs).bubble
@@ -64,7 +77,7 @@ def all_lists(rank: int) -> list[tuple[Action, ...]]:
     """Every order of F, I, W of two microbatches on one stage."""
     found = []
     for first in itertools.combinations(range(6), 3):
-        chains = [iter([Action(kind, rank, k) for kind in (Kind.F, Kind.I, Kind.W)]) for k in (0, 1)]
+        chains = [iter([Action(kind, rank, k) for kind in (ActionKind.F, ActionKind.I, ActionKind.W)]) for k in (0, 1)]
         found.append(tuple(next(chains[0] if position in first else chains[1]) for position in range(6)))
     return found
 

@@ -7,7 +7,7 @@ import pytest
 
 import retrograde.pipeline.schedule
 from retrograde.errors import ScheduleError
-from retrograde.pipeline import Action, Kind, Schedule
+from retrograde.pipeline import Action, ActionKind, Schedule
 
 TEXT = """\
 schedule mine microbatches=2 placement=0,1,1,0
@@ -19,15 +19,15 @@ rank 1: 1GATHER 1F0 2F0 1I0 1DROP 1W0
 @pytest.mark.parametrize(
     ("text", "action"),
     [
-        ("2F0", Action(Kind.F, 2, 0)),
-        ("0I13", Action(Kind.I, 0, 13)),
-        ("11W3", Action(Kind.W, 11, 3)),
-        ("1B0", Action(Kind.B, 1, 0)),
-        ("1SEND_F2", Action(Kind.SEND_F, 1, 2)),
-        ("2RECV_B1", Action(Kind.RECV_B, 2, 1)),
-        ("3GATHER", Action(Kind.GATHER, 3)),
-        ("3DROP", Action(Kind.DROP, 3)),
-        ("0REDUCE", Action(Kind.REDUCE, 0)),
+        ("2F0", Action(ActionKind.F, 2, 0)),
+        ("0I13", Action(ActionKind.I, 0, 13)),
+        ("11W3", Action(ActionKind.W, 11, 3)),
+        ("1B0", Action(ActionKind.B, 1, 0)),
+        ("1SEND_F2", Action(ActionKind.SEND_F, 1, 2)),
+        ("2RECV_B1", Action(ActionKind.RECV_B, 2, 1)),
+        ("3GATHER", Action(ActionKind.GATHER, 3)),
+        ("3DROP", Action(ActionKind.DROP, 3)),
+        ("0REDUCE", Action(ActionKind.REDUCE, 0)),
     ],
 )
 def test_an_action_is_its_text(text: str, action: Action) -> None:
@@ -80,7 +80,7 @@ ARITHMETIC = (
     "dryrun",
     "generators",
     "vshape",
-    "listing",
+    "list_scheduling",
     "lowering",
     "search",
     "partition",

@@ -23,10 +23,10 @@ from retrograde.transport.messages import (
     Content,
     Form,
     Group,
-    Leaf,
     MessageError,
-    Node,
     TensorLayout,
+    TreeLeaf,
+    TreeNode,
     decode,
     encode,
 )
@@ -158,24 +158,33 @@ def _named(module: str, name: str) -> Constant:
     return Group("tuple", [module, name])
 
 
-HOSTILE: dict[str, tuple[Leaf | Node, str]] = {
-    "a function": (Node("os.system", None, [Leaf()]), r"a os\.system came from another stage and is not registered"),
-    "a class": (Node("subprocess.Popen", None, [Leaf()]), r"a subprocess\.Popen came from another stage"),
+HOSTILE: dict[str, tuple[TreeLeaf | TreeNode, str]] = {
+    "a function": (
+        TreeNode("os.system", None, [TreeLeaf()]),
+        r"a os\.system came from another stage and is not registered",
+    ),
+    "a class": (TreeNode("subprocess.Popen", None, [TreeLeaf()]), r"a subprocess\.Popen came from another stage"),
     "a function as a named tuple": (
-        Node("collections.namedtuple", _named("os", "system"), [Leaf()]),
+        TreeNode("collections.namedtuple", _named("os", "system"), [TreeLeaf()]),
         r"\('os', 'system'\) came from another stage and is not a named tuple",
     ),
     "a class as a named tuple": (
-        Node("collections.namedtuple", _named("subprocess", "Popen"), [Leaf()]),
+        TreeNode("collections.namedtuple", _named("subprocess", "Popen"), [TreeLeaf()]),
         r"is not a named tuple of a module imported on this rank",
     ),
-    "a module that is not imported": (Node("collections.namedtuple", _named("antigravity", "fly"), []), r"antigravity"),
-    "no name at all": (Node("collections.namedtuple", 3, []), r"3 came from another stage and is not a named tuple"),
+    "a module that is not imported": (
+        TreeNode("collections.namedtuple", _named("antigravity", "fly"), []),
+        r"antigravity",
+    ),
+    "no name at all": (
+        TreeNode("collections.namedtuple", 3, []),
+        r"3 came from another stage and is not a named tuple",
+    ),
     "a default that is called": (
-        Node("collections.defaultdict", Group("list", ["os.getpid", Group("list", [])]), []),
+        TreeNode("collections.defaultdict", Group("list", ["os.getpid", Group("list", [])]), []),
         r"a defaultdict of 'os\.getpid' came from another stage",
     ),
-    "an unknown constant": (Node("builtins.dict", Group("eval", ["1"]), []), r"'eval' is not a kind of constant"),
+    "an unknown constant": (TreeNode("builtins.dict", Group("eval", ["1"]), []), r"'eval' is not a kind of constant"),
 }
 
 

@@ -136,7 +136,7 @@ def test_gathered_stages_are_gathered_once(ranks: Ranks, schedule: str, stages: 
         assert sum(found.values()) < stages  # where one stage is done before the other, it may be expected in vain
 
 
-def pages_held(rank: int, world: int, schedule: str) -> list[str]:
+def pages_held(rank: int, world: int, schedule: str) -> list[str]:  # noqa: C901 - being shortened
     """With room for one stage, and again after a step that failed."""
     pipe, plain = transformer(world, schedule, gathered=1), transformer(world, schedule)
     gathered: set[int] = set()

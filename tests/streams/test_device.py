@@ -61,7 +61,7 @@ def test_the_first_wrong_order_is_shown_and_can_be_replayed() -> None:
     assert explore(ordered(wait=True)).interleavings == 1
     with pytest.raises(Corrupted, match=r"one: test_device\.py") as caught:
         explore(ordered(wait=False))
-    assert replay(ordered(wait=False), caught.value.schedule) == caught.value.faults
+    assert replay(ordered(wait=False), caught.value.interleaving) == caught.value.faults
     wrong = set()
     for schedule in set(itertools.permutations([3, 3, 4, 4])):
         wrong |= set(replay(ordered(wait=False), schedule))

@@ -92,7 +92,7 @@ def _first_corruption(site: Site) -> Corrupted | None:
             try:
                 explore(program, without=site)
             except Corrupted as error:
-                assert replay(program, error.schedule, without=site) == error.faults
+                assert replay(program, error.interleaving, without=site) == error.faults
                 return error
     return None
 

@@ -17,7 +17,7 @@ from retrograde.devices import Stream
 from retrograde.transport import Key, Position, Reason
 from retrograde.transport.connections import Connections
 from retrograde.transport.line import LENGTHS, LIMIT, frame
-from retrograde.transport.messages import Ask, Meet, Page, Put, Read, Stamp, TensorForm, encode, pack
+from retrograde.transport.messages import Ask, Meet, Put, Read, ShardData, Stamp, TensorForm, encode, pack
 from retrograde.transport.one_sided import OneSidedTransport
 from tests.harness import RankPool
 from tests.small import build
@@ -104,8 +104,8 @@ ATTACKS: dict[str, tuple[bytes, str]] = {
         f"0 bytes of tensors with a Put that takes {4 * ELEMENTS}",
     ),
     "a large answer": (
-        _with_data(Page(0, 0), 2**60),
-        f"{2**60} bytes of tensors with a Page that takes {4 * ELEMENTS}",
+        _with_data(ShardData(0, 0), 2**60),
+        f"{2**60} bytes of tensors with a ShardData that takes {4 * ELEMENTS}",
     ),
     "a value that is not there": (
         _with_data(_meet(LARGE), 16),
@@ -172,7 +172,7 @@ def test_a_pickle_over_a_connection_is_not_executed(pair: Pair, tmp_path: Path) 
 def test_what_nobody_asked_for_takes_no_memory(pair: Pair) -> None:
     """A page that this rank no longer waits for is read and forgotten, and the next message is understood."""
     transport, there = pair
-    for part in frame(Page(0, 0), [torch.ones(2**20)]):
+    for part in frame(ShardData(0, 0), [torch.ones(2**20)]):
         there.sendall(part)
     for part in frame(_meet(3)):
         there.sendall(part)

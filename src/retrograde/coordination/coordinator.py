@@ -24,7 +24,7 @@ from typing import TypeVar
 
 import torch
 
-from retrograde.coordination.fences import Phase, WriteFence
+from retrograde.coordination.fences import WriteFence, WritePhase
 from retrograde.coordination.meetings import Meetings
 from retrograde.gradients import GradientFlow
 from retrograde.pages import Pager, Unit
@@ -76,13 +76,13 @@ class Coordinator:
         pending = {rank: position.pending for rank, position in enumerate(positions)}
         match first:
             case Reason.FENCE:
-                self._advance(Phase.EDITED if mine is Reason.FENCE else Phase.READ)
+                self._advance(WritePhase.EDITED if mine is Reason.FENCE else WritePhase.READ)
             case Reason.FLUSH:
                 self._flow.flush(pending)
             case Reason.STEP:
                 self._flow.flush(pending)
                 self._flow.pass_step()
-                self._advance(Phase.STEPPED)
+                self._advance(WritePhase.STEPPED)
 
     def _require_same(self, positions: list[Position]) -> None:
         kinds = {(p.reason, p.label if p.reason is Reason.TOTAL else "") for p in positions}
@@ -113,7 +113,7 @@ class Coordinator:
     # ---- weights
     def read(self, unit: Unit, into: Callable[[int], torch.Tensor]) -> Work:
         """Start reading the page as this rank sees it now. Reading ends a step, in whose hooks it may be done."""
-        if self._fence.phase is Phase.STEPPED:
+        if self._fence.phase is WritePhase.STEPPED:
             self._fence.come_to_rest()
         self._transport.shards_changed()
         return self._transport.read(unit.index, unit.name, self._fence.stamp(unit), into)
@@ -141,7 +141,7 @@ class Coordinator:
         self._pager.quiesce()
         self.attend(Reason.FENCE, what)
 
-    def _advance(self, phase: Phase) -> None:
+    def _advance(self, phase: WritePhase) -> None:
         self._fence.advance(phase)
         self._transport.shards_changed()
 

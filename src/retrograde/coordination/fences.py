@@ -36,7 +36,7 @@ from retrograde.torch_internals import version_of
 from retrograde.transport import Stamp
 
 
-class Phase(Enum):
+class WritePhase(Enum):
     """What may happen to the shards of this rank."""
 
     READ = auto()  # they are at rest
@@ -49,7 +49,7 @@ class WriteFence:
 
     def __init__(self) -> None:
         self.clock = 0
-        self.phase = Phase.READ
+        self.phase = WritePhase.READ
         self._units: list[Unit] = []
         self._lock = threading.RLock()
 
@@ -65,14 +65,14 @@ class WriteFence:
 
     def must_be_passed(self, unit: Unit, slot: int) -> bool:
         """Before an edit of this parameter?"""
-        return self.phase is Phase.READ or unit.edits.has(slot)
+        return self.phase is WritePhase.READ or unit.edits.has(slot)
 
     @contextlib.contextmanager
     def edit(self, unit: Unit, slot: int) -> Iterator[None]:
         """Around an edit of a parameter in place."""
         piece = unit.pieces[slot]
         with self._lock:
-            if self.phase is Phase.EDITED:
+            if self.phase is WritePhase.EDITED:
                 unit.edits.begin(slot, piece)
         version = version_of(piece)
         try:
@@ -85,12 +85,12 @@ class WriteFence:
             unit.edits.end()
             unit.version_at_rest += version_of(piece) - version  # it was reported
 
-    def advance(self, phase: Phase) -> None:
+    def advance(self, phase: WritePhase) -> None:
         """All ranks have passed a fence; this one is about to write, or not."""
         with self._lock:
             self.clock += 1
             for unit in self._units:
-                if phase is Phase.STEPPED:
+                if phase is WritePhase.STEPPED:
                     unit.edits.pass_step()
                 else:
                     unit.edits.pass_fence()
@@ -99,9 +99,9 @@ class WriteFence:
     def come_to_rest(self) -> None:
         """The step has ended; or, in a hook after a step, once more: it has read the new weights."""
         with self._lock:
-            self._enter(Phase.READ)
+            self._enter(WritePhase.READ)
 
-    def _enter(self, phase: Phase) -> None:
+    def _enter(self, phase: WritePhase) -> None:
         self.phase = phase
         for unit in self._units:
             unit.version_at_rest = unit.version
@@ -117,7 +117,7 @@ class WriteFence:
             why_not = self._why_not(wanted, stamp)
             if why_not is not None:
                 return why_not
-            if self.phase is Phase.EDITED or wanted.edits.made > stamp.edits:
+            if self.phase is WritePhase.EDITED or wanted.edits.made > stamp.edits:
                 return wanted.shard_after(stamp.edits)
             if wanted.version - wanted.version_at_rest != stamp.stray:
                 return "its weights were not edited in the same way as the reader's"
@@ -126,7 +126,7 @@ class WriteFence:
     def _why_not(self, unit: Unit, stamp: Stamp) -> str | None:
         if stamp.clock < self.clock:
             return f"it has moved on to fence {self.clock} while the reader is still at fence {stamp.clock}"
-        if stamp.clock > self.clock or self.phase is Phase.STEPPED:
+        if stamp.clock > self.clock or self.phase is WritePhase.STEPPED:
             return f"it has not finished the step or edit that the reader has finished (fence {self.clock})"
         if not unit.edits.fenced <= stamp.edits <= unit.edits.made:
             return f"it has made {unit.edits.made} edits of this unit where the reader has made {stamp.edits}"

@@ -35,7 +35,7 @@ from retrograde.pages import BufferPool, Unit
 from retrograde.torch_internals import at_end_of_backward, current_backward
 from retrograde.transport import Key, Offers, Position, Reason, Transport, Use, Uses
 
-Meet = Callable[[Position], list[Position]]  # wait for every rank's next meeting; everybody's position, by rank
+MeetOthers = Callable[[Position], list[Position]]  # wait for every rank's next meeting; everybody's position, by rank
 
 
 class Delivery(NamedTuple):
@@ -70,7 +70,13 @@ class GradientFlow:
     """Owns every gradient of an engine until it is in `.grad`."""
 
     def __init__(
-        self, transport: Transport, strategy: Strategy, policy: Policy, pool: BufferPool, meet: Meet, ledger: Ledger
+        self,
+        transport: Transport,
+        strategy: Strategy,
+        policy: Policy,
+        pool: BufferPool,
+        meet: MeetOthers,
+        ledger: Ledger,
     ) -> None:
         self.windows = Windows()
         self.fresh = False  # have gradients come since all ranks were last at the same place?

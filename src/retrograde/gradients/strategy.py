@@ -26,7 +26,7 @@ from retrograde.layout import Policy
 from retrograde.pages import BufferPool, Unit
 from retrograde.transport import Key, Transport, Uses, Work
 
-Offers = Mapping[int, Uses]  # of one gradient: the ranks that have it, and what each does with it
+Contributors = Mapping[int, Uses]  # of one gradient: the ranks that have it, and what each does with it
 
 
 class Strategy(Protocol):
@@ -38,13 +38,13 @@ class Strategy(Protocol):
     def advance(self, gradients: Sequence[Gradient]) -> None:
         """Go on with what was launched, as far as that needs no waiting."""
 
-    def begin_sums(self, offers: Mapping[Key, Offers]) -> None:
+    def begin_sums(self, offers: Mapping[Key, Contributors]) -> None:
         """A meeting has said who has which gradients. `total` of each comes next, in the same order on all ranks."""
 
-    def total(self, gradient: Gradient, offers: Offers) -> torch.Tensor:
+    def total(self, gradient: Gradient, offers: Contributors) -> torch.Tensor:
         """The sum over the ranks that offer, in `gradient.own`."""
 
-    def total_of_others(self, unit: Unit, key: Key, offers: Offers) -> torch.Tensor:
+    def total_of_others(self, unit: Unit, key: Key, offers: Contributors) -> torch.Tensor:
         """The same where this rank has nothing to add."""
 
     def give_up(self, gradient: Gradient) -> None:
@@ -145,10 +145,10 @@ class OrderedSum:
         part = gradient.own if mine else self._transport.take(gradient.key, rank, gradient.unit.name)
         self._sums[gradient.key].add(rank, part)
 
-    def begin_sums(self, offers: Mapping[Key, Offers]) -> None:
+    def begin_sums(self, offers: Mapping[Key, Contributors]) -> None:
         """Nothing has to be started: parts are on their way."""
 
-    def total(self, gradient: Gradient, offers: Offers) -> torch.Tensor:
+    def total(self, gradient: Gradient, offers: Contributors) -> torch.Tensor:
         running = self._sums[gradient.key]
         with labelled("sum of gradient of", gradient.unit.name):
             for rank in sorted(offers):
@@ -160,7 +160,7 @@ class OrderedSum:
         del self._sums[gradient.key]
         return self._finish(running)
 
-    def total_of_others(self, unit: Unit, key: Key, offers: Offers) -> torch.Tensor:
+    def total_of_others(self, unit: Unit, key: Key, offers: Contributors) -> torch.Tensor:
         stream = self._streams.reducing
         running = _RunningSum(stream.empty(unit.layout.shard_numel, unit.layout.dtype), stream)
         with labelled("sum of gradient of", unit.name):
@@ -225,7 +225,7 @@ class BackendSum:
             stream.run(lambda: works.append(self._transport.reduce_scatter(part, gradient.bucket.store.to(wire))))
         self._started[key] = _Reducing(gradient, _All(works), part)
 
-    def begin_sums(self, offers: Mapping[Key, Offers]) -> None:
+    def begin_sums(self, offers: Mapping[Key, Contributors]) -> None:
         self.advance(())
         for key in list(self._waiting):
             if key in self._given_up:
@@ -237,7 +237,7 @@ class BackendSum:
             if key in self._waiting and len(ranks) == self._transport.world:
                 self._start(key)
 
-    def total(self, gradient: Gradient, offers: Offers) -> torch.Tensor:
+    def total(self, gradient: Gradient, offers: Contributors) -> torch.Tensor:
         world = self._transport.world
         if gradient.key in self._waiting and len(offers) == world:
             self._start(gradient.key)
@@ -262,7 +262,7 @@ class BackendSum:
         gradient.bucket.release(self._streams.reducing.record())
         return part
 
-    def total_of_others(self, unit: Unit, key: Key, offers: Offers) -> torch.Tensor:
+    def total_of_others(self, unit: Unit, key: Key, offers: Contributors) -> torch.Tensor:
         return self._ordered.total_of_others(unit, key, offers)
 
     def give_up(self, gradient: Gradient) -> None:

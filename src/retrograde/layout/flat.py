@@ -14,6 +14,8 @@ import torch
 
 Strides = tuple[int, ...]
 
+ALIGNMENT = 64  # bytes, as torch's allocator
+
 
 class Slot(NamedTuple):
     """One parameter of a unit: its full name, true shape and place in the flat buffer.
@@ -68,16 +70,21 @@ class Layout:
     ) -> None:
         """`strides`: those of each parameter, or None; all lie row by row if it is empty."""
         kept = strides or [None] * len(named_shapes)
-        step = 64 // dtype.itemsize  # bytes, as torch's allocator
-        ends = list(itertools.accumulate((-(-shape.numel() // step) * step for _, shape in named_shapes), initial=0))
+        step = ALIGNMENT // dtype.itemsize
+        sizes = (-(-shape.numel() // step) * step for _, shape in named_shapes)
+        *starts, end = itertools.accumulate(sizes, initial=0)
         self.slots = tuple(
-            Slot(name, shape, at, at + shape.numel(), memory)
-            for (name, shape), at, memory in zip(named_shapes, ends[:-1], kept, strict=True)
+            Slot(name, shape, start, start + shape.numel(), memory)
+            for (name, shape), start, memory in zip(named_shapes, starts, kept, strict=True)
         )
         self.world = world
-        self.offsets, self.dtype, self.shard_numel = ends[:-1], dtype, -(-ends[-1] // world)
-        self.numel, self.padded_numel = sum(slot.numel for slot in self.slots), self.shard_numel * world
-        self.shard_bytes, self.page_bytes = self.shard_numel * dtype.itemsize, self.padded_numel * dtype.itemsize
+        self.dtype = dtype
+        self.offsets = starts
+        self.numel = sum(slot.numel for slot in self.slots)  # of the parameters, without what lies between them
+        self.shard_numel = -(-end // world)
+        self.padded_numel = self.shard_numel * world
+        self.shard_bytes = self.shard_numel * dtype.itemsize
+        self.page_bytes = self.padded_numel * dtype.itemsize
 
     def span(self, rank: int) -> slice:
         """The part of the flat buffer that `rank` owns."""

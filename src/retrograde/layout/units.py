@@ -23,6 +23,8 @@ ROOT = "(root)"
 
 
 class UnitSpec(NamedTuple):
+    """Parameters that are to form a unit, and the modules that they were found in."""
+
     name: str
     modules: tuple[nn.Module, ...]
     params: tuple[Named, ...]
@@ -43,22 +45,38 @@ def find_units(
                 home.append((prefix + name, param))
         for name, child in module.named_children():
             path = prefix + name
-            walk(child, path + ".", members.setdefault(path, (child, []))[1] if child in chosen else home)
+            if child in chosen:
+                _, own = members.setdefault(path, (child, []))
+                walk(child, path + ".", own)
+            else:
+                walk(child, path + ".", home)
 
     walk(model, "", members[ROOT][1])
+    specs = [part for name, (module, params) in members.items() for part in _by_dtype(name, module, params)]
+    return _joined(specs, join)
+
+
+def _joined(specs: list[UnitSpec], least: float) -> list[UnitSpec]:
+    """A unit of fewer than `least` bytes becomes one with the next, as long as it has fewer."""
     found: list[UnitSpec] = []
-    for spec in (part for name, (module, params) in members.items() for part in _by_dtype(name, module, params)):
-        if found and _joins(found[-1], spec, join):
+    for spec in specs:
+        if found and _joins(found[-1], spec, least):
             last = found.pop()
-            spec = UnitSpec(f"{last.name}+{spec.name}", last.modules + spec.modules, last.params + spec.params)
-        found.append(spec)
+            found.append(UnitSpec(f"{last.name}+{spec.name}", last.modules + spec.modules, last.params + spec.params))
+        else:
+            found.append(spec)
     return found
 
 
 def _joins(one: UnitSpec, other: UnitSpec, least: float) -> bool:
-    """Is `one` too small to stand alone? The root unit does: it is in use from one end of a step to the other."""
+    """Whether `one` is too small to stand alone and `other` can be in a buffer with it.
+
+    The root unit always stands alone: it is in use from one end of a step to the other.
+    """
+    if one.name.startswith(ROOT):
+        return False
     kinds = {(param.dtype, param.device) for _, param in one.params + other.params}
-    return len(kinds) == 1 and not one.name.startswith(ROOT) and sum(param.nbytes for _, param in one.params) < least
+    return len(kinds) == 1 and sum(param.nbytes for _, param in one.params) < least
 
 
 def _by_dtype(name: str, module: nn.Module, params: list[Named]) -> Iterator[UnitSpec]:
@@ -72,7 +90,7 @@ def _by_dtype(name: str, module: nn.Module, params: list[Named]) -> Iterator[Uni
 
 
 def check_units(units: Units) -> None:
-    """Is it something that says which modules are units, whatever the model?"""
+    """Raise unless `units` says which modules are units, whatever the model is."""
     if isinstance(units, str) and units == "auto":
         return
     if isinstance(units, type | tuple | list):

@@ -59,7 +59,7 @@ class Edits(NamedTuple):
 
 NO_EDITS = Edits([], False)
 
-Read = Callable[[Callable[[int], torch.Tensor]], Work]  # starts reading other ranks' shards into what it is given
+ReadShards = Callable[[Callable[[int], torch.Tensor]], Work]  # starts reading other ranks' shards into what it is given
 
 
 class Page:
@@ -128,7 +128,7 @@ class Page:
             raise RuntimeError(f"the page of unit {self._name} cannot become {state.name}: it is {now}")
         self.state = state
 
-    def load(self, shard: torch.Tensor, read: Read) -> None:
+    def load(self, shard: torch.Tensor, read: ReadShards) -> None:
         """Start making it whole: this rank's shard is copied, the others' are read."""
         fetching = self._streams.fetching
         with labelled("page-in of", self._name):

@@ -18,10 +18,16 @@ import torch
 from retrograde.errors import UnsupportedError
 from retrograde.parameters.part import Part
 
-Piece = Any  # a Part with `mark` (pieces.py)
+
+class Markable(Part):
+    """A piece, as far as it matters here (pieces.py)."""
+
+    def mark(self, tensor: torch.Tensor, joined: bool = False) -> None:
+        """A plain tensor that was filled from this becomes a piece, of the same parameter or of several."""
+        raise NotImplementedError
 
 
-def mark_filled(name: str, args: Any, kwargs: Any, pieces: list[Piece], from_gradients: bool) -> None:
+def mark_filled(name: str, args: Any, kwargs: Any, pieces: list[Markable], from_gradients: bool) -> None:
     """A function that writes has read `pieces`: make what it wrote to a piece, if it is plain.
 
     `from_gradients`: not from parameters alone. A whole tensor may be filled from a parameter, by which it stays plain,
@@ -42,7 +48,7 @@ def mark_filled(name: str, args: Any, kwargs: Any, pieces: list[Piece], from_gra
         piece.mark(target)
 
 
-def _targets(args: Any, kwargs: Any, pieces: list[Piece]) -> Iterator[tuple[Any, Piece]]:
+def _targets(args: Any, kwargs: Any, pieces: list[Markable]) -> Iterator[tuple[Any, Markable]]:
     """What is written to, each with the piece that goes there: one, or one of each in lists of the same length."""
     out = kwargs.get("out")
     written = args[0] if out is None else out
@@ -56,7 +62,7 @@ def _targets(args: Any, kwargs: Any, pieces: list[Piece]) -> Iterator[tuple[Any,
             yield target, beside[0]
 
 
-def _mark_item(target: Any, where: Any, piece: Piece, from_gradients: bool) -> None:
+def _mark_item(target: Any, where: Any, piece: Markable, from_gradients: bool) -> None:
     if type(target) is not torch.Tensor:
         return
     place = target[where]
@@ -68,7 +74,7 @@ def _mark_item(target: Any, where: Any, piece: Piece, from_gradients: bool) -> N
         _mark_vector(target, piece, "__setitem__")
 
 
-def _mark_vector(base: torch.Tensor, piece: Piece, name: str) -> None:
+def _mark_vector(base: torch.Tensor, piece: Markable, name: str) -> None:
     if type(base) is not torch.Tensor:
         return
     if base.dim() > 1 and piece.unit.layout.world > 1:

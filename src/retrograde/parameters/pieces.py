@@ -31,9 +31,9 @@ from retrograde.errors import UnsupportedError
 from retrograde.pages import RESHAPES, Aliased, FullTensor, edits, views
 from retrograde.parameters.access import Leaf
 from retrograde.parameters.answers import OVER_ALL
-from retrograde.parameters.filled import mark_filled
+from retrograde.parameters.filled import Markable, mark_filled
 from retrograde.parameters.owner import Owner
-from retrograde.parameters.part import JOINED, Part, pieces_in, plain, whole
+from retrograde.parameters.part import JOINED, pieces_in, plain, whole
 from retrograde.parameters.reads import DRAWS, JOINS, POSITIONAL, VIEWS, Reads, reads
 from retrograde.torch_internals import set_data, set_requires_grad
 
@@ -42,7 +42,7 @@ raw_grad, _set_grad = (getattr(torch.Tensor.grad, name) for name in ("__get__", 
 _TOGETHER = "computing with gradients: zero_grad(), clipping or an edit of p.grad"
 
 
-class Piece(Part):
+class Piece(Markable):
     """Behaviour shared by sharded parameters, their gradients and what is computed from these elementwise."""
 
     aliases: "MutableMapping[Piece, None]" = {}  # noqa: RUF012 - none, but for parameters
@@ -75,7 +75,7 @@ class Piece(Part):
             self.copy_(value)
 
     @classmethod
-    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: C901 - a table of routes replaces it
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         items = name in ("__getitem__", "__setitem__") and isinstance(args[0], Piece)

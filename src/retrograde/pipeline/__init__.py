@@ -3,14 +3,14 @@
 from retrograde.pipeline.dryrun import check, dry_run
 from retrograde.pipeline.generators import generate
 from retrograde.pipeline.lowering import forward_only, lower
-from retrograde.pipeline.schedule import Action, Kind, Schedule
+from retrograde.pipeline.schedule import Action, ActionKind, Schedule
 from retrograde.pipeline.search import schedule_for, search
 from retrograde.pipeline.timeline import Costs, Timed, Timeline, simulate
 
 __all__ = [
     "Action",
+    "ActionKind",
     "Costs",
-    "Kind",
     "Schedule",
     "Timed",
     "Timeline",

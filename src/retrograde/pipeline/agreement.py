@@ -39,7 +39,7 @@ def together(groups: Groups, what: str) -> Iterator[list[Said]]:
 def _agree(groups: Groups, what: str, arguments: list[Said], failure: str) -> str:
     """The first failure of any rank; an empty text if there is none. Every rank comes through all of its groups."""
     for group in groups:
-        reports = [json.loads(text) for text in share(json.dumps([failure, arguments]), group)]
+        reports = [json.loads(text) for text in all_gather_text(json.dumps([failure, arguments]), group)]
         failure = next((theirs for theirs, _ in reports if theirs), "")
         if not failure:
             different = differences([[Said(*one) for one in theirs] for _, theirs in reports])
@@ -48,7 +48,7 @@ def _agree(groups: Groups, what: str, arguments: list[Said], failure: str) -> st
     return failure
 
 
-def share(text: str, group: dist.ProcessGroup) -> list[str]:
+def all_gather_text(text: str, group: dist.ProcessGroup) -> list[str]:
     """The texts of all ranks of a group."""
     mine = torch.tensor(list(text.encode()), dtype=torch.uint8)
     world = dist.get_world_size(group)

@@ -10,7 +10,7 @@ import inspect
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -116,19 +116,26 @@ def measured(blocks: Sequence[Block], sample: tuple[Any, ...], options: dict[str
 
     Copies of the blocks are run, so that nothing of the model changes: gradients, statistics, random numbers.
     """
-    if on_meta := [block.name for block in blocks if any(p.device.type == "meta" for p in block.module.parameters())]:
+    on_meta = [block.name for block in blocks if any(p.device.type == "meta" for p in block.module.parameters())]
+    if on_meta:
         raise PipelineError(f"block {on_meta[0]} is on the meta device and cannot be timed; give costs=... or at=...")
-    times, args = [], sample
+    times = []
+    args = sample
     with torch.random.fork_rng(), torch.enable_grad():
         for block in blocks:
             chain = Chain([copy.deepcopy(block.module)])
             runs = [_timed(chain, args, options) for _ in range(RUNS)]
-            times.append(min(seconds for seconds, _ in runs))
-            args = runs[-1][1]
+            times.append(min(run.seconds for run in runs))
+            args = runs[-1].output
     return times
 
 
-def _timed(chain: Chain, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[float, tuple[Any, ...]]:
+class _TimedRun(NamedTuple):
+    seconds: float
+    output: tuple[Any, ...]  # the arguments of the next block
+
+
+def _timed(chain: Chain, args: tuple[Any, ...], options: dict[str, Any]) -> _TimedRun:
     args = tree_map_only(torch.Tensor, lambda t: t.detach().requires_grad_(t.is_floating_point()), args)
     began = time.perf_counter()
     output = chain(*args, **options)
@@ -136,10 +143,10 @@ def _timed(chain: Chain, args: tuple[Any, ...], options: dict[str, Any]) -> tupl
     if made:
         torch.autograd.backward(made, [torch.ones_like(leaf) for leaf in made])
     seconds = time.perf_counter() - began
-    return seconds, output if isinstance(output, tuple) else (output,)
+    return _TimedRun(seconds, output if isinstance(output, tuple) else (output,))
 
 
-def keep(blocks: Sequence[Block], mine: Collection[nn.Module], device: torch.device) -> None:
+def materialize_stages(blocks: Sequence[Block], mine: Collection[nn.Module], device: torch.device) -> None:
     """Make the modules in `mine` real if they are on the meta device.
 
     All modules are drawn, one at a time, in the order of their construction: with the same seed a model has the same
@@ -169,6 +176,7 @@ class Tie:
 
 
 def find_ties(groups: Sequence[Sequence[Block]], placement: Sequence[int]) -> list[Tie]:
+    """`groups` are the blocks of each stage. A parameter has the name that it has in the first of them."""
     homes: dict[int, list[int]] = {}
     known: dict[int, tuple[str, nn.Parameter]] = {}
     for stage, group in enumerate(groups):

@@ -6,17 +6,22 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from retrograde.pipeline.schedule import Kind
+from retrograde.pipeline.schedule import ActionKind
 from retrograde.pipeline.timeline import Timed, Timeline
 
 # One hue per kind, light for a rank's first stage and dark for its later ones.
 COLOURS = {
-    Kind.F: ("#a8c8f0", "#6f9fd8"),
-    Kind.I: ("#a9dfbf", "#6fb98f"),
-    Kind.W: ("#f5d98b", "#dcae45"),
-    Kind.B: ("#d9b8e8", "#b184c9"),
+    ActionKind.F: ("#a8c8f0", "#6f9fd8"),
+    ActionKind.I: ("#a9dfbf", "#6fb98f"),
+    ActionKind.W: ("#f5d98b", "#dcae45"),
+    ActionKind.B: ("#d9b8e8", "#b184c9"),
 }
-NAMES = {Kind.F: "forward", Kind.I: "input gradients", Kind.W: "weight gradients", Kind.B: "both gradients"}
+NAMES = {
+    ActionKind.F: "forward",
+    ActionKind.I: "input gradients",
+    ActionKind.W: "weight gradients",
+    ActionKind.B: "both gradients",
+}
 LEAST_WIDTH = 20
 MARGINS = 21  # columns for rank, idle and peak
 BLOCKS = 4

@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterator
 from typing import NoReturn
 
 from retrograde.errors import ScheduleError
-from retrograde.pipeline.schedule import BACKWARD, Action, Kind, Place, Schedule
-from retrograde.pipeline.timeline import Costs, Stuck, Timeline, find_stuck, has_backward, simulate
+from retrograde.pipeline.schedule import BACKWARD, Action, ActionKind, Place, Schedule
+from retrograde.pipeline.timeline import Costs, StuckRank, Timeline, find_stuck, has_backward, simulate
 
 AROUND = 5  # actions shown before and after a marked one
 
@@ -30,7 +30,8 @@ def check(schedule: Schedule) -> None:
     _check_complete(schedule)
     if any(action.kind.is_transfer for _, action in schedule.actions()):
         _check_transfers(schedule)
-    if stuck := find_stuck(schedule):
+    stuck = find_stuck(schedule)
+    if stuck:
         _fail(schedule, _deadlock(schedule, stuck), {item.place for item in stuck})
     _check_pages(schedule)
     _check_reductions(schedule)
@@ -88,16 +89,16 @@ def _check_once(schedule: Schedule) -> None:
 
 
 def _parts(action: Action) -> Iterator[Action]:
-    if action.kind is Kind.B:
-        yield Action(Kind.I, action.stage, action.microbatch)
-        yield Action(Kind.W, action.stage, action.microbatch)
+    if action.kind is ActionKind.B:
+        yield Action(ActionKind.I, action.stage, action.microbatch)
+        yield Action(ActionKind.W, action.stage, action.microbatch)
     elif action.kind.per_microbatch:
         yield action
 
 
 def _check_complete(schedule: Schedule) -> None:
     done = {part for _, action in schedule.actions() for part in _parts(action)}
-    kinds = (Kind.F, Kind.I, Kind.W) if has_backward(schedule) else (Kind.F,)
+    kinds = (ActionKind.F, ActionKind.I, ActionKind.W) if has_backward(schedule) else (ActionKind.F,)
     missing = [
         action
         for stage in range(schedule.stages)
@@ -118,8 +119,9 @@ def _check_transfers(schedule: Schedule) -> None:
     for place, action in schedule.actions():
         if not action.kind.is_transfer:
             continue
-        edge = 0 if action.kind in (Kind.SEND_B, Kind.RECV_F) else schedule.last_stage
-        if action.stage == edge or (peer := schedule.peer(action)) == place.rank:
+        edge = 0 if action.kind in (ActionKind.SEND_B, ActionKind.RECV_F) else schedule.last_stage
+        peer = place.rank if action.stage == edge else schedule.peer(action)
+        if peer == place.rank:
             _fail(schedule, f"{action} on rank {place.rank} has no other rank to exchange with", {place})
         lanes.setdefault((place.rank, peer), []).append((_message(action), place))
     for (rank, peer), lane in sorted(lanes.items()):
@@ -139,14 +141,14 @@ def _check_transfers(schedule: Schedule) -> None:
 def _message(action: Action) -> Action:
     """The sender's name of a transfer, for both ends."""
     match action.kind:
-        case Kind.RECV_F:
-            return Action(Kind.SEND_F, action.stage - 1, action.microbatch)
-        case Kind.RECV_B:
-            return Action(Kind.SEND_B, action.stage + 1, action.microbatch)
+        case ActionKind.RECV_F:
+            return Action(ActionKind.SEND_F, action.stage - 1, action.microbatch)
+        case ActionKind.RECV_B:
+            return Action(ActionKind.SEND_B, action.stage + 1, action.microbatch)
     return action
 
 
-def _deadlock(schedule: Schedule, stuck: list[Stuck]) -> str:
+def _deadlock(schedule: Schedule, stuck: list[StuckRank]) -> str:
     places = {part: place for place, action in schedule.actions() for part in (action, *_parts(action))}
     waits = []
     for item in stuck:
@@ -162,36 +164,37 @@ def _deadlock(schedule: Schedule, stuck: list[Stuck]) -> str:
     return "it would hang: " + "; ".join(waits)
 
 
-def _at(stuck: list[Stuck], rank: int) -> int:
+def _at(stuck: list[StuckRank], rank: int) -> int:
     return next(item.place.position for item in stuck if item.place.rank == rank)
 
 
 def _check_pages(schedule: Schedule) -> None:
     """Where pages are gathered at all, F, I and B run with the stage's page, and nothing is dropped in vain."""
-    if not any(action.kind is Kind.GATHER for _, action in schedule.actions()):
+    if not any(action.kind is ActionKind.GATHER for _, action in schedule.actions()):
         return
     present: set[int] = set()
     for place, action in schedule.actions():
-        if action.kind is Kind.GATHER:
+        if action.kind is ActionKind.GATHER:
             if action.stage in present:
                 _fail(schedule, f"{action} on rank {place.rank}: stage {action.stage} is gathered already", {place})
             present.add(action.stage)
-        elif action.stage not in present and action.kind in (Kind.DROP, Kind.F, *BACKWARD):
+        elif action.stage not in present and action.kind in (ActionKind.DROP, ActionKind.F, *BACKWARD):
             _fail(schedule, f"{action} on rank {place.rank}: stage {action.stage} is not gathered", {place})
-        elif action.kind is Kind.DROP:
+        elif action.kind is ActionKind.DROP:
             present.remove(action.stage)
 
 
 def _check_reductions(schedule: Schedule) -> None:
     """Where gradients are reduced at all, every stage is, once, after its last W."""
-    counts = Counter(action.stage for _, action in schedule.actions() if action.kind is Kind.REDUCE)
+    counts = Counter(action.stage for _, action in schedule.actions() if action.kind is ActionKind.REDUCE)
     if not counts:
         return
-    if wrong := [stage for stage in range(schedule.stages) if counts[stage] != 1]:
+    wrong = [stage for stage in range(schedule.stages) if counts[stage] != 1]
+    if wrong:
         _fail(schedule, f"stage {wrong[0]} is reduced {counts[wrong[0]]} times; each stage is reduced once")
     reduced: set[int] = set()
     for place, action in schedule.actions():
-        if action.kind is Kind.REDUCE:
+        if action.kind is ActionKind.REDUCE:
             reduced.add(action.stage)
-        elif action.stage in reduced and action.kind in (Kind.W, Kind.B):
+        elif action.stage in reduced and action.kind in (ActionKind.W, ActionKind.B):
             _fail(schedule, f"{action} on rank {place.rank} comes after {action.stage}REDUCE", {place})

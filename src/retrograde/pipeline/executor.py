@@ -16,20 +16,20 @@ from torch import Tensor
 
 from retrograde.errors import PipelineError
 from retrograde.pipeline.parcel import Parcel
-from retrograde.pipeline.schedule import Action, Kind, Schedule
-from retrograde.pipeline.stage import Lesson, Stage
+from retrograde.pipeline.schedule import Action, ActionKind, Schedule
+from retrograde.pipeline.stage import Stage, WeightedTarget
 from retrograde.pipeline.timeline import Timed
-from retrograde.pipeline.transport import Incoming, Transport, Unreadable, Void
+from retrograde.pipeline.transport import Incoming, SenderFailed, StageTransport, Unreadable
 from retrograde.transport.messages import Address
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's data on this rank, by microbatch. `inputs` is used by the first stage, `lessons` by the last."""
+    """One step's data on this rank, by microbatch. `inputs` is used by the first stage, `targets` by the last."""
 
     inputs: Sequence[Any]
     options: Sequence[Mapping[str, Any]]
-    lessons: Sequence[Lesson | None]
+    targets: Sequence[WeightedTarget | None]
     keep_outputs: bool = False
 
 
@@ -50,7 +50,7 @@ class Failure:
         return f"{place}, action {self.action}: {self.text}"
 
 
-class Weighted(NamedTuple):
+class WeightedLoss(NamedTuple):
     """The loss of a microbatch, as the loss function returned it, and with which weight it counts."""
 
     value: Tensor
@@ -59,7 +59,7 @@ class Weighted(NamedTuple):
 
 @dataclass
 class Outcome:
-    losses: dict[int, Weighted] = field(default_factory=dict)
+    losses: dict[int, WeightedLoss] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
     failure: Failure | None = None
     error: Exception | None = None  # on the rank that failed
@@ -75,36 +75,39 @@ class Executor:
         schedule: Schedule,
         rank: int,
         stages: Mapping[int, Stage],
-        transport: Transport,
+        transport: StageTransport,
         watch: Callable[[Action], None] | None = None,
     ) -> None:
-        self.schedule, self.rank, self.stages = schedule, rank, stages
-        self._transport, self.watch = transport, watch
+        self.schedule = schedule
+        self.rank = rank
+        self.stages = stages
+        self.watch = watch
+        self._transport = transport
         self._actions = schedule.ranks[rank]
-        self._split = {(a.stage, a.microbatch) for a in self._actions if a.kind is Kind.I}
+        self._split = {(a.stage, a.microbatch) for a in self._actions if a.kind is ActionKind.I}
         self._arriving: dict[Address, Incoming] = {}
         self._here: dict[Address, Any] = {}  # handed over by, or to be sent to, another stage
-        self._table: dict[Kind, Callable[[Action], None]] = {
-            Kind.F: self._forward,
-            Kind.I: self._backward_inputs,
-            Kind.W: self._backward_weights,
-            Kind.B: self._backward,
-            Kind.SEND_F: self._send,
-            Kind.RECV_F: self._receive,
-            Kind.SEND_B: self._send,
-            Kind.RECV_B: self._receive,
-            Kind.GATHER: lambda action: self.stages[action.stage].gather(),
-            Kind.DROP: lambda action: self.stages[action.stage].drop(),
-            Kind.REDUCE: self._reduce,
+        self._table: dict[ActionKind, Callable[[Action], None]] = {
+            ActionKind.F: self._forward,
+            ActionKind.I: self._backward_inputs,
+            ActionKind.W: self._backward_weights,
+            ActionKind.B: self._backward,
+            ActionKind.SEND_F: self._send,
+            ActionKind.RECV_F: self._receive,
+            ActionKind.SEND_B: self._send,
+            ActionKind.RECV_B: self._receive,
+            ActionKind.GATHER: lambda action: self.stages[action.stage].gather(),
+            ActionKind.DROP: lambda action: self.stages[action.stage].drop(),
+            ActionKind.REDUCE: self._reduce,
         }
-        self._void_table: dict[Kind, Callable[[Action], None]] = {
-            Kind.F: self._discard,
-            Kind.I: self._discard,
-            Kind.B: self._discard,
-            Kind.SEND_F: self._send_void,
-            Kind.SEND_B: self._send_void,
-            Kind.RECV_F: self._receive,
-            Kind.RECV_B: self._receive,
+        self._void_table: dict[ActionKind, Callable[[Action], None]] = {
+            ActionKind.F: self._discard,
+            ActionKind.I: self._discard,
+            ActionKind.B: self._discard,
+            ActionKind.SEND_F: self._send_void,
+            ActionKind.SEND_B: self._send_void,
+            ActionKind.RECV_F: self._receive,
+            ActionKind.RECV_B: self._receive,
         }
 
     def run(self, batch: Batch) -> Outcome:
@@ -136,40 +139,47 @@ class Executor:
         return outcome
 
     def _do(self, action: Action) -> None:
-        outcome = self._outcome
-        if not outcome.void:
-            try:
-                self._table[action.kind](action)
-                return
-            except Void:
-                outcome.void = True
-            except Exception as error:
-                outcome.void, outcome.error = True, error
-                last = traceback.format_exception_only(error)[-1].strip()
-                outcome.failure = Failure(self.rank, action, last)
-            if not action.kind.is_transfer:
-                return  # it has taken in what was to arrive for it
-        if (instead := self._void_table.get(action.kind)) is not None:
+        if self._outcome.void:
+            self._do_void(action)
+            return
+        try:
+            self._table[action.kind](action)
+            return
+        except SenderFailed:
+            self._outcome.void = True
+        except Exception as error:
+            last = traceback.format_exception_only(error)[-1].strip()
+            self._outcome.void = True
+            self._outcome.error = error
+            self._outcome.failure = Failure(self.rank, action, last)
+        if action.kind.is_transfer:
+            self._do_void(action)  # a compute action has taken in what was to arrive for it
+
+    def _do_void(self, action: Action) -> None:
+        """What is left of an action after a failure."""
+        instead = self._void_table.get(action.kind)
+        if instead is not None:
             instead(action)
 
     # ---- compute
     def _forward(self, action: Action) -> None:
         number = _number(action)
-        stage, last = self.stages[action.stage], action.stage == self.schedule.last_stage
+        stage = self.stages[action.stage]
         if action.stage == 0:
             arrived = Parcel.of(self._batch.inputs[number]).apart()
         else:
             arrived = self._take(Address(True, action.stage - 1, number))
-        options, split = self._batch.options[number], (action.stage, number) in self._split
-        if not last:
+        options = self._batch.options[number]
+        split = (action.stage, number) in self._split
+        if action.stage != self.schedule.last_stage:
             self._hand_over(action, Address(True, action.stage, number), stage.run(number, arrived, options, split))
             return
-        lesson = self._batch.lessons[number]
-        loss, output = stage.run_last(number, arrived, options, lesson, split)
+        target = self._batch.targets[number]
+        made = stage.run_last(number, arrived, options, target, split)
         if self._batch.keep_outputs:
-            self._outcome.outputs[number] = output
-        if loss is not None and lesson is not None:
-            self._outcome.losses[number] = Weighted(loss, lesson.weight)
+            self._outcome.outputs[number] = made.output
+        if made.loss is not None and target is not None:
+            self._outcome.losses[number] = WeightedLoss(made.loss, target.weight)
 
     def _backward(self, action: Action) -> None:
         grads = self._arrived_grads(action)
@@ -228,14 +238,14 @@ class Executor:
         self._transport.send_void(self.schedule.peer(action), address)
 
     def _discard(self, action: Action) -> None:
-        forward = action.kind is Kind.F
+        forward = action.kind is ActionKind.F
         address = Address(forward, action.stage - 1 if forward else action.stage, _number(action))
         self._here.pop(address, None)
         incoming = self._arriving.pop(address, None)
         if incoming is not None:
             try:
                 incoming()
-            except (Void, Unreadable):
+            except (SenderFailed, Unreadable):
                 return
 
 
@@ -246,12 +256,12 @@ def _number(action: Action) -> int:
 
 def _address(action: Action) -> Address:
     """Both ends of a transfer name it by the stage on whose output side it is."""
-    before = action.kind in (Kind.RECV_F, Kind.SEND_B)
-    forward = action.kind in (Kind.SEND_F, Kind.RECV_F)
+    before = action.kind in (ActionKind.RECV_F, ActionKind.SEND_B)
+    forward = action.kind in (ActionKind.SEND_F, ActionKind.RECV_F)
     return Address(forward, action.stage - 1 if before else action.stage, _number(action))
 
 
-def total_loss(losses: Sequence[Weighted]) -> Tensor | None:
+def total_loss(losses: Sequence[WeightedLoss]) -> Tensor | None:
     """The weighted sum over microbatches, in their order."""
     result: Tensor | None = None
     for loss in losses:

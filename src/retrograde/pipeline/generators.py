@@ -25,13 +25,13 @@ from dataclasses import dataclass
 from itertools import chain, repeat, zip_longest
 
 from retrograde.errors import ScheduleError
-from retrograde.pipeline.schedule import Action, Kind, Schedule
+from retrograde.pipeline.schedule import Action, ActionKind, Schedule
 from retrograde.pipeline.vshape import v_half, v_min, zb_v
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:
     """All forwards, then all backwards."""
-    order = [(kind, k) for kind in (Kind.F, Kind.B) for k in range(microbatches)]
+    order = [(kind, k) for kind in (ActionKind.F, ActionKind.B) for k in range(microbatches)]
     lists = [tuple(Action(kind, rank, k) for kind, k in order) for rank in range(ranks)]
     return Schedule("gpipe", microbatches, tuple(range(ranks)), tuple(lists))
 
@@ -40,8 +40,8 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     """Rank r is p-r forwards ahead of its backwards."""
     lists = []
     for rank in range(ranks):
-        forwards = [Action(Kind.F, rank, k) for k in range(microbatches)]
-        backwards = [Action(Kind.B, rank, k) for k in range(microbatches)]
+        forwards = [Action(ActionKind.F, rank, k) for k in range(microbatches)]
+        backwards = [Action(ActionKind.B, rank, k) for k in range(microbatches)]
         lists.append(tuple(_one_for_one(forwards, backwards, ahead=ranks - rank)))
     return Schedule("1f1b", microbatches, tuple(range(ranks)), tuple(lists))
 
@@ -55,8 +55,8 @@ def interleaved_1f1b(ranks: int, microbatches: int, chunks: int = 2) -> Schedule
     lists = []
     for rank in range(ranks):
         stages = range(rank, ranks * chunks, ranks)
-        forwards = [Action(Kind.F, s, k) for group in groups for s in stages for k in group]
-        backwards = [Action(Kind.B, s, k) for group in groups for s in reversed(stages) for k in group]
+        forwards = [Action(ActionKind.F, s, k) for group in groups for s in stages for k in group]
+        backwards = [Action(ActionKind.B, s, k) for group in groups for s in reversed(stages) for k in group]
         ahead = 2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1
         full = _one_for_one(forwards, backwards, ahead)
         lists.append(tuple(action for action in full if action.microbatch in range(microbatches)))
@@ -84,9 +84,9 @@ def _late_weights(name: str, microbatches: int, shape: list[tuple[int, int]]) ->
     """For each rank: how many forwards it is ahead of I, and how many W it is behind."""
     lists = []
     for rank, (ahead, late) in enumerate(shape):
-        forwards = [Action(Kind.F, rank, k) for k in range(microbatches)]
-        inputs = [Action(Kind.I, rank, k) for k in range(microbatches)]
-        weights = [Action(Kind.W, rank, k) for k in range(microbatches)]
+        forwards = [Action(ActionKind.F, rank, k) for k in range(microbatches)]
+        inputs = [Action(ActionKind.I, rank, k) for k in range(microbatches)]
+        weights = [Action(ActionKind.W, rank, k) for k in range(microbatches)]
         turns = zip_longest(inputs, chain(repeat(None, late), weights), forwards[ahead:])
         lists.append((*forwards[:ahead], *(action for action in chain(*turns) if action is not None)))
     return Schedule(name, microbatches, tuple(range(len(shape))), tuple(lists))

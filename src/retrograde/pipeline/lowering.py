@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from retrograde.errors import ScheduleError
-from retrograde.pipeline.schedule import BACKWARD, Action, Kind, Schedule
+from retrograde.pipeline.schedule import BACKWARD, Action, ActionKind, Schedule
 from retrograde.pipeline.timeline import Costs, simulate
 
-USES_WEIGHTS = frozenset({Kind.F, *BACKWARD})  # never W: it needs inputs and output gradients only
+USES_WEIGHTS = frozenset({ActionKind.F, *BACKWARD})  # never W: it needs inputs and output gradients only
 
 
 def lower(schedule: Schedule, *, gathered: int | None = None, costs: Costs | None = None) -> Schedule:
@@ -23,7 +23,7 @@ def lower(schedule: Schedule, *, gathered: int | None = None, costs: Costs | Non
 
 def forward_only(schedule: Schedule) -> Schedule:
     """The forwards alone, for evaluation. They depend on nothing else, so the order still runs to its end."""
-    kept = [[action for action in actions if action.kind is Kind.F] for actions in schedule.ranks]
+    kept = [[action for action in actions if action.kind is ActionKind.F] for actions in schedule.ranks]
     return schedule.with_ranks(kept)
 
 
@@ -39,7 +39,8 @@ def add_transfers(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     moments: list[tuple[tuple[float, int, int, int], Action]] = []
     for number, item in enumerate(timeline.timed):
         moments.append(((item.start, 1, number, 0), item.action))
-        if (send := _send(schedule, item.action)) is not None:
+        send = _send(schedule, item.action)
+        if send is not None:
             # What ends now is sent before anything starts now; an action that takes no time starts first, though.
             moments.append(((item.end, int(item.end == item.start), number, 1), send))
     lists: list[list[Action]] = [[] for _ in schedule.ranks]
@@ -51,19 +52,19 @@ def add_transfers(schedule: Schedule, costs: Costs | None = None) -> Schedule:
 
 
 def _send(schedule: Schedule, action: Action) -> Action | None:
-    if action.kind is Kind.F and action.stage < schedule.last_stage:
-        send = Action(Kind.SEND_F, action.stage, action.microbatch)
+    if action.kind is ActionKind.F and action.stage < schedule.last_stage:
+        send = Action(ActionKind.SEND_F, action.stage, action.microbatch)
     elif action.kind in BACKWARD and action.stage > 0:
-        send = Action(Kind.SEND_B, action.stage, action.microbatch)
+        send = Action(ActionKind.SEND_B, action.stage, action.microbatch)
     else:
         return None
     return send if schedule.peer(send) != schedule.placement[action.stage] else None
 
 
 def _receive(send: Action) -> Action:
-    if send.kind is Kind.SEND_F:
-        return Action(Kind.RECV_F, send.stage + 1, send.microbatch)
-    return Action(Kind.RECV_B, send.stage - 1, send.microbatch)
+    if send.kind is ActionKind.SEND_F:
+        return Action(ActionKind.RECV_F, send.stage + 1, send.microbatch)
+    return Action(ActionKind.RECV_B, send.stage - 1, send.microbatch)
 
 
 class _Span(NamedTuple):
@@ -85,8 +86,8 @@ def add_pages(schedule: Schedule, gathered: int = 1) -> Schedule:
     lists = []
     for actions in schedule.ranks:
         spans = list(_spans(actions, gathered))
-        gathers = {span.first: Action(Kind.GATHER, span.stage) for span in spans}
-        drops = {span.last: Action(Kind.DROP, span.stage) for span in spans}
+        gathers = {span.first: Action(ActionKind.GATHER, span.stage) for span in spans}
+        drops = {span.last: Action(ActionKind.DROP, span.stage) for span in spans}
         lowered: list[Action] = []
         for position, action in enumerate(actions):
             around = (gathers.get(position), action, drops.get(position))
@@ -114,11 +115,13 @@ def add_reductions(schedule: Schedule) -> Schedule:
     """One reduction per stage, right after its last W or B: its gradients are complete then."""
     lists = []
     for actions in schedule.ranks:
-        last = {action.stage: place for place, action in enumerate(actions) if action.kind in (Kind.W, Kind.B)}
+        last = {
+            action.stage: place for place, action in enumerate(actions) if action.kind in (ActionKind.W, ActionKind.B)
+        }
         lowered: list[Action] = []
         for place, action in enumerate(actions):
             lowered.append(action)
             if last.get(action.stage) == place:
-                lowered.append(Action(Kind.REDUCE, action.stage))
+                lowered.append(Action(ActionKind.REDUCE, action.stage))
         lists.append(lowered)
     return schedule.with_ranks(lists)

@@ -11,7 +11,7 @@ from retrograde.arguments import instance, not_negative, sequence, shown, whole_
 from retrograde.errors import PipelineError, RetrogradeError, ShardingError
 from retrograde.layout import Units, check_reduce, check_stage, check_units, parse_bytes
 
-Ranks = DeviceMesh | dist.ProcessGroup | None
+GroupOfRanks = DeviceMesh | dist.ProcessGroup | None
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Zero:
     """
 
     stage: int = 3
-    mesh: Ranks = None
+    mesh: GroupOfRanks = None
     units: Units = "auto"
     reduce: str = "mean"
     resident: int | str = 0
@@ -97,7 +97,7 @@ def check_ranks(name: str, mesh: Any, error: type[RetrogradeError] = PipelineErr
         instance(name, mesh, (DeviceMesh, dist.ProcessGroup), "is not a mesh", fix, error)
 
 
-def group_of(name: str, mesh: Ranks) -> dist.ProcessGroup:
+def group_of(name: str, mesh: GroupOfRanks) -> dist.ProcessGroup:
     """The ranks that are meant; all of them if none are given."""
     check_ranks(name, mesh)
     if isinstance(mesh, DeviceMesh):
@@ -115,7 +115,8 @@ def group_of(name: str, mesh: Ranks) -> dist.ProcessGroup:
 def check_apart(zero: Zero, stages: dist.ProcessGroup, replicas: dist.ProcessGroup) -> None:
     """Ranks of one pipeline hold different stages: none of them may be a replica of another."""
     common = set(dist.get_process_group_ranks(stages)) & set(dist.get_process_group_ranks(replicas))
-    if others := sorted(common - {dist.get_rank()}):
+    others = sorted(common - {dist.get_rank()})
+    if others:
         raise wrong(
             "zero.mesh",
             zero.mesh,

@@ -24,7 +24,7 @@ def empty(layout: TensorLayout, device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Layout:
+class TreeLayout:
     """`constants` are the leaves that are not tensors; at a tensor's place stands None in `constants`."""
 
     spec: TreeSpec
@@ -34,7 +34,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Parcel:
-    layout: Layout
+    layout: TreeLayout
     tensors: list[Tensor | None]  # None where the leaf is not a tensor
 
     @staticmethod
@@ -43,7 +43,7 @@ class Parcel:
         tensors = [leaf if isinstance(leaf, Tensor) else None for leaf in leaves]
         layouts = tuple(None if tensor is None else layout_of(tensor) for tensor in tensors)
         constants = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        return Parcel(Layout(spec, layouts, constants), tensors)
+        return Parcel(TreeLayout(spec, layouts, constants), tensors)
 
     def tree(self, tensors: list[Tensor | None] | None = None) -> Any:
         """The pytree, with other tensors in the same places if given."""
@@ -87,7 +87,7 @@ def content_of(form: Form, tensors: list[Tensor | None]) -> Parcel | Gradients:
     constants = tuple(constant_of(constant) for constant in form.tree.constants)
     if not spec.num_leaves == len(constants) == len(tensors):
         raise MessageError(f"a tree of {spec.num_leaves} leaves came with {len(tensors)} tensors or constants")
-    return Parcel(Layout(spec, form.tensors, constants), tensors)
+    return Parcel(TreeLayout(spec, form.tensors, constants), tensors)
 
 
 def space_for(form: Form, nbytes: int, device: torch.device) -> list[Tensor | None]:

@@ -21,9 +21,20 @@ from retrograde.arguments import Said, flag, function, instance, one_of, said, s
 from retrograde.engine import Engine, shard
 from retrograde.errors import PipelineError
 from retrograde.parameters import ShardedParameter
-from retrograde.pipeline.agreement import share, together
+from retrograde.pipeline.agreement import all_gather_text, together
 from retrograde.pipeline.batches import CallerGradients, copied, microbatches, size
-from retrograde.pipeline.blocks import Block, Chain, Model, Tie, accepted, blocks_of, divide, find_ties, keep, measured
+from retrograde.pipeline.blocks import (
+    Block,
+    Chain,
+    Model,
+    Tie,
+    accepted,
+    blocks_of,
+    divide,
+    find_ties,
+    materialize_stages,
+    measured,
+)
 from retrograde.pipeline.dryrun import check
 from retrograde.pipeline.executor import Batch, Executor, Outcome, total_loss
 from retrograde.pipeline.generators import GENERATORS
@@ -31,9 +42,9 @@ from retrograde.pipeline.lowering import forward_only, lower
 from retrograde.pipeline.options import Cut, Zero, check_apart, group_of
 from retrograde.pipeline.schedule import Action, Schedule
 from retrograde.pipeline.search import schedule_for
-from retrograde.pipeline.stage import Lesson, Loss, Stage
+from retrograde.pipeline.stage import Loss, Stage, WeightedTarget
 from retrograde.pipeline.timeline import Timed
-from retrograde.pipeline.transport import MeshTransport, Transport
+from retrograde.pipeline.transport import MeshTransport, StageTransport
 
 
 @dataclass(frozen=True)
@@ -49,12 +60,19 @@ class Result:
     losses: tuple[Tensor, ...]
 
 
-class Given(NamedTuple):
+class StepArguments(NamedTuple):
     """What the caller of a step gave on this rank."""
 
     args: tuple[Any, ...]
     target: Any
     options: dict[str, Any]
+
+
+class Agreed(NamedTuple):
+    """What all ranks know at the end of a step: the failures of all of them, and the loss if the last stage has one."""
+
+    failures: list[str]
+    loss: Tensor | None
 
 
 # The loss travels as a number of 64 bits, which all of these fit into, and the position of its dtype here.
@@ -63,6 +81,14 @@ NO_LOSS = -1
 
 
 class Pipeline:
+    """A model whose stages are on the ranks of a group, and a schedule that trains it step by step."""
+
+    rank: int  # in the group of the pipeline
+    schedule: Schedule
+    stages: dict[int, Stage]  # those of this rank, by number
+    engine: Engine | None  # with ZeRO, of this rank's stages
+    trace: list[Timed]  # what this rank did in the last step, and when
+
     def __init__(
         self,
         model: Model,
@@ -82,13 +108,17 @@ class Pipeline:
         output is the loss.
         """
         self._group = group_of("mesh", mesh)
-        self._groups = [self._group] if not isinstance(zero, Zero) else [self._group, group_of("zero.mesh", zero.mesh)]
+        self._groups = [self._group]
+        if isinstance(zero, Zero):
+            self._groups.append(group_of("zero.mesh", zero.mesh))
         self.rank = dist.get_rank(self._group)
         self.device = torch.device("cpu")
+        self.trace = []
         with together(self._groups, "Pipeline()") as arguments:
             count = whole_number("microbatches", microbatches, 1, "a whole number, 1 or more", PipelineError)
+            reductions = ("mean", "sum")
             self._loss_reduction = one_of(
-                "loss_reduction", loss_reduction, ("mean", "sum"), '"mean" or "sum"', PipelineError
+                "loss_reduction", loss_reduction, reductions, '"mean" or "sum"', PipelineError
             )
             self._check_parts(loss, zero, cut)
             self.schedule = schedule_for(_named(schedule), dist.get_world_size(self._group), count)
@@ -96,26 +126,7 @@ class Pipeline:
             costs = self._measured(blocks, cut)
             arguments.append(said("loss_reduction", loss_reduction, loss_reduction))
             arguments += _arguments(schedule, self.schedule, zero, cut)
-        with together(self._groups, "Pipeline()") as arguments:
-            groups = divide(blocks, self.schedule.stages, cut.at if cut else None, self._same_costs(costs, cut))
-            starts = [group[0].name for group in groups[1:]]
-            arguments.append(Said(repr(starts), f"cut at {shown(starts)}"))
-        self._accepted = accepted([block.module for block in blocks])
-        mine = self.schedule.stages_of(self.rank)
-        self._ties = [tie for tie in find_ties(groups, self.schedule.placement) if self.rank in tie.ranks]
-        keep(blocks, [block.module for stage in mine for block in groups[stage]], self.device)
-        chains = {stage: Chain([block.module for block in groups[stage]]) for stage in mine}
-        last = self.schedule.last_stage
-        self._names = dict(_names([block for stage in mine for block in groups[stage]]))
-        self.engine = self._shard(zero, list(chains.values()))
-        self.stages = {
-            number: Stage(number, chain, (loss or _itself) if number == last else None)
-            for number, chain in chains.items()
-        }
-        self._transport: Transport = MeshTransport(self._group, self.device)
-        self._executor = self._make_executor(self.schedule, zero)
-        self._evaluator = self._make_executor(forward_only(self.schedule), zero)
-        self.trace: list[Timed] = []
+        self._take_stages(blocks, self._divide(blocks, cut, costs), loss, zero)
         dist.barrier(self._group)  # messages come only when everybody can receive them
 
     # ---- what users hold
@@ -137,15 +148,15 @@ class Pipeline:
         for whichever blocks accept them. Tensors among them that require gradients get theirs on these ranks, and
         backward goes on into the graph they have.
         """
-        loss = self._train(Given(args, target, options), keep_outputs=False).loss
+        loss = self._train(StepArguments(args, target, options), keep_outputs=False).loss
         assert loss is not None
         return loss
 
     def run(self, *args: Any, target: Any = None, **options: Any) -> Result:
         """A step that also returns the outputs and the losses of the microbatches, detached."""
-        return self._train(Given(args, target, options), keep_outputs=True)
+        return self._train(StepArguments(args, target, options), keep_outputs=True)
 
-    def _train(self, given: Given, keep_outputs: bool) -> Result:
+    def _train(self, given: StepArguments, keep_outputs: bool) -> Result:
         gradients = CallerGradients()
 
         def batch() -> Batch:
@@ -160,7 +171,7 @@ class Pipeline:
         """Forward only. The loss is computed if there is a target."""
 
         def batch() -> Batch:
-            made = self._batch(Given(args, target, options), learn=target is not None)
+            made = self._batch(StepArguments(args, target, options), learn=target is not None)
             return replace(made, keep_outputs=True)
 
         with torch.no_grad():
@@ -181,7 +192,7 @@ class Pipeline:
     def eval(self) -> "Pipeline":
         return self.train(False)
 
-    # ---- parts
+    # ---- making it
     def _check_parts(self, loss: Any, zero: Any, cut: Any) -> None:
         if loss is not None:
             function("loss", loss, "a function of output and target, or None", PipelineError)
@@ -197,11 +208,42 @@ class Pipeline:
             return None
         return measured(blocks, cut.sample, dict(cut.options))
 
+    def _divide(self, blocks: list[Block], cut: Cut | None, costs: list[float] | None) -> list[list[Block]]:
+        """The blocks of each stage. All ranks agree that they are the same."""
+        with together(self._groups, "Pipeline()") as arguments:
+            at = None if cut is None else cut.at
+            by_stage = divide(blocks, self.schedule.stages, at, self._same_costs(costs, cut))
+            starts = [group[0].name for group in by_stage[1:]]
+            arguments.append(Said(repr(starts), f"cut at {shown(starts)}"))
+        return by_stage
+
+    def _take_stages(
+        self, blocks: list[Block], by_stage: list[list[Block]], loss: Loss | None, zero: Zero | None
+    ) -> None:
+        """Make this rank's stages real, shard them, and make what runs them."""
+        mine = {stage: by_stage[stage] for stage in self.schedule.stages_of(self.rank)}
+        own = [block for group in mine.values() for block in group]
+        self._accepted = accepted([block.module for block in blocks])
+        self._ties = [tie for tie in find_ties(by_stage, self.schedule.placement) if self.rank in tie.ranks]
+        materialize_stages(blocks, [block.module for block in own], self.device)
+        self._names = dict(_names(own))
+        chains = {stage: Chain([block.module for block in group]) for stage, group in mine.items()}
+        self.engine = self._shard(zero, list(chains.values()))
+        self.stages = {number: Stage(number, chain) for number, chain in chains.items()}
+        if self.schedule.last_stage in self.stages:
+            self.stages[self.schedule.last_stage].loss = loss or _itself
+        self._transport: StageTransport = MeshTransport(self._group, self.device)
+        self._executor = self._make_executor(self.schedule, zero)
+        self._evaluator = self._make_executor(forward_only(self.schedule), zero)
+
     def _same_costs(self, costs: list[float] | None, cut: Cut | None) -> Sequence[float] | None:
-        if cut is None or cut.sample is None:
-            return cut.costs if cut else None
+        """The costs by which all ranks cut: those that are given, or what the first rank has measured."""
+        if cut is None:
+            return None
+        if cut.sample is None:
+            return cut.costs
         for group in self._groups:
-            costs = json.loads(share(json.dumps(costs), group)[0])  # all replicas are cut alike
+            costs = json.loads(all_gather_text(json.dumps(costs), group)[0])  # all replicas are cut alike
         return costs
 
     def _shard(self, zero: Zero | None, chains: list[Chain]) -> Engine | None:
@@ -221,6 +263,7 @@ class Pipeline:
         check(lowered)
         return Executor(lowered, self.rank, self.stages, self._transport)
 
+    # ---- a step
     def _summed_ties(self) -> contextlib.AbstractContextManager[None]:
         if self.engine is None:
             return _summed_once(self._ties, self._group, self.rank)
@@ -229,10 +272,11 @@ class Pipeline:
     def _one_reduction(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.engine is None else self.engine.coalesce()
 
-    def _batch(self, given: Given, learn: bool, gradients: CallerGradients | None = None) -> Batch:
+    def _batch(self, given: StepArguments, learn: bool, gradients: CallerGradients | None = None) -> Batch:
         """The microbatches of a step on this rank; with `gradients`, those that the caller wants are delivered."""
         count = self.schedule.microbatches
-        first, last = 0 in self.stages, self.schedule.last_stage in self.stages
+        first = 0 in self.stages
+        last = self.schedule.last_stage in self.stages
         self._check_options(given.options)
         by_argument = []
         for arg in given.args:
@@ -249,7 +293,7 @@ class Pipeline:
         if not (learn and last):
             return Batch(inputs, kwargs, [None] * count)
         weights = self._weights(targets, inputs or [()] * count)
-        return Batch(inputs, kwargs, list(map(Lesson, targets, weights)))
+        return Batch(inputs, kwargs, list(map(WeightedTarget, targets, weights)))
 
     def _check_options(self, options: dict[str, Any]) -> None:
         for name, value in options.items():
@@ -271,21 +315,21 @@ class Pipeline:
         self.trace = outcome.trace
         losses = [loss for _, loss in sorted(outcome.losses.items())]
         mine = total_loss(losses)
-        failed, told = self._agree(outcome, mine)
-        if failed:
-            raise PipelineError("\n".join(failed)) from outcome.error
+        agreed = self._agree(outcome, mine)
+        if agreed.failures:
+            raise PipelineError("\n".join(agreed.failures)) from outcome.error
         outputs = tuple(output for _, output in sorted(outcome.outputs.items()))
-        return Result(told if mine is None else mine, outputs, tuple(loss.value for loss in losses))
+        return Result(agreed.loss if mine is None else mine, outputs, tuple(loss.value for loss in losses))
 
-    def _agree(self, outcome: Outcome, loss: Tensor | None) -> tuple[list[str], Tensor | None]:
-        """The failures of all ranks, and the loss, which the rank of the last stage tells the others."""
+    def _agree(self, outcome: Outcome, loss: Tensor | None) -> Agreed:
+        """The rank of the last stage tells the others the loss; a rank that has failed tells them why."""
         failures = [] if outcome.failure is None else [str(outcome.failure)]
         void = outcome.void
         told = None
         for group in self._groups:
             own = loss if group is self._group else None  # replicas have losses of their own
-            kind = NO_LOSS if own is None else _kind(own.dtype)
-            mine = torch.tensor([float(void), kind, 0.0 if own is None else float(own)], dtype=torch.float64)
+            number = NO_LOSS if own is None else _dtype_number(own.dtype)
+            mine = torch.tensor([float(void), number, 0.0 if own is None else float(own)], dtype=torch.float64)
             everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
             dist.all_gather(everyone, mine, group=group)
             void = any(bool(theirs[0]) for theirs in everyone)
@@ -294,12 +338,12 @@ class Pipeline:
                 if dtype != NO_LOSS:
                     told = torch.tensor(value, dtype=LOSS_DTYPES[int(dtype)])
             if void:
-                texts = [json.loads(text) for text in share(json.dumps(failures), group)]
+                texts = [json.loads(text) for text in all_gather_text(json.dumps(failures), group)]
                 failures = sorted({text for by_rank in texts for text in by_rank})
-        return failures, told
+        return Agreed(failures, told)
 
 
-def _kind(dtype: torch.dtype) -> int:
+def _dtype_number(dtype: torch.dtype) -> int:
     return LOSS_DTYPES.index(dtype) if dtype in LOSS_DTYPES else 0
 
 
@@ -385,32 +429,34 @@ def _summed_unreduced(ties: list[Tie], group: dist.ProcessGroup, rank: int, engi
 
 
 def _sum_tie(tie: Tie, own: Tensor | None, shape: torch.Size, group: dist.ProcessGroup, rank: int) -> Tensor | None:
-    """The first rank adds up and sends the sum to the others. A rank without a gradient says so first."""
+    """The first rank adds up and sends the sum to the others. None if no rank has a gradient."""
     lead, *others = tie.ranks
     own = None if own is None else own.view(shape)
-
-    def room() -> Tensor:
-        return torch.empty(shape, dtype=tie.parameter.dtype)
-
     if rank != lead:
-        flag = torch.tensor([own is not None], dtype=torch.int64)
-        dist.send(flag, group=group, group_dst=lead)
-        if own is not None:
-            dist.send(own.contiguous(), group=group, group_dst=lead)
-        dist.recv(flag, group=group, group_src=lead)
-        total = room() if flag.item() else None
-        if total is not None:
-            dist.recv(total, group=group, group_src=lead)
-        return total
-    flag = torch.zeros(1, dtype=torch.int64)
+        _send_if_any(own, lead, group)
+        return _receive_if_any(shape, tie.parameter.dtype, lead, group)
     for other in others:
-        dist.recv(flag, group=group, group_src=other)
-        if flag.item():
-            part = room()
-            dist.recv(part, group=group, group_src=other)
+        part = _receive_if_any(shape, tie.parameter.dtype, other, group)
+        if part is not None:
             own = part if own is None else own + part
     for other in others:
-        dist.send(torch.tensor([own is not None], dtype=torch.int64), group=group, group_dst=other)
-        if own is not None:
-            dist.send(own.contiguous(), group=group, group_dst=other)
+        _send_if_any(own, other, group)
     return own
+
+
+def _send_if_any(tensor: Tensor | None, peer: int, group: dist.ProcessGroup) -> None:
+    """Says first whether there is a tensor."""
+    dist.send(torch.tensor([tensor is not None], dtype=torch.int64), group=group, group_dst=peer)
+    if tensor is not None:
+        dist.send(tensor.contiguous(), group=group, group_dst=peer)
+
+
+def _receive_if_any(shape: torch.Size, dtype: torch.dtype, peer: int, group: dist.ProcessGroup) -> Tensor | None:
+    """The other end of `_send_if_any`."""
+    flag = torch.zeros(1, dtype=torch.int64)
+    dist.recv(flag, group=group, group_src=peer)
+    if not flag.item():
+        return None
+    received = torch.empty(shape, dtype=dtype)
+    dist.recv(received, group=group, group_src=peer)
+    return received

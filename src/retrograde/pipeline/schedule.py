@@ -28,7 +28,9 @@ from typing import NamedTuple
 from retrograde.errors import ScheduleError
 
 
-class Kind(Enum):
+class ActionKind(Enum):
+    """What is done; see [Note: the actions]."""
+
     F = "F"
     I = "I"  # noqa: E741  the literature's letter
     W = "W"
@@ -54,17 +56,19 @@ class Kind(Enum):
         return self in COMPUTE or self in TRANSFER
 
 
-COMPUTE = frozenset({Kind.F, Kind.I, Kind.W, Kind.B})
-TRANSFER = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
-BACKWARD = frozenset({Kind.I, Kind.B})  # what makes the gradient that the stage before waits for
+COMPUTE = frozenset({ActionKind.F, ActionKind.I, ActionKind.W, ActionKind.B})
+TRANSFER = frozenset({ActionKind.SEND_F, ActionKind.RECV_F, ActionKind.SEND_B, ActionKind.RECV_B})
+BACKWARD = frozenset({ActionKind.I, ActionKind.B})  # what makes the gradient that the stage before waits for
 
 _ACTION = re.compile(r"(\d+)([A-Z_]+)(\d*)")
-_KINDS = {kind.value: kind for kind in Kind}
+_KINDS = {kind.value: kind for kind in ActionKind}
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    kind: Kind
+    """One thing that one rank does; what is for the whole step has no microbatch."""
+
+    kind: ActionKind
     stage: int
     microbatch: int | None = None
 
@@ -116,7 +120,7 @@ class Schedule:
 
     def peer(self, action: Action) -> int:
         """The rank at the other end of a send or a receive."""
-        ahead = action.kind in (Kind.SEND_F, Kind.RECV_B)
+        ahead = action.kind in (ActionKind.SEND_F, ActionKind.RECV_B)
         return self.placement[action.stage + (1 if ahead else -1)]
 
     def actions(self) -> Iterator[tuple[Place, Action]]:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from retrograde.errors import ScheduleError
 from retrograde.pipeline.dryrun import check
 from retrograde.pipeline.generators import GENERATORS, generate
-from retrograde.pipeline.listing import Floor, Greedy, InOrder, play
-from retrograde.pipeline.schedule import Action, Kind, Schedule
+from retrograde.pipeline.list_scheduling import Greedy, InOrder, Progress, make_schedule
+from retrograde.pipeline.schedule import Action, ActionKind, Schedule
 from retrograde.pipeline.timeline import Costs, Timeline, try_simulate
 from retrograde.pipeline.vshape import v_placement
 
@@ -25,7 +25,11 @@ STARTS = 3  # how many of the portfolio are improved
 REACH = 6  # how far a move carries an action
 SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
 SLOPES = (0, 1 / 6, 1 / 3, 1 / 2, 2 / 3, 5 / 6, 1, 4 / 3, 3 / 2, 2, 4)
-URGENCIES = ((Kind.I, Kind.F, Kind.W), (Kind.F, Kind.I, Kind.W), (Kind.I, Kind.W, Kind.F))
+URGENCIES = (
+    (ActionKind.I, ActionKind.F, ActionKind.W),
+    (ActionKind.F, ActionKind.I, ActionKind.W),
+    (ActionKind.I, ActionKind.W, ActionKind.F),
+)
 
 
 @dataclass(frozen=True)
@@ -127,10 +131,10 @@ def _portfolio(problem: Problem) -> Iterator[Schedule]:
 
 def _refilled(problem: Problem, schedule: Schedule) -> Iterator[Schedule]:
     """The same order of F and I; W where these costs leave gaps."""
-    orders = [[action for action in actions if action.kind is not Kind.W] for actions in schedule.ranks]
+    orders = [[action for action in actions if action.kind is not ActionKind.W] for actions in schedule.ranks]
     chunks = schedule.stages // problem.ranks
-    floor = Floor(schedule.placement, problem.microbatches, problem.costs_for(chunks))
-    made = play(schedule.name, floor, InOrder(orders, problem.limit * chunks))
+    progress = Progress(schedule.placement, problem.microbatches, problem.costs_for(chunks))
+    made = make_schedule(schedule.name, progress, InOrder(orders, problem.limit * chunks))
     if made is not None:
         yield made
 
@@ -142,8 +146,8 @@ def _greedy(problem: Problem, placement: tuple[int, ...]) -> Iterator[Schedule]:
     for urgency in URGENCIES:
         for first, slope in itertools.product((1, 2), SLOPES):
             caps = tuple(min(most, first + math.ceil(slope * hops)) for hops in reversed(range(len(placement))))
-            floor = Floor(placement, problem.microbatches, problem.costs_for(chunks))
-            made = play("greedy", floor, Greedy(caps, min(problem.limit * chunks, most), urgency))
+            progress = Progress(placement, problem.microbatches, problem.costs_for(chunks))
+            made = make_schedule("greedy", progress, Greedy(caps, min(problem.limit * chunks, most), urgency))
             if made is not None:
                 yield made
 

@@ -1,15 +1,15 @@
 """The split backward: input gradients now (I), weight gradients later (W), and nothing kept but what W reads.
 
 [Note: split backward]
-During the forward of a microbatch a torch-function mode looks at every operation. A product with a parameter
-(products.py) runs as `_Routed`, an autograd Function whose backward computes the gradient of its input and hands
+During the forward of a microbatch a torch-function mode looks at every operation. A deferrable call
+(deferrable.py) runs as `_Routed`, an autograd Function whose backward computes the gradient of its input and hands
 the pair (input, output gradient) to this microbatch's queue. I is an ordinary `backward()`: it runs each node
 once and frees the graph as it goes. W is another ordinary `backward()` over one small node per pair, so that
 sums over several uses, hooks of the leaf, the layout of `.grad` and accumulation are torch's own.
 
 Rule 1: a weight gradient waits only while I runs, and only if I would add it to the leaf's `.grad`. A gradient
         that a nested `autograd.grad` asks for, or that a backward inside the forward makes, is computed at once.
-Rule 2: a parameter that is also used by something that is not a product does not wait: its gradient is one sum,
+Rule 2: a parameter that is also used by something that is not deferrable does not wait: its gradient is one sum,
         made once, in torch's order. Nor does one with a hook, of any kind: autograd would call it in I, with nothing.
 Rule 3: pairs refer to no graph. Inputs are kept detached, with their version, which W checks as autograd would.
 Rule 4: the mode is active in I as well: a recompute of checkpointed blocks must save what the forward saved.
@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from retrograde.errors import PipelineError
 from retrograde.pages.full_tensor import FullTensor
-from retrograde.pipeline.products import ParamGrads, Product, Rule, parameter_of, recognise
+from retrograde.pipeline.deferrable import DeferrableCall, GradientFormulas, ParamGrads, parameter_of, recognise
 
 _executes = torch._C._will_engine_execute_node
 
@@ -59,9 +59,9 @@ class _Target:
 
 @dataclass(slots=True)
 class _Pair:
-    """What W reads of one product: its input and its output's gradient."""
+    """What W reads of one deferrable call: its input and its output's gradient."""
 
-    rule: Rule
+    formulas: GradientFormulas
     x: Tensor
     version: int
     grad: Tensor
@@ -70,11 +70,11 @@ class _Pair:
     def compute(self) -> ParamGrads:
         if self.x._version != self.version:
             raise PipelineError(
-                f"the input of a {type(self.rule).__name__.lower()} ({list(self.x.shape)}) was changed in place "
+                f"the input of a {type(self.formulas).__name__.lower()} ({list(self.x.shape)}) was changed in place "
                 f"between I and W: it is at version {self.x._version}, I saw version {self.version}; do not "
                 f"write to tensors that a stage computed before the step has ended"
             )
-        return self.rule.param_grads(self.grad, self.x, len(self.targets) > 1)
+        return self.formulas.param_grads(self.grad, self.x, len(self.targets) > 1)
 
 
 class SplitBackward:
@@ -82,7 +82,7 @@ class SplitBackward:
 
     def __init__(self) -> None:
         self._pairs: list[_Pair] = []
-        self._elsewhere: set[int] = set()  # parameters that something other than a product uses (Rule 2)
+        self._elsewhere: set[int] = set()  # parameters that something else than a deferrable call uses (Rule 2)
         self._deferring = False
 
     def recording(self) -> TorchFunctionMode:
@@ -127,7 +127,7 @@ class SplitBackward:
         self._elsewhere.add(id(parameter))
 
     def waits(self, target: Tensor, node: Any) -> bool:
-        """Rules 1 and 2, asked in the backward of a product. `node` is where the target's gradient would go."""
+        """Rules 1 and 2, asked in the backward of a deferrable call. `node` is where the target's gradient would go."""
         parameter = parameter_of(target)
         if parameter is None or not self._deferring or torch.is_grad_enabled():
             return False
@@ -142,8 +142,8 @@ class SplitBackward:
         except RuntimeError:  # torch says so when autograd.grad() wants this leaf
             return False
 
-    def defer(self, rule: Rule, x: Tensor, grad: Tensor, targets: tuple[_Target, ...]) -> None:
-        self._pairs.append(_Pair(rule, x.detach(), x._version, grad.detach(), targets))
+    def defer(self, formulas: GradientFormulas, x: Tensor, grad: Tensor, targets: tuple[_Target, ...]) -> None:
+        self._pairs.append(_Pair(formulas, x.detach(), x._version, grad.detach(), targets))
 
     def _compact(self) -> None:
         """A view that keeps a larger storage alive is copied out of it, unless somebody else keeps it anyway."""
@@ -157,10 +157,13 @@ class SplitBackward:
             total = tensors[0].untyped_storage().nbytes()
             if sum(distinct.values()) < total and torch._C._storage_Use_Count(storage) <= len(tensors) + _PROBES:
                 loose.add(storage)
+        if not loose:
+            return
         copies: dict[Any, Tensor] = {}
-        for pair in self._pairs if loose else ():
+        for pair in self._pairs:
             if pair.x.untyped_storage()._cdata in loose:
-                pair.x, pair.version = _copied(pair.x, copies), 0
+                pair.x = _copied(pair.x, copies)
+                pair.version = 0
             if pair.grad.untyped_storage()._cdata in loose:
                 pair.grad = _copied(pair.grad, copies)
 
@@ -182,7 +185,7 @@ def _storages(pair: _Pair) -> tuple[torch.UntypedStorage, torch.UntypedStorage]:
 
 
 class _Recorder(TorchFunctionMode):
-    """Routes products with a parameter; leaves everything else as it is."""
+    """Routes deferrable calls; leaves everything else as it is."""
 
     def __init__(self, split: SplitBackward) -> None:
         super().__init__()
@@ -198,10 +201,10 @@ class _Recorder(TorchFunctionMode):
             return _NESTED[func](self, *args, **kwargs)
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
-        product = recognise(func, args, kwargs)
-        if product is not None and not torch.is_autocast_enabled(product.weight.device.type):
+        call = recognise(func, args, kwargs)
+        if call is not None and not torch.is_autocast_enabled(call.weight.device.type):
             return _Routed.apply(  # type: ignore[no-untyped-call]
-                self._split, product, lambda: func(*args, **kwargs), product.x, product.weight, product.bias
+                self._split, call, lambda: func(*args, **kwargs), call.x, call.weight, call.bias
             )
         result = func(*args, **kwargs)
         self._note(result, args, kwargs)
@@ -258,25 +261,26 @@ _NESTED: dict[Any, Callable[..., None]] = {torch.autograd.backward: _run_engine,
 
 
 def _transformed() -> bool:
-    """Inside torch.func: autograd Functions need rules there that a routed product does not have."""
+    """Inside torch.func: autograd Functions need rules there that a routed call does not have."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 class _Routed(torch.autograd.Function):
-    """A product: the same forward, and a backward whose weight gradient may wait."""
+    """A deferrable call: the same forward, and a backward whose weight gradient may wait."""
 
     @staticmethod
     def forward(
         ctx: Any,
         split: SplitBackward,
-        product: Product,
+        call: DeferrableCall,
         run: Callable[[], Tensor],
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.split, ctx.rule = split, product.rule
+        ctx.split = split
+        ctx.formulas = call.formulas
         ctx.targets = tuple(_Target(t) for t in (weight, bias) if t is not None and t.requires_grad)
         ctx.save_for_backward(*((x, weight) if x.requires_grad else (x,)))
         out = run()
@@ -288,17 +292,18 @@ class _Routed(torch.autograd.Function):
         if grad is None:
             return (None,) * 6
         x, *rest = ctx.saved_tensors
-        rule: Rule = ctx.rule
+        formulas: GradientFormulas = ctx.formulas
         edges = zip(ctx.next_functions[1:], ctx.needs_input_grad[4:], strict=False)  # no bias, no edge
         nodes = [node for (node, _), needed in edges if needed]
-        # The mode has nothing to see in a backward that is not recorded, and asking it takes longer than the products.
+        # The mode has nothing to see in a backward that is not recorded, and asking it takes longer than the formulas.
         with nullcontext() if torch.is_grad_enabled() else torch._C.DisableTorchFunction():
-            x_grad = rule.input_grad(grad, x, rest[0]) if ctx.needs_input_grad[3] else None
-            weight_grad = bias_grad = None
+            x_grad = formulas.input_grad(grad, x, rest[0]) if ctx.needs_input_grad[3] else None
+            weight_grad = None
+            bias_grad = None
             if all(ctx.split.waits(target.tensor, node) for target, node in zip(ctx.targets, nodes, strict=True)):
-                ctx.split.defer(rule, x, grad, ctx.targets)
+                ctx.split.defer(formulas, x, grad, ctx.targets)
             else:
-                weight_grad, bias_grad = rule.param_grads(grad, x, ctx.needs_input_grad[5])
+                weight_grad, bias_grad = formulas.param_grads(grad, x, ctx.needs_input_grad[5])
         return None, None, None, x_grad, weight_grad, bias_grad
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,15 +24,16 @@ from retrograde.errors import PipelineError
 from retrograde.parameters import Owner, ShardedParameter
 from retrograde.pipeline.parcel import Parcel
 from retrograde.pipeline.split import SplitBackward
+from retrograde.transport.messages import TensorLayout
 
 Loss = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
-class Lesson:
+class WeightedTarget:
     """What the last stage needs for its loss: the target of a microbatch, and with which weight its loss counts."""
 
-    target: Any
+    value: Any
     weight: float
 
 
@@ -52,7 +53,22 @@ class Flight:
     phase: Phase = Phase.FORWARD
 
 
-class _Enter(torch.autograd.Function):
+class _Made(NamedTuple):
+    """What F has made, with its graph."""
+
+    flight: Flight
+    output: Any
+    loss: Tensor | None  # on the last stage, if there is a target
+
+
+class LastOutput(NamedTuple):
+    """What F of the last stage returns, detached; the loss is None without a target."""
+
+    loss: Tensor | None
+    output: Any
+
+
+class _EnterStage(torch.autograd.Function):
     """A leaf as the module may have it: not a leaf, so that it can be changed in place as in a whole model."""
 
     @staticmethod
@@ -82,26 +98,28 @@ class Stage:
 
     def run(self, microbatch: int, arrived: Parcel, options: Mapping[str, Any], split: bool) -> Parcel:
         """F of a stage that is not the last."""
-        flight, result = self._forward(arrived, options, split)
-        parcel = Parcel.of(result)
-        flight.edges = [_edge(tensor) for tensor in parcel.tensors]
-        self._keep(microbatch, flight)
+        made = self._forward(arrived, options, split)
+        parcel = Parcel.of(made.output)
+        made.flight.edges = [_edge(tensor) for tensor in parcel.tensors]
+        self._keep(microbatch, made.flight)
         return Parcel(parcel.layout, [None if t is None else t.detach() for t in parcel.tensors])
 
     def run_last(
-        self, microbatch: int, arrived: Parcel, options: Mapping[str, Any], lesson: Lesson | None, split: bool
-    ) -> tuple[Tensor | None, Any]:
-        """F of the last stage: its loss (None without a lesson) and its output, both detached."""
-        flight, (output, loss) = self._forward(arrived, options, split, lesson)
-        parcel = Parcel.of(output)
+        self, microbatch: int, arrived: Parcel, options: Mapping[str, Any], target: WeightedTarget | None, split: bool
+    ) -> LastOutput:
+        """F of the last stage."""
+        made = self._forward(arrived, options, split, target)
+        parcel = Parcel.of(made.output)
         detached = parcel.tree([None if t is None else t.detach() for t in parcel.tensors])
-        if loss is None or lesson is None:
-            return None, detached
+        loss = made.loss
+        if loss is None or target is None:
+            return LastOutput(None, detached)
         if loss.numel() != 1:
             raise PipelineError(f"stage {self.index}: the loss must be one number, it has shape {list(loss.shape)}")
-        flight.edges, flight.seed = [_edge(loss)], [torch.full_like(loss, lesson.weight, requires_grad=False)]
-        self._keep(microbatch, flight)
-        return loss.detach().clone(), detached  # of a loss that is a view, one number stays
+        made.flight.edges = [_edge(loss)]
+        made.flight.seed = [torch.full_like(loss, target.weight, requires_grad=False)]
+        self._keep(microbatch, made.flight)
+        return LastOutput(loss.detach().clone(), detached)  # of a loss that is a view, one number stays
 
     def backward(self, microbatch: int, grads: Sequence[Tensor | None] | None) -> list[Tensor | None]:
         """B: everything at once. Returns the gradients of what arrived."""
@@ -147,27 +165,26 @@ class Stage:
         self.drop()
 
     def _forward(
-        self, arrived: Parcel, options: Mapping[str, Any], split: bool, lesson: Lesson | None = None
-    ) -> tuple[Flight, Any]:
+        self, arrived: Parcel, options: Mapping[str, Any], split: bool, target: WeightedTarget | None = None
+    ) -> _Made:
         training = torch.is_grad_enabled()
-        leaves = [
-            t.requires_grad_() if t is not None and layout is not None and layout.requires_grad and training else None
-            for t, layout in zip(arrived.tensors, arrived.layout.tensors, strict=True)
-        ]
+        leaves: list[Tensor | None] = [None] * len(arrived.tensors)
+        if training:
+            leaves = [_leaf(*pair) for pair in zip(arrived.tensors, arrived.layout.tensors, strict=True)]
         flight = Flight(leaves, [], SplitBackward() if split and training else None)
         entered = [t if leaf is None else _enter(leaf) for t, leaf in zip(arrived.tensors, leaves, strict=True)]
         args = arrived.tree(entered)
         del entered, arrived  # the graph and the leaves hold what is needed
         args = args if isinstance(args, tuple) else (args,)
         kwargs = {k: v for k, v in options.items() if self._accepts_all or k in self._accepts}
-        with nullcontext() if flight.split is None else flight.split.recording():
+        recording = nullcontext() if flight.split is None else flight.split.recording()
+        with recording:
             output = self.module(*args, **kwargs)
-            if self.loss is None:
-                return flight, output
-            if lesson is None:
-                return flight, (output, None)
-            target = () if lesson.target is None else (lesson.target,)
-            return flight, (output, self.loss(output, *target))
+            loss = None
+            if self.loss is not None and target is not None:
+                given = () if target.value is None else (target.value,)
+                loss = self.loss(output, *given)
+        return _Made(flight, output, loss)
 
     def _keep(self, microbatch: int, flight: Flight) -> None:
         if microbatch in self.flights:
@@ -191,8 +208,15 @@ class Stage:
         return [edge for edge, _ in pairs], [grad for _, grad in pairs]
 
 
+def _leaf(tensor: Tensor | None, layout: TensorLayout | None) -> Tensor | None:
+    """What arrived, as a leaf that collects a gradient. None if the stage before wants none."""
+    if tensor is None or layout is None or not layout.requires_grad:
+        return None
+    return tensor.requires_grad_()
+
+
 def _enter(leaf: Tensor) -> Tensor:
-    entered: Tensor = _Enter.apply(leaf)  # type: ignore[no-untyped-call]
+    entered: Tensor = _EnterStage.apply(leaf)  # type: ignore[no-untyped-call]
     return entered
 
 

@@ -8,14 +8,19 @@ from collections.abc import Sequence
 from html import escape
 
 from retrograde.pipeline.drawing import COLOURS, NAMES, colour, short_length, stages_seen, summary
-from retrograde.pipeline.schedule import Kind
+from retrograde.pipeline.schedule import ActionKind
 from retrograde.pipeline.timeline import Timed, Timeline
 
-ROW, GAP = 28, 6
-LEFT, RIGHT, TOP = 64, 170, 56
-LABEL_ROOM = 24  # pixels for a short action
+# Pixels.
+ROW = 28
+GAP = 6  # between rows
+LEFT = 64  # of the time axis: the ranks' names
+RIGHT = 170  # of the time axis: the ranks' figures
+TOP = 56  # above the first row: the title
+LABEL_ROOM = 24  # for a short action
 LETTER = 6.2
-WIDEST, NARROWEST = 2400, 640
+WIDEST = 2400
+NARROWEST = 640
 STYLE = (
     "text{font-family:Helvetica,Arial,sans-serif;font-size:12px;fill:#222}"
     ".title{font-size:15px;font-weight:bold}.small{font-size:11px;fill:#555}"
@@ -28,16 +33,18 @@ def svg(timelines: Sequence[tuple[str, Timeline]]) -> str:
     longest = max((timeline.makespan for _, timeline in timelines), default=0.0) or 1.0
     width = _width([timeline for _, timeline in timelines], longest)
     scale = width / longest
-    parts, y = [], 0.0
+    parts = []
+    y = 0.0
     for title, timeline in timelines:
         parts.append(f'<g transform="translate(0,{_n(y)})">{_panel(title, timeline, scale, width)}</g>')
         y += TOP + timeline.ranks * (ROW + GAP) + 44
     kinds = {item.action.kind for _, timeline in timelines for row in timeline.by_rank for item in row}
     parts.append(f'<g transform="translate({LEFT},{_n(y)})">{_legend(kinds)}</g>')
-    whole = f"{_n(LEFT + width + RIGHT)}", f"{_n(y + 36)}"
+    across = _n(LEFT + width + RIGHT)
+    down = _n(y + 36)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{whole[0]}" height="{whole[1]}" '
-        f'viewBox="0 0 {whole[0]} {whole[1]}"><style>{STYLE}</style>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{across}" height="{down}" '
+        f'viewBox="0 0 {across} {down}"><style>{STYLE}</style>'
         f'<rect width="100%" height="100%" fill="white"/>{"".join(parts)}</svg>\n'
     )
 
@@ -73,7 +80,8 @@ def _panel(title: str, timeline: Timeline, scale: float, width: float) -> str:
 
 
 def _box(item: Timed, zero: float, scale: float, y: float, stages: Sequence[int]) -> str:
-    x, width = LEFT + (item.start - zero) * scale, (item.end - item.start) * scale
+    x = LEFT + (item.start - zero) * scale
+    width = (item.end - item.start) * scale
     hint = f"{item.action}: {item.start - zero:g} to {item.end - zero:g}"
     box = (
         f'<rect x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{ROW}" fill="{colour(item, stages)}" '
@@ -107,8 +115,9 @@ def _nice_step(makespan: float) -> float:
     return next(factor * power for factor in (1, 2, 5, 10) if makespan / (factor * power) <= 12)
 
 
-def _legend(kinds: set[Kind]) -> str:
-    parts, x = [], 0
+def _legend(kinds: set[ActionKind]) -> str:
+    parts = []
+    x = 0
     for kind in COLOURS:
         if kind in kinds:
             light, dark = COLOURS[kind]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from retrograde.errors import ScheduleError
-from retrograde.pipeline.schedule import BACKWARD, Action, Kind, Place, Schedule
+from retrograde.pipeline.schedule import BACKWARD, Action, ActionKind, Place, Schedule
 
 Cost = float | tuple[float, ...]
 
@@ -35,20 +35,22 @@ class Costs:
     def __post_init__(self) -> None:
         for name in ("forward", "input", "weight", "transfer", "pending"):
             value = getattr(self, name)
-            if any(cost < 0 for cost in (value if isinstance(value, tuple) else (value,))):
+            costs = value if isinstance(value, tuple) else (value,)
+            if any(cost < 0 for cost in costs):
                 raise ScheduleError(f"Costs: {name}={value!r} is negative")
-        if len(counts := self._counts()) > 1:
+        counts = self._counts()
+        if len(counts) > 1:
             raise ScheduleError(f"Costs: they are given for {sorted(counts)} stages; give as many for F, I and W")
 
     def of(self, action: Action) -> float:
         match action.kind:
-            case Kind.F:
+            case ActionKind.F:
                 return _at(self.forward, action.stage)
-            case Kind.I:
+            case ActionKind.I:
                 return _at(self.input, action.stage)
-            case Kind.W:
+            case ActionKind.W:
                 return _at(self.weight, action.stage)
-            case Kind.B:
+            case ActionKind.B:
                 return _at(self.input, action.stage) + _at(self.weight, action.stage)
         return 0.0
 
@@ -144,22 +146,23 @@ def _ratio(time: float, work: float) -> float:
 
 
 def _peak(actions: Iterable[Action], pending: float) -> float:
-    alive = peak = 0.0
+    alive = 0.0
+    peak = 0.0
     for action in actions:
         match action.kind:
-            case Kind.F:
+            case ActionKind.F:
                 alive += 1
-            case Kind.I:
+            case ActionKind.I:
                 alive += pending - 1
-            case Kind.W:
+            case ActionKind.W:
                 alive -= pending
-            case Kind.B:
+            case ActionKind.B:
                 alive -= 1
         peak = max(peak, alive)
     return peak
 
 
-class Wiring:
+class Dependencies:
     """Who needs what: the dependencies between the actions of any schedule with that placement."""
 
     def __init__(self, placement: Sequence[int], lowered: bool) -> None:
@@ -168,8 +171,8 @@ class Wiring:
         self._known: dict[Action, list[Action]] = {}
 
     @staticmethod
-    def of(schedule: Schedule) -> "Wiring":
-        return _wiring(schedule.placement, any(action.kind.is_transfer for _, action in schedule.actions()))
+    def of(schedule: Schedule) -> "Dependencies":
+        return _dependencies(schedule.placement, any(action.kind.is_transfer for _, action in schedule.actions()))
 
     def needs(self, action: Action) -> list[Action]:
         """What must be done before `action` starts; I stands for B too."""
@@ -180,39 +183,39 @@ class Wiring:
     def _find(self, action: Action) -> list[Action]:
         kind, stage, micro = action.kind, action.stage, action.microbatch
         match kind:
-            case Kind.F:
-                return [] if stage == 0 else self._from(Kind.F, stage - 1, stage, micro)
-            case Kind.I | Kind.B:
-                own = [Action(Kind.F, stage, micro)]
+            case ActionKind.F:
+                return [] if stage == 0 else self._from(ActionKind.F, stage - 1, stage, micro)
+            case ActionKind.I | ActionKind.B:
+                own = [Action(ActionKind.F, stage, micro)]
                 last = stage == len(self._placement) - 1
-                return own if last else [*own, *self._from(Kind.I, stage + 1, stage, micro)]
-            case Kind.W | Kind.SEND_B:
-                return [Action(Kind.I, stage, micro)]
-            case Kind.SEND_F:
-                return [Action(Kind.F, stage, micro)]
+                return own if last else [*own, *self._from(ActionKind.I, stage + 1, stage, micro)]
+            case ActionKind.W | ActionKind.SEND_B:
+                return [Action(ActionKind.I, stage, micro)]
+            case ActionKind.SEND_F:
+                return [Action(ActionKind.F, stage, micro)]
         return []
 
     def crosses(self, need: Action, action: Action) -> bool:
         """Whether what `action` needs comes from another rank."""
         return self._placement[need.stage] != self._placement[action.stage]
 
-    def _from(self, kind: Kind, source: int, stage: int, micro: int | None) -> list[Action]:
+    def _from(self, kind: ActionKind, source: int, stage: int, micro: int | None) -> list[Action]:
         if not self._lowered or self._placement[source] == self._placement[stage]:
             return [Action(kind, source, micro)]
-        forward = kind is Kind.F
+        forward = kind is ActionKind.F
         return [
-            Action(Kind.SEND_F if forward else Kind.SEND_B, source, micro),
-            Action(Kind.RECV_F if forward else Kind.RECV_B, stage, micro),
+            Action(ActionKind.SEND_F if forward else ActionKind.SEND_B, source, micro),
+            Action(ActionKind.RECV_F if forward else ActionKind.RECV_B, stage, micro),
         ]
 
 
 @lru_cache(maxsize=8)  # a search simulates thousands of schedules with one placement
-def _wiring(placement: tuple[int, ...], lowered: bool) -> Wiring:
-    return Wiring(placement, lowered)
+def _dependencies(placement: tuple[int, ...], lowered: bool) -> Dependencies:
+    return Dependencies(placement, lowered)
 
 
 @dataclass(frozen=True)
-class Stuck:
+class StuckRank:
     """A rank that stands still for ever: where, and what it waits for."""
 
     place: Place
@@ -226,7 +229,7 @@ class _Run:
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.schedule = schedule
         self.costs = costs
-        self.wiring = Wiring.of(schedule)
+        self.dependencies = Dependencies.of(schedule)
         self.done: dict[Action, float] = {}
         self.timed: list[Timed] = []
         self.clock = [0.0] * len(schedule.ranks)
@@ -243,7 +246,7 @@ class _Run:
         actions = self.schedule.ranks[rank]
         while self.position[rank] < len(actions):
             action = actions[self.position[rank]]
-            needs = self.wiring.needs(action)
+            needs = self.dependencies.needs(action)
             missing = next((need for need in needs if need not in self.done), None)
             if missing is not None:
                 self.waiting.setdefault(missing, set()).add(rank)
@@ -259,20 +262,20 @@ class _Run:
         return woken
 
     def _arrival(self, need: Action, action: Action) -> float:
-        return self.done[need] + (self.costs.transfer if self.wiring.crosses(need, action) else 0.0)
+        return self.done[need] + (self.costs.transfer if self.dependencies.crosses(need, action) else 0.0)
 
-    def stuck(self) -> list[Stuck]:
+    def stuck(self) -> list[StuckRank]:
         found = []
         for need, ranks in self.waiting.items():
             for rank in ranks:
                 place = Place(rank, self.position[rank])
-                found.append(Stuck(place, self.schedule.ranks[rank][place.position], need))
+                found.append(StuckRank(place, self.schedule.ranks[rank][place.position], need))
         return sorted(found, key=lambda item: item.place)
 
 
 def _made(action: Action) -> list[Action]:
-    if action.kind is Kind.B:
-        return [action, Action(Kind.I, action.stage, action.microbatch)]
+    if action.kind is ActionKind.B:
+        return [action, Action(ActionKind.I, action.stage, action.microbatch)]
     return [action]
 
 
@@ -299,7 +302,7 @@ def try_simulate(schedule: Schedule, costs: Costs) -> Timeline | None:
     return Timeline(tuple(run.timed[i] for i in order), len(schedule.ranks), chunks, costs.pending)
 
 
-def find_stuck(schedule: Schedule) -> list[Stuck]:
+def find_stuck(schedule: Schedule) -> list[StuckRank]:
     """The ranks that would wait for ever, in rank order; empty if the schedule runs to its end."""
     run = _Run(schedule, Costs())
     run.run()
@@ -307,4 +310,4 @@ def find_stuck(schedule: Schedule) -> list[Stuck]:
 
 
 def has_backward(schedule: Schedule) -> bool:
-    return any(action.kind in BACKWARD or action.kind is Kind.W for _, action in schedule.actions())
+    return any(action.kind in BACKWARD or action.kind is ActionKind.W for _, action in schedule.actions())

@@ -23,13 +23,12 @@ from torch import Tensor
 from retrograde.errors import PipelineError
 from retrograde.pipeline.parcel import Parcel, as_sent, content_of, form_of, space_for
 from retrograde.transport.connections import TIMEOUT, Connections
-from retrograde.transport.messages import Address, Content, Form, MessageError, ToReceiver, encode
-from retrograde.transport.messages import Void as VoidMessage
+from retrograde.transport.messages import Address, Content, Form, MessageError, ToReceiver, Void, encode
 
 PATIENCE = 1800.0  # seconds: another rank's first step may compile
 
 
-class Void(Exception):
+class SenderFailed(Exception):
     """The message says that its sender has failed."""
 
 
@@ -37,10 +36,10 @@ class Unreadable(PipelineError):
     """The message came, and its content cannot be made on this rank."""
 
 
-Incoming = Callable[[], Any]  # waits for the content and returns it, once; raises `Void` or `Unreadable`
+Incoming = Callable[[], Any]  # waits for the content and returns it, once; raises `SenderFailed` or `Unreadable`
 
 
-class Transport(Protocol):
+class StageTransport(Protocol):
     def send(self, peer: int, address: Address, content: Any) -> None: ...
 
     def send_void(self, peer: int, address: Address) -> None: ...
@@ -84,7 +83,7 @@ class MeshTransport:
         self._sent_forms[address] = packed
 
     def send_void(self, peer: int, address: Address) -> None:
-        self._post(peer, VoidMessage(self.number, address))
+        self._post(peer, Void(self.number, address))
 
     def _post(self, peer: int, message: ToReceiver, data: Sequence[Tensor] = ()) -> None:
         try:
@@ -113,7 +112,7 @@ class MeshTransport:
                 raise PipelineError(f"{waiting}: {self._lost[0]}") from self._lost[1]
             arrived = self._arrived[address].popleft()
         if arrived is None:
-            raise Void
+            raise SenderFailed
         try:
             return content_of(arrived.form, arrived.tensors)
         except MessageError as error:
@@ -138,7 +137,7 @@ class MeshTransport:
                 address = message.address
                 arrived = _Arrived(self._forms[address], self._filling.pop(address))
                 self._arrived.setdefault(address, deque()).append(arrived)
-            case VoidMessage():
+            case Void():
                 self._arrived.setdefault(message.address, deque()).append(None)
             case _:
                 raise MessageError(f"a {type(message).__name__} was sent to a pipeline")

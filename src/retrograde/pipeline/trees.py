@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import SUPPORTED_NODES, TreeSpec, is_namedtuple_class, treespec_leaf
 
 from retrograde.errors import PipelineError
-from retrograde.transport.messages import DTYPES, Constant, Group, Leaf, MessageError, Node, Octets
+from retrograde.transport.messages import DTYPES, Constant, Group, MessageError, Octets, TreeLeaf, TreeNode
 
 WAY_OUT = (
     "stages may hand on tensors, numbers, texts, bytes, None, and lists, tuples, dicts and registered containers of "
@@ -91,9 +91,9 @@ def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def describe(spec: TreeSpec) -> Leaf | Node:
+def describe(spec: TreeSpec) -> TreeLeaf | TreeNode:
     if spec.is_leaf():
-        return Leaf()
+        return TreeLeaf()
     children = [describe(child) for child in spec.children()]
     kind = spec.type
     if kind is namedtuple:
@@ -102,12 +102,12 @@ def describe(spec: TreeSpec) -> Leaf | Node:
         context = Group("list", [_described_factory(spec.context[0]), describe_constant(spec.context[1])])
     else:
         context = describe_constant(spec.context)
-    return Node(_NAMEDTUPLE if kind is namedtuple else _name(kind), context, children)
+    return TreeNode(_NAMEDTUPLE if kind is namedtuple else _name(kind), context, children)
 
 
-def spec_of(description: Leaf | Node) -> TreeSpec:
+def spec_of(description: TreeLeaf | TreeNode) -> TreeSpec:
     """Raises `MessageError` for a type that this process does not know."""
-    if isinstance(description, Leaf):
+    if isinstance(description, TreeLeaf):
         return treespec_leaf()
     children = [spec_of(child) for child in description.children]
     if description.name == _NAMEDTUPLE:

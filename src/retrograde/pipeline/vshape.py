@@ -16,18 +16,19 @@ fills the gaps.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from retrograde.pipeline.listing import Floor, InOrder, play
-from retrograde.pipeline.schedule import Action, Kind, Schedule
+from retrograde.pipeline.list_scheduling import InOrder, Progress, make_schedule
+from retrograde.pipeline.schedule import Action, ActionKind, Schedule
 from retrograde.pipeline.timeline import Costs
 
 PERIOD = 6
+KINDS = (ActionKind.F, ActionKind.I, ActionKind.W)
 
 
 def v_placement(ranks: int) -> tuple[int, ...]:
     return (*range(ranks), *reversed(range(ranks)))
 
 
-class Slots(NamedTuple):
+class StartTimes(NamedTuple):
     """When a rank does its four F and I on the first microbatch."""
 
     forward_down: int
@@ -37,44 +38,44 @@ class Slots(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class BuildingBlock:
     """Time of a hop in each of the four runs, and of the three turns between them."""
 
     hops: tuple[int, int, int, int]
     turns: tuple[int, int, int]
 
-    def slots(self, ranks: int) -> list[Slots]:
+    def start_times(self, ranks: int) -> list[StartTimes]:
         a, b, c, d = self.hops
         last = ranks - 1
         up = last * a + self.turns[0]
         back = up + last * b + self.turns[1]
         end = back + last * c + self.turns[2]
-        return [Slots(r * a, up + (last - r) * b, back + r * c, end + (last - r) * d) for r in range(ranks)]
+        return [StartTimes(r * a, up + (last - r) * b, back + r * c, end + (last - r) * d) for r in range(ranks)]
 
     def fits(self, ranks: int) -> bool:
-        return all(len({time % PERIOD for time in slots}) == 4 for slots in self.slots(ranks))
+        return all(len({time % PERIOD for time in times}) == 4 for times in self.start_times(ranks))
 
     def orders(self, ranks: int, microbatches: int) -> list[list[Action]]:
         """F and I of each rank in the order of the repeated block."""
         orders = []
-        for rank, slots in enumerate(self.slots(ranks)):
+        for rank, times in enumerate(self.start_times(ranks)):
             down, up = rank, 2 * ranks - 1 - rank
-            kinds = ((Kind.F, down), (Kind.F, up), (Kind.I, up), (Kind.I, down))
+            kinds = ((ActionKind.F, down), (ActionKind.F, up), (ActionKind.I, up), (ActionKind.I, down))
             timed = [
                 (time + PERIOD * k, Action(kind, stage, k))
                 for k in range(microbatches)
-                for time, (kind, stage) in zip(slots, kinds, strict=True)
+                for time, (kind, stage) in zip(times, kinds, strict=True)
             ]
             orders.append([action for _, action in sorted(timed, key=lambda item: item[0])])
         return orders
 
 
-def half_block(ranks: int) -> Block:
-    return Block((1, 2, 1, 2), (1, 1, 2) if ranks % 2 else (4, 1, 5))
+def half_block(ranks: int) -> BuildingBlock:
+    return BuildingBlock((1, 2, 1, 2), (1, 1, 2) if ranks % 2 else (4, 1, 5))
 
 
-def min_block(ranks: int) -> Block:
-    return Block((1, 1, 1, 1), (3, 1, 3) if ranks % 3 == 0 else (1, 1, 1))
+def min_block(ranks: int) -> BuildingBlock:
+    return BuildingBlock((1, 1, 1, 1), (3, 1, 3) if ranks % 3 == 0 else (1, 1, 1))
 
 
 def v_half(ranks: int, microbatches: int) -> Schedule:
@@ -87,9 +88,9 @@ def v_min(ranks: int, microbatches: int) -> Schedule:
     return _repeat("v-min", min_block(ranks), ranks, microbatches, limit=2 * -(-(ranks + 2) // 3))
 
 
-def _repeat(name: str, block: Block, ranks: int, microbatches: int, limit: int) -> Schedule:
-    floor = Floor(v_placement(ranks), microbatches, Costs())
-    schedule = play(name, floor, InOrder(block.orders(ranks, microbatches), limit))
+def _repeat(name: str, block: BuildingBlock, ranks: int, microbatches: int, limit: int) -> Schedule:
+    progress = Progress(v_placement(ranks), microbatches, Costs())
+    schedule = make_schedule(name, progress, InOrder(block.orders(ranks, microbatches), limit))
     assert schedule is not None, f"{name}: {block} does not run with {limit} activations on {ranks} ranks"
     return schedule
 
@@ -105,17 +106,18 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
     lists = []
     for rank in range(ranks):
         lane = _Lane(microbatches)
-        down, up = rank, 2 * ranks - 1 - rank
-        lane.repeat(2 * (ranks - rank) - 1, (Kind.F, down))
-        lane.repeat(rank, (Kind.F, up), (Kind.F, down))
-        lane.repeat(ranks - rank, (Kind.F, up), (Kind.I, up), (Kind.W, up))
-        while not lane.finished(Kind.F, up):
-            lane.repeat(1, (Kind.F, down), (Kind.I, down), (Kind.W, down), (Kind.F, up), (Kind.I, up), (Kind.W, up))
-        lane.repeat(rank, (Kind.I, down), (Kind.I, up))
-        lane.repeat(ranks - rank, (Kind.I, down), (Kind.W, down))
-        lane.repeat(microbatches, (Kind.I, up), (Kind.I, down))
-        lane.repeat(microbatches, (Kind.W, up))
-        lane.repeat(microbatches, (Kind.W, down))
+        f_down, i_down, w_down = ((kind, rank) for kind in KINDS)
+        f_up, i_up, w_up = ((kind, 2 * ranks - 1 - rank) for kind in KINDS)
+        lane.repeat(2 * (ranks - rank) - 1, f_down)
+        lane.repeat(rank, f_up, f_down)
+        lane.repeat(ranks - rank, f_up, i_up, w_up)
+        while not lane.finished(*f_up):
+            lane.repeat(1, f_down, i_down, w_down, f_up, i_up, w_up)
+        lane.repeat(rank, i_down, i_up)
+        lane.repeat(ranks - rank, i_down, w_down)
+        lane.repeat(microbatches, i_up, i_down)
+        lane.repeat(microbatches, w_up)
+        lane.repeat(microbatches, w_down)
         lists.append(tuple(lane.actions))
     return Schedule("zb-v", microbatches, v_placement(ranks), tuple(lists))
 
@@ -126,18 +128,18 @@ class _Lane:
     def __init__(self, microbatches: int) -> None:
         self.actions: list[Action] = []
         self._microbatches = microbatches
-        self._count: dict[tuple[Kind, int], int] = {}
+        self._count: dict[tuple[ActionKind, int], int] = {}
 
-    def repeat(self, times: int, *turn: tuple[Kind, int]) -> None:
+    def repeat(self, times: int, *turn: tuple[ActionKind, int]) -> None:
         for _ in range(times):
             for kind, stage in turn:
                 self._add(kind, stage)
 
-    def finished(self, kind: Kind, stage: int) -> bool:
+    def finished(self, kind: ActionKind, stage: int) -> bool:
         return self._count.get((kind, stage), 0) == self._microbatches
 
-    def _add(self, kind: Kind, stage: int) -> None:
-        before = {Kind.I: Kind.F, Kind.W: Kind.I}.get(kind)
+    def _add(self, kind: ActionKind, stage: int) -> None:
+        before = {ActionKind.I: ActionKind.F, ActionKind.W: ActionKind.I}.get(kind)
         available = self._microbatches if before is None else self._count.get((before, stage), 0)
         number = self._count.get((kind, stage), 0)
         if number < available:

@@ -54,7 +54,7 @@ class Probe:
         return None
 
 
-class Failure(NamedTuple):
+class FailedProbe(NamedTuple):
     probe: Probe
     found: str
 
@@ -111,9 +111,9 @@ def _missing(path: str) -> Callable[..., Any]:
     return missing
 
 
-def failures(probes: Iterable[Probe]) -> list[Failure]:
+def failures(probes: Iterable[Probe]) -> list[FailedProbe]:
     found = [(each, each.failure()) for each in probes]
-    return [Failure(each, what) for each, what in found if what is not None]
+    return [FailedProbe(each, what) for each, what in found if what is not None]
 
 
 def check(when: When) -> int:
@@ -125,7 +125,7 @@ def check(when: When) -> int:
     return len(due)
 
 
-def describe(failed: Sequence[Failure]) -> str:
+def describe(failed: Sequence[FailedProbe]) -> str:
     """What does not hold here, what needs it, and what to do."""
     where = f"torch {torch.__version__} on Python {platform.python_version()}"
     lines = [f"{where} is built otherwise than retrograde assumes (it is tested with torch {TESTED}):"]

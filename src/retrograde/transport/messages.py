@@ -120,16 +120,16 @@ class Group(Struct, frozen=True, tag="group", forbid_unknown_fields=True):
 Constant = None | bool | int | float | str | Octets | Group
 
 
-class Leaf(Record, frozen=True, tag="leaf"):
+class TreeLeaf(Record, frozen=True, tag="leaf"):
     """A tensor, or something constant."""
 
 
-class Node(Record, frozen=True, tag="node"):
+class TreeNode(Record, frozen=True, tag="node"):
     """A container: the name of its type, which the receiver must know, what the type needs besides, its children."""
 
     name: str
     context: Constant
-    children: "list[Leaf | Node]"
+    children: "list[TreeLeaf | TreeNode]"
 
 
 class TensorLayout(Record, frozen=True):
@@ -144,7 +144,7 @@ class TensorLayout(Record, frozen=True):
 class TreeForm(Record, frozen=True):
     """A tree of which each leaf is a tensor or a constant; `constants` has None where a tensor stands."""
 
-    root: Leaf | Node
+    root: TreeLeaf | TreeNode
     constants: list[Constant]
 
 
@@ -175,7 +175,7 @@ class Read(Record, frozen=True, tag="read"):
     stamp: Stamp
 
 
-class Page(Record, frozen=True, tag="page"):
+class ShardData(Record, frozen=True, tag="page"):
     """The sender's shard of a unit, which the receiver asked for."""
 
     receiver: Count
@@ -251,7 +251,7 @@ class Void(Record, frozen=True, tag="void"):
     address: Address
 
 
-ToReceiver = Read | Page | Put | Meet | Ready | Start | Ask | Tell | Fail | Content | Void
+ToReceiver = Read | ShardData | Put | Meet | Ready | Start | Ask | Tell | Fail | Content | Void
 
 
 # ---- messages to a rank, whatever it has made

@@ -25,10 +25,10 @@ from retrograde.transport.messages import (
     Key,
     Meet,
     MessageError,
-    Page,
     Put,
     Read,
     Ready,
+    ShardData,
     Stamp,
     Start,
     Tell,
@@ -49,7 +49,7 @@ class _Request(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
+class _RankWork:
     """Done when no rank is missing any more."""
 
     transport: "OneSidedTransport"
@@ -100,7 +100,7 @@ class OneSidedTransport:
         def missing() -> list[int]:
             return [src for src in self.connections.peers if (unit, src) in self._reading]
 
-        return _Waiting(self, missing, f"reading unit {name}")
+        return _RankWork(self, missing, f"reading unit {name}")
 
     def shards_changed(self) -> None:
         if not self._requests:
@@ -112,7 +112,7 @@ class OneSidedTransport:
         found = self._shards.shard_for(request.unit, request.stamp)
         if isinstance(found, str):
             return False
-        self.connections.tell(request.reader, Page(self.number, request.unit), data=[found])
+        self.connections.tell(request.reader, ShardData(self.number, request.unit), data=[found])
         return True
 
     # ---- gradients, one by one
@@ -124,7 +124,7 @@ class OneSidedTransport:
         def missing() -> list[int]:
             return [dst for dst, mark in marks.items() if not self.connections.sent(dst, mark)]
 
-        return _Waiting(self, missing, "taking part of a gradient")
+        return _RankWork(self, missing, "taking part of a gradient")
 
     def arrived(self, key: Key, src: int) -> bool:
         return (key, src) in self._parts
@@ -270,7 +270,7 @@ class OneSidedTransport:
                 if not self._answer(request):
                     self._requests.append(request)
                 return  # the main thread does not wait for that
-            case Page():
+            case ShardData():
                 self._reading.pop((message.unit, src), None)
             case Put():
                 self._parts[message.key, src] = data[0]
@@ -280,6 +280,12 @@ class OneSidedTransport:
                 self._start(self._order.ready(message.key, src, self.meetings))
             case Start():
                 self._order.start(message.key)
+            case _:
+                self._on_trouble(src, message)
+        self.connections.changed.notify_all()
+
+    def _on_trouble(self, src: int, message: ToReceiver) -> None:
+        match message:
             case Ask():
                 self._tell(src)
             case Tell():
@@ -288,7 +294,6 @@ class OneSidedTransport:
                 self.failure = self.failure or message.text
             case _:
                 raise MessageError(f"a {type(message).__name__} was sent to an engine")
-        self.connections.changed.notify_all()
 
     def on_lost(self, cause: str, error: Exception) -> None:
         self._lost = (cause, error)
@@ -309,7 +314,7 @@ class OneSidedTransport:
     def destination(self, src: int, message: ToReceiver, nbytes: int) -> Sequence[torch.Tensor] | None:
         """Where the tensors of a message belong; None: nobody wants them any more."""
         match message:
-            case Page():
+            case ShardData():
                 waiting = self._reading.get((message.unit, src))
                 return None if waiting is None else [waiting]
             case Put():

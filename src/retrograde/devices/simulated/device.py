@@ -114,8 +114,10 @@ class SimulatedDevice(Streams):
         return self.tensors[-1]
 
     def obeys(self, kind: str) -> bool:
+        """Count this call of the line that asks, and say whether it is to be done: `without` is not."""
         site = Site(*_caller(), kind)
-        self.sites[site] = time = self.sites.get(site, 0) + 1
+        time = self.sites.get(site, 0) + 1
+        self.sites[site] = time
         return self._without not in (site, site._replace(time=time))
 
 

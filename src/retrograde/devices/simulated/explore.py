@@ -11,24 +11,27 @@ pieces of work are chosen between.
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from retrograde.devices.simulated.device import Mark, Run, SimulatedDevice, Site, Wait
+from retrograde.devices.simulated.device import Mark, Run, SimulatedDevice, SimulatedStream, Site, Wait
 from retrograde.errors import RetrogradeError
 
-Check = Callable[[], list[str]]  # what is wrong in memory when all work is done
-Program = Callable[[SimulatedDevice], Check]  # issues work, and says how to check its result
-Schedule = tuple[int, ...]  # the streams in the order in which they run their next piece of work
+MemoryCheck = Callable[[], list[str]]  # what is wrong in memory when all work is done
+Program = Callable[[SimulatedDevice], MemoryCheck]  # issues work, and says how to check its result
+Interleaving = tuple[int, ...]  # the streams in the order in which they run their next piece of work
 
 
 class Corrupted(RetrogradeError):
     """An order of the device's work that gives a wrong result."""
 
-    def __init__(self, schedule: Schedule, steps: list[str], faults: list[str], tried: int) -> None:
+    def __init__(self, interleaving: Interleaving, steps: list[str], faults: list[str], tried: int) -> None:
         order = "\n".join(f"  {number + 1}. {step}" for number, step in enumerate(steps))
         super().__init__(f"after {tried} orders, a wrong one:\n{order}\ngives " + "; ".join(faults))
-        self.schedule, self.faults, self.tried = schedule, faults, tried
+        self.interleaving = interleaving
+        self.faults = faults
+        self.tried = tried
 
 
 class Stuck(RetrogradeError):
@@ -37,8 +40,17 @@ class Stuck(RetrogradeError):
 
 @dataclass(frozen=True, slots=True)
 class Explored:
+    """How many orders there are, and how many states they pass through."""
+
     interleavings: int
     states: int
+
+
+class Snapshot(NamedTuple):
+    """A state: how far each stream has come, and what is in memory."""
+
+    at: tuple[int, ...]
+    memory: bytes
 
 
 class _Machine:
@@ -69,30 +81,39 @@ class _Machine:
         self._pass()
 
     def _pass(self) -> None:
+        """Pass all marks, and all waits whose event has happened; passing a mark may let a wait pass."""
         moved = True
         while moved:
             moved = False
             for stream in self.device.streams:
-                at = self.at[stream.number]
-                step = stream.queue[at] if at < len(stream.queue) else None
-                if isinstance(step, Mark) or (
-                    isinstance(step, Wait) and self.at[step.event.stream] >= step.event.place
-                ):
+                if self._may_pass(stream):
                     self.at[stream.number] += 1
                     moved = True
 
-    def save(self) -> tuple[tuple[int, ...], bytes]:
-        return tuple(self.at), b"".join([view.tobytes() for view in self._views])
+    def _may_pass(self, stream: SimulatedStream) -> bool:
+        """Whether the stream's next step is a mark, or a wait whose event has happened."""
+        at = self.at[stream.number]
+        if at == len(stream.queue):
+            return False
+        step = stream.queue[at]
+        if isinstance(step, Wait):
+            return self.at[step.event.stream] >= step.event.place
+        return isinstance(step, Mark)
 
-    def load(self, at: tuple[int, ...], memory: bytes) -> None:
-        self.at[:] = at
-        place = 0
+    def save(self) -> Snapshot:
+        return Snapshot(tuple(self.at), b"".join([view.tobytes() for view in self._views]))
+
+    def load(self, saved: Snapshot) -> None:
+        self.at[:] = saved.at
+        start = 0
         for view in self._views:
-            view.data.cast("B")[:] = memory[place : place + view.nbytes]
-            place += view.nbytes
+            view.data.cast("B")[:] = saved.memory[start : start + view.nbytes]
+            start += view.nbytes
 
     def verdict(self, tried: int) -> None:
-        if faults := self.check():
+        """Raise if the order that has just ended gives a wrong result."""
+        faults = self.check()
+        if faults:
             raise Corrupted(tuple(self.done), list(self._steps()), faults, tried)
 
     def _steps(self) -> Iterator[str]:
@@ -101,33 +122,45 @@ class _Machine:
             yield next(works[number]).label
 
 
+class _Exploration:
+    """Follows every state of a program once."""
+
+    def __init__(self, machine: _Machine, most_states: int) -> None:
+        self._machine = machine
+        self._most_states = most_states
+        self._tried = 0
+        self.counts: dict[Snapshot, int] = {}  # how many orders there are from each state
+
+    def orders(self, state: Snapshot) -> int:
+        """How many orders there are from `state`, in which the machine is. Each has been tried when this returns."""
+        if state in self.counts:
+            return self.counts[state]
+        machine = self._machine
+        ready = machine.ready()
+        if ready:
+            total = 0
+            for number in ready:
+                machine.load(state)
+                machine.run(number)
+                total += self.orders(machine.save())
+                machine.done.pop()
+        else:
+            self._tried += 1
+            machine.verdict(self._tried)
+            total = 1
+        self.counts[state] = total
+        if len(self.counts) > self._most_states:
+            raise RetrogradeError(f"more than {self._most_states} states: make the program smaller, or use sample()")
+        return total
+
+
 def explore(program: Program, without: Site | None = None, most_states: int = 2_000_000) -> Explored:
     """Try every order; raises `Corrupted` with the first one that gives a wrong result."""
     with torch.no_grad():
         machine = _Machine(program, without)
-        counts: dict[tuple[tuple[int, ...], bytes], int] = {}
-        tried = 0
-
-        def orders(state: tuple[tuple[int, ...], bytes]) -> int:
-            nonlocal tried
-            if state in counts:
-                return counts[state]
-            ready = machine.ready()
-            if not ready:
-                tried += 1
-                machine.verdict(tried)
-            total = 0 if ready else 1
-            for number in ready:
-                machine.load(*state)
-                machine.run(number)
-                total += orders(machine.save())
-                machine.done.pop()
-            counts[state] = total
-            if len(counts) > most_states:
-                raise RetrogradeError(f"more than {most_states} states: make the program smaller, or use sample()")
-            return total
-
-        return Explored(orders(machine.save()), len(counts))
+        exploration = _Exploration(machine, most_states)
+        interleavings = exploration.orders(machine.save())
+        return Explored(interleavings, len(exploration.counts))
 
 
 def sample(program: Program, seeds: range, without: Site | None = None) -> int:
@@ -150,10 +183,10 @@ def sample(program: Program, seeds: range, without: Site | None = None) -> int:
     return len(orders)
 
 
-def replay(program: Program, schedule: Schedule, without: Site | None = None) -> list[str]:
+def replay(program: Program, interleaving: Interleaving, without: Site | None = None) -> list[str]:
     """Run one order again; returns what is wrong at its end."""
     with torch.no_grad():
         machine = _Machine(program, without)
-        for number in schedule:
+        for number in interleaving:
             machine.run(number)
         return machine.check()

@@ -1,6 +1,6 @@
 """The operations whose weight gradient can wait: how each is recognised and what its two gradients are.
 
-A *product* is an operation of an input and a parameter whose weight gradient is a function of the input and the
+A call is *deferrable* if it takes an input and a parameter, and its weight gradient is a function of the input and the
 output's gradient alone: linear, convolution, embedding, matrix products. The formulas repeat torch's own choice of
 kernel and operand order (a gradient is column-major where its tensor is), so that results agree to the last bit.
 Whatever is not recognised here, or is called in a way that is not, is left to torch.
@@ -22,8 +22,8 @@ class ParamGrads(NamedTuple):
     bias: Tensor | None
 
 
-class Rule(Protocol):
-    """The two halves of a product's backward."""
+class GradientFormulas(Protocol):
+    """The two halves of a deferrable call's backward."""
 
     def input_grad(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor: ...
 
@@ -31,10 +31,10 @@ class Rule(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class DeferrableCall:
     """A recognised call."""
 
-    rule: Rule
+    formulas: GradientFormulas
     x: Tensor
     weight: Tensor
     bias: Tensor | None = None
@@ -163,39 +163,39 @@ class Convolution:
         return torch.ops.aten.convolution_backward(grad, x, weight, channels, *where, wanted)
 
 
-def _linear(input: Any, weight: Any, bias: Any = None) -> Product | None:
+def _linear(input: Any, weight: Any, bias: Any = None) -> DeferrableCall | None:
     known = _fits(input, weight) and input.dim() >= 2 and weight.dim() == 2
     if not known or not (bias is None or (bias.dim() == 1 and bias.shape[0] == weight.shape[0])):
         return None
-    return Product(Linear(True, _column_major(weight.t())), input, weight, bias)
+    return DeferrableCall(Linear(True, _column_major(weight.t())), input, weight, bias)
 
 
-def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> Product | None:
+def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> DeferrableCall | None:
     known = _fits(mat1, mat2) and beta == 1 and alpha == 1 and input.dim() == 1 and input.shape[0] == mat2.shape[1]
-    return Product(Linear(False, _column_major(mat2)), mat1, mat2, input) if known else None
+    return DeferrableCall(Linear(False, _column_major(mat2)), mat1, mat2, input) if known else None
 
 
-def _matmul(input: Any, other: Any) -> Product | None:
+def _matmul(input: Any, other: Any) -> DeferrableCall | None:
     if parameter_of(other) is not None:
         return _right_factor(input, other)
     if _fits(other, input):
         if input.dim() == 2 and other.dim() == 2:
-            return Product(LeftFactor(_column_major(input)), other, input)
+            return DeferrableCall(LeftFactor(_column_major(input)), other, input)
         if input.dim() == 3 and other.dim() == 3 and input.shape[0] == other.shape[0]:
-            return Product(Batched(True), other, input)
+            return DeferrableCall(Batched(True), other, input)
     return None
 
 
-def _right_factor(x: Any, weight: Tensor) -> Product | None:
+def _right_factor(x: Any, weight: Tensor) -> DeferrableCall | None:
     if _fits(x, weight):
         if weight.dim() == 2 and x.dim() >= 2:
-            return Product(Linear(False, _column_major(weight)), x, weight)
+            return DeferrableCall(Linear(False, _column_major(weight)), x, weight)
         if weight.dim() == 3 and x.dim() == 3 and x.shape[0] == weight.shape[0]:
-            return Product(Batched(False), x, weight)
+            return DeferrableCall(Batched(False), x, weight)
     return None
 
 
-def _mm(input: Any, mat2: Any) -> Product | None:
+def _mm(input: Any, mat2: Any) -> DeferrableCall | None:
     return _matmul(input, mat2)
 
 
@@ -207,12 +207,12 @@ def _embedding(
     norm_type: float = 2.0,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
-) -> Product | None:
+) -> DeferrableCall | None:
     if max_norm is not None or sparse or type(input) is not Tensor:
         return None
     rows = weight.shape[0]
     padding = -1 if padding_idx is None else padding_idx % rows
-    return Product(Embedding(rows, padding, scale_grad_by_freq), input, weight)
+    return DeferrableCall(Embedding(rows, padding, scale_grad_by_freq), input, weight)
 
 
 def _spread(value: int | Sequence[int], dims: int) -> list[int]:
@@ -222,7 +222,7 @@ def _spread(value: int | Sequence[int], dims: int) -> list[int]:
 
 def _conv(
     input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
-) -> Product | None:
+) -> DeferrableCall | None:
     if isinstance(padding, str):
         return None
     dims = weight.dim() - 2
@@ -240,7 +240,7 @@ def _conv_transpose(
     output_padding: Any = 0,
     groups: int = 1,
     dilation: Any = 1,
-) -> Product | None:
+) -> DeferrableCall | None:
     dims = weight.dim() - 2
     geometry = Geometry(
         _spread(stride, dims),
@@ -253,13 +253,13 @@ def _conv_transpose(
     return _convolution(input, weight, bias, geometry)
 
 
-def _convolution(x: Any, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Product | None:
+def _convolution(x: Any, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> DeferrableCall | None:
     if not _fits(x, weight) or x.dim() != weight.dim():
         return None
-    return Product(Convolution(geometry, weight.shape, weight.stride()), x, weight, bias)
+    return DeferrableCall(Convolution(geometry, weight.shape, weight.stride()), x, weight, bias)
 
 
-_RECOGNISED: dict[Callable[..., Any], Callable[..., Product | None]] = {
+_RECOGNISED: dict[Callable[..., Any], Callable[..., DeferrableCall | None]] = {
     F.linear: _linear,
     F.embedding: _embedding,
     torch.addmm: _addmm,
@@ -281,14 +281,14 @@ _RECOGNISED: dict[Callable[..., Any], Callable[..., Product | None]] = {
 _FOREIGN = frozenset({"out", "out_dtype"})
 
 
-def recognise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Product | None:
-    """The product that this call is, if its weight is a trained parameter and its gradient can wait."""
+def recognise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> DeferrableCall | None:
+    """This call's parts and formulas, if its weight is a trained parameter and its gradient can wait."""
     reader = _RECOGNISED.get(func)
     if reader is None or not _FOREIGN.isdisjoint(kwargs):
         return None
     if not any(parameter_of(value) is not None for value in (*args, *kwargs.values())):
         return None
-    product = reader(*args, **kwargs)
-    if product is None or parameter_of(product.weight) is None or parameter_of(product.x) is not None:
+    call = reader(*args, **kwargs)
+    if call is None or parameter_of(call.weight) is None or parameter_of(call.x) is not None:
         return None
-    return product
+    return call
