@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -17,7 +17,7 @@ from tests.fuzz.play import sgd
 from tests.fuzz.recipes import ALIKE, ALONE, KINDS, NESTED, Act, Phase, Recipe
 from tests.fuzz.shrink import candidates, shrink
 from tests.fuzz.traces import Reduced, Trace, differences, miscounted
-from tests.harness import RankPool
+from tests.harness import Ranks
 
 SEEDS = range(50)
 
@@ -104,7 +104,7 @@ def _forgetful(rank: int, world: int, case: Recipe) -> Trace:
         Reducer._deliver = whole  # type: ignore[method-assign]
 
 
-def test_a_fault_of_the_engine_is_found(ranks: Callable[[int], RankPool]) -> None:
+def test_a_fault_of_the_engine_is_found(ranks: Ranks) -> None:
     case = replace(PLAIN, exact=True, phases=(Phase(((Act("backward", (0,)),), ())),))
     got, want = ranks(2).run(_forgetful, case), oracle.play(case)
     assert "phase 0: gradient of head.weight" in differences(got[1], want[1])

@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import retrograde as rg
-from tests.harness import RankPool
+from tests.harness import Ranks
 from tests.small import Block, Small, batch, build, loss_of
 
-Ranks = Callable[[int], RankPool]
 WIDTH = 8
 
 

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import retrograde as rg
-from tests.harness import RankPool
-from tests.multiproc.twin import MOMENTUM, RATE, Twin, same, sgd
+from tests.harness import Ranks
+from tests.multiproc.twin import MOMENTUM, RATE, Twin, sgd
+from tests.reference import same
 from tests.small import Block, Small, batch, build, loss_of
-
-Ranks = Callable[[int], RankPool]
-STAGES = pytest.mark.parametrize("stage", (1, 2, 3))
+from tests.stages import ALONE_OR_NOT, EACH_STAGE
 
 
 # ---- objects
@@ -46,8 +45,8 @@ def _identity(rank: int, world: int, stage: int) -> None:
     torch.distributed.barrier()
 
 
-@pytest.mark.parametrize("world", (1, 2))
-@STAGES
+@ALONE_OR_NOT
+@EACH_STAGE
 def test_objects_names_and_classes_stay(ranks: Ranks, stage: int, world: int) -> None:
     ranks(world).run(_identity, stage)
 
@@ -94,7 +93,7 @@ def _train(rank: int, world: int, stage: int, name: str, first: bool) -> None:
 
 @pytest.mark.parametrize("first", (False, True))
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@STAGES
+@EACH_STAGE
 def test_optimizers_made_before_and_after(ranks: Ranks, stage: int, name: str, first: bool) -> None:
     ranks(2).run(_train, stage, name, first)
 
@@ -117,7 +116,7 @@ def _two_optimizers(rank: int, world: int, stage: int) -> None:
     twin.close()
 
 
-@STAGES
+@EACH_STAGE
 def test_two_optimizers_and_a_schedule(ranks: Ranks, stage: int) -> None:
     ranks(2).run(_two_optimizers, stage)
 
@@ -149,7 +148,7 @@ def _zero_grad(rank: int, world: int, stage: int) -> None:
     twin.close()
 
 
-@STAGES
+@EACH_STAGE
 def test_zero_grad_at_any_time(ranks: Ranks, stage: int) -> None:
     ranks(2).run(_zero_grad, stage)
 
@@ -200,7 +199,7 @@ def _leaf_hooks(rank: int, world: int, stage: int) -> None:
     twin.close()
 
 
-@STAGES
+@EACH_STAGE
 def test_leaf_hooks_before_and_after(ranks: Ranks, stage: int) -> None:
     ranks(2).run(_leaf_hooks, stage)
 
@@ -232,7 +231,7 @@ def _hook_handles(rank: int, world: int, stage: int) -> None:
     torch.distributed.barrier()
 
 
-@STAGES
+@EACH_STAGE
 def test_hooks_can_be_removed(ranks: Ranks, stage: int) -> None:
     ranks(2).run(_hook_handles, stage)
 
@@ -269,7 +268,7 @@ def _module_hooks(rank: int, world: int, stage: int) -> None:
     twin.close()
 
 
-@STAGES
+@EACH_STAGE
 def test_module_hooks(ranks: Ranks, stage: int) -> None:
     ranks(2).run(_module_hooks, stage)
 
@@ -295,7 +294,7 @@ def _freezing(rank: int, world: int, stage: int) -> None:
     twin.close()
 
 
-@STAGES
+@EACH_STAGE
 def test_requires_grad_at_any_time(ranks: Ranks, stage: int) -> None:
     ranks(2).run(_freezing, stage)
 
@@ -316,7 +315,7 @@ def _frozen_through_the_module(rank: int, world: int, stage: int) -> None:
     twin.close()
 
 
-@STAGES
+@EACH_STAGE
 def test_freezing_through_the_module(ranks: Ranks, stage: int) -> None:
     ranks(2).run(_frozen_through_the_module, stage)
 
@@ -346,7 +345,7 @@ def _evaluation(rank: int, world: int, stage: int, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ("no_grad", "inference"))
-@STAGES
+@EACH_STAGE
 def test_evaluation(ranks: Ranks, stage: int, mode: str) -> None:
     ranks(2).run(_evaluation, stage, mode)
 
@@ -370,7 +369,7 @@ def _one_row(rank: int, world: int, stage: int) -> list[str]:
     return wrong
 
 
-@STAGES
+@EACH_STAGE
 def test_one_row_is_exact(ranks: Ranks, stage: int) -> None:
     assert ranks(2).run(_one_row, stage) == [[], []]
 
@@ -411,6 +410,6 @@ def _refusals(rank: int, world: int, stage: int) -> None:
     twin.close()
 
 
-@STAGES
+@EACH_STAGE
 def test_copies_and_conversions_are_refused_and_harm_nothing(ranks: Ranks, stage: int) -> None:
     ranks(2).run(_refusals, stage)

@@ -7,11 +7,11 @@ it is the first of them, but for rows about ranks that diverge and for the plain
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
-from tests.harness import RankPool
+from tests.harness import Ranks
 from tests.patterns.driver import play_rank
 from tests.patterns.oracle import expected
 from tests.patterns.rows import CASES
@@ -35,7 +35,7 @@ def cells() -> Iterator[tuple[int, int, str]]:
 
 
 @pytest.mark.parametrize(("stage", "world", "case_id"), list(cells()))
-def test_matrix(case_id: str, world: int, stage: int, ranks: Callable[[int], RankPool]) -> None:
+def test_matrix(case_id: str, world: int, stage: int, ranks: Ranks) -> None:
     def reference() -> list[Trace]:
         return expected(case_id, world, stage)
 

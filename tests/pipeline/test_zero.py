@@ -13,6 +13,7 @@ import retrograde as rg
 from retrograde.pipeline import Action
 from tests.harness import RankPool
 from tests.pipeline.cases import CASES, Case, backward_order, plain_step
+from tests.stages import EACH_STAGE
 
 Ranks = Callable[[int], RankPool]
 Gradients = dict[str, torch.Tensor | None]
@@ -184,7 +185,7 @@ def some(schedule: str, stage: int) -> list[str]:
     return NAMES[(len(SCHEDULES) * stage + SCHEDULES.index(schedule)) % SHARE :: SHARE]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@EACH_STAGE
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_two_by_two(ranks: Ranks, schedule: str, stage: int) -> None:
     found = ranks(4).run(steps, schedule, stage, some(schedule, stage), timeout=110)

@@ -28,6 +28,7 @@ from retrograde.transport.messages import Fail, Message, Put, UnixAddress, decod
 from tests.harness import RankPool
 from tests.multiproc.twin import Twin
 from tests.small import batch, build, loss_of
+from tests.stages import WITH_OTHERS
 from tests.transport.delays import delayed
 from tests.transport.hosts import apart
 
@@ -61,7 +62,7 @@ def _everybody_sends(rank: int, world: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world", (2, 4))
+@WITH_OTHERS
 def test_much_in_all_directions(ranks: Ranks, world: int) -> None:
     assert ranks(world).run(_everybody_sends) == [[]] * world
 
