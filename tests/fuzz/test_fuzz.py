@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -22,18 +21,11 @@ from tests.harness import Ranks
 SEEDS = range(50)
 
 
-@pytest.fixture(scope="module")
-def checker() -> Iterator[Checker]:
-    made = Checker()
-    yield made
-    made.close()
-
-
 @pytest.mark.parametrize("delay", (None, 1))
 @pytest.mark.parametrize("world", (2, 3, 4))
-def test_programs(checker: Checker, world: int, delay: int | None) -> None:
+def test_programs(ranks: Ranks, world: int, delay: int | None) -> None:
     cases = [case for case in map(recipe, SEEDS) if case.world == world]
-    wrong = dict(zip((case.seed for case in cases), checker.check_all(cases, delay), strict=True))
+    wrong = dict(zip((case.seed for case in cases), Checker(ranks).check_all(cases, delay), strict=True))
     assert {seed: found for seed, found in wrong.items() if found} == {}
 
 
