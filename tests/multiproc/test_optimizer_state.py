@@ -3,7 +3,6 @@ refused."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import nn
 
 import retrograde as rg
 from tests.harness import Ranks
+from tests.multiproc.files import through_a_file
 from tests.multiproc.twin import Twin
 from tests.small import batch, build, loss_of
 from tests.stages import EACH_STAGE
@@ -30,13 +30,6 @@ def scaled_sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 OPTIMIZERS = pytest.mark.parametrize("make", (adam, scaled_sgd), ids=lambda make: make.__name__)
-
-
-def through_a_file(state: State) -> State:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def small_steps(twin: Twin, first: int, count: int) -> None:

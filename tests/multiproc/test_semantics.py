@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import retrograde as rg
 from tests.harness import Ranks
 from tests.multiproc.twin import MOMENTUM, RATE, Twin, sgd
-from tests.reference import same
-from tests.small import Block, Small, batch, build, loss_of
+from tests.reference import play, same
+from tests.small import Block, Small, backwards, batch, build, loss_of
 from tests.stages import ALONE_OR_NOT, EACH_STAGE
 
 
@@ -154,46 +154,51 @@ def test_zero_grad_at_any_time(ranks: Ranks, stage: int) -> None:
 
 
 # ---- hooks
-def _leaf_hooks(rank: int, world: int, stage: int) -> None:
-    """Hooks that change gradients, registered before and after; what they see adds up to the whole."""
-    calls: list[tuple[str, int, Tensor]] = []
+class Hooks:
+    """Hooks that change gradients: times 2 on the way to the leaf, times 4 when they are there."""
 
-    def scaled(name: str, grad: Tensor) -> Tensor:
-        calls.append((f"hook {name}", 0, grad.detach().clone()))
-        return grad * 2
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Tensor]] = []
 
-    def arrived(name: str, param: Tensor) -> None:
-        calls.append((f"after {name}", 0, param.grad.detach().clone()))
-        param.grad.mul_(4)
-
-    def hook(model: nn.Module, names: tuple[str, ...]) -> None:
+    def register(self, model: nn.Module, names: tuple[str, ...]) -> None:
         for name, param in model.named_parameters():
             if name in names:
-                param.register_hook(lambda grad, name=name: scaled(name, grad))
-                param.register_post_accumulate_grad_hook(lambda param, name=name: arrived(name, param))
+                param.register_hook(lambda grad, name=name: self._scaled(name, grad))
+                param.register_post_accumulate_grad_hook(lambda param, name=name: self._arrived(name, param))
 
+    def _scaled(self, name: str, grad: Tensor) -> Tensor:
+        self.calls.append((f"hook {name}", grad.detach().clone()))
+        return grad * 2
+
+    def _arrived(self, name: str, param: Tensor) -> None:
+        self.calls.append((f"after {name}", param.grad.detach().clone()))
+        param.grad.mul_(4)
+
+
+def _leaf_hooks(rank: int, world: int, stage: int) -> None:
+    """Registered before and after sharding; what they see adds up to the whole."""
     early, late = ("head.weight", "blocks.2.up.bias"), ("embed.weight", "blocks.0.norm.bias")
+    hooked, hooks = early + late, Hooks()
 
     def model() -> nn.Module:
         made = build()
-        hook(made, early)
+        hooks.register(made, early)
         return made
 
     twin = Twin(rank, world, stage, model)
-    hook(twin.model, late)
+    hooks.register(twin.model, late)
     loss_of(twin.model, batch(rank)).backward()
     twin.engine.full_grad("head.weight")
-    assert sorted(name for name, _, _ in calls) == sorted(
-        [f"hook {n}" for n in early + late] + [f"after {n}" for n in early + late]
-    )
-    seen = {name: grad for name, _, grad in calls}
+    once = [f"hook {name}" for name in hooked] + [f"after {name}" for name in hooked]
+    assert sorted(name for name, _ in hooks.calls) == sorted(once)
+    seen = dict(hooks.calls)
     pieces = dict(twin.model.named_parameters())
-    assert all(seen[f"hook {name}"].shape == pieces[name].shape for name in early + late)
-    assert all(torch.equal(seen[f"after {name}"], 2 * seen[f"hook {name}"]) for name in early + late)
-    reference = Twin(rank, world, stage)  # plain without hooks: a hook on a mean is a hook on each of its terms
-    reference.plain_backward(0)
-    for name, param in reference.plain.named_parameters():
-        factor = 8 if name in early + late else 1
+    assert all(seen[f"hook {name}"].shape == pieces[name].shape for name in hooked)
+    assert all(torch.equal(seen[f"after {name}"], 2 * seen[f"hook {name}"]) for name in hooked)
+    reference = build()  # without hooks: a hook on a mean is a hook on each of its terms
+    play(reference, world, backwards(0), stage)
+    for name, param in reference.named_parameters():
+        factor = 8 if name in hooked else 1
         whole = twin.engine.full_grad(name)
         assert param.grad is not None and same(whole, param.grad * factor), name
     twin.close()

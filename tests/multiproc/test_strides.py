@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import retrograde as rg
 from tests.harness import Ranks
-from tests.multiproc.test_optimizer_state import through_a_file
+from tests.multiproc.files import through_a_file
 from tests.reference import play, same
 from tests.stages import EACH_STAGE
 

@@ -25,6 +25,10 @@ def lin(i: int = WIDTH, o: int = WIDTH) -> nn.Linear:
     return nn.Linear(i, o)
 
 
+def linears(count: int) -> list[nn.Module]:
+    return [lin() for _ in range(count)]
+
+
 class Fn(nn.Module):
     """A block from a function of (module, *inputs) and named parts."""
 

@@ -15,6 +15,7 @@ from benchmarks.meters import bytes_sent
 from retrograde.gradients import bucket as buckets
 from retrograde.transport import Station
 from tests.harness import RankPool
+from tests.reference import mean, same
 from tests.small import batch, build, loss_of
 from tests.stages import EACH_STAGE, EACH_WORLD, OPPOSITE_STAGES, REDUCING_STAGES, WITH_OTHERS
 from tests.transport.hosts import group_over_tcp
@@ -76,10 +77,7 @@ def _passed(rank: int, world: int, stage: int, limit: int) -> dict[str, Any]:
     by_rank = [torch.autograd.grad(plain(_x(r)), list(plain.parameters()), allow_unused=True) for r in range(world)]
     wrong = []
     for (name, _), *each in zip(plain.named_parameters(), *by_rank, strict=True):
-        want = None
-        for grad in each:
-            want = grad if want is None else want + grad
-        if (grads[name] is None) != (want is None) or (want is not None and not torch.equal(grads[name], want / world)):
+        if not same(grads[name], mean(each, world)):
             wrong.append(name)
     dist.barrier()
     return {"wrong": wrong, "own": len(sent & autograds), "all": len(sent)}

@@ -195,7 +195,8 @@ main()
 
 
 def _programs(body: str, folder: Path) -> list[tuple[int, str, str]]:
-    """Two ranks as programs: exit code, stdout and stderr of each."""
+    """Two ranks as programs: exit code, stdout and stderr of each. Not by tests/processes.py: the test is about how
+    Python itself starts and ends them."""
     environment = {**os.environ, **WORKER_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     program = PROGRAM.format(body=body.replace("\n", "\n    "))
     meeting = f"file://{folder / 'store'}"

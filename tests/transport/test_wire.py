@@ -13,6 +13,7 @@ from torch import Tensor
 
 import retrograde as rg
 from tests.harness import RankPool
+from tests.reference import mean
 from tests.small import BLOCKS, Block, batch, build, loss_of
 from tests.stages import EACH_STAGE, EACH_WORLD
 
@@ -31,13 +32,7 @@ def _local(rank: int, backwards: int) -> dict[str, Tensor]:
 def _expected(world: int, backwards: int, wire: torch.dtype) -> dict[str, Tensor]:
     """Every rank's gradient rounded to the wire's dtype, added up in fp32 in rank order, and divided once."""
     ranks = [_local(rank, backwards) for rank in range(world)]
-    sums = {}
-    for name in ranks[0]:
-        total = ranks[0][name].to(wire).float()
-        for grads in ranks[1:]:
-            total += grads[name].to(wire).float()
-        sums[name] = total / world
-    return sums
+    return {name: mean([grads[name].to(wire).float() for grads in ranks], world) for name in ranks[0]}
 
 
 def _travelled(rank: int, world: int, stage: int, precision: Any, window: bool) -> dict[str, Any]:
