@@ -232,14 +232,17 @@ def shares(rows: int, count: int) -> list[float]:
     return [len(part) / rows for part in torch.zeros(rows).tensor_split(count)]
 
 
-def plain_losses(blocks: Sequence[nn.Module], data: Data, loss: Callable[..., Tensor], count: int) -> list[Tensor]:
-    """Plain torch's losses of the microbatches."""
+def plain_losses(
+    blocks: Sequence[nn.Module], data: Data, loss: Callable[..., Tensor], count: int, copied: bool = False
+) -> list[Tensor]:
+    """Plain torch's losses of the microbatches. `copied`: blocks may change their inputs."""
     chain = Chain(list(blocks))
     args = list(zip(*(cut(arg, count) for arg in data.args), strict=True))
     losses = []
     for number, target in enumerate(cut(data.target, count)):
         options = {name: cut(value, count)[number] for name, value in data.options.items()}
-        losses.append(loss(chain(*args[number], **options), target))
+        own = copy.deepcopy(args[number]) if copied else args[number]
+        losses.append(loss(chain(*own, **options), target))
     return losses
 
 
@@ -257,8 +260,8 @@ def total(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 def plain_step(blocks: Sequence[nn.Module], data: Data, loss: Callable[..., Tensor], order: Sequence[int]) -> Tensor:
     """One step of plain torch: losses weighted by size, the backwards of the microbatches in the given order."""
-    own = data._replace(args=copy.deepcopy(data.args))  # blocks may change them
-    losses, weights = plain_losses(blocks, own, loss, len(order)), shares(len(data.target), len(order))
+    losses = plain_losses(blocks, data, loss, len(order), copied=True)
+    weights = shares(len(data.target), len(order))
     plain_backward(losses, weights, order)
     return total(losses, weights)
 
