@@ -1,36 +1,30 @@
 """A pool of ranks for tests: warm processes, a process group, and a time limit on every call.
 
-Starting torch costs seconds and a matrix of patterns has hundreds of cases, so ranks are forked from a process
-that has imported it, and live as long as the test session. What a failed call leaves behind (collectives that
-only some ranks entered) cannot be repaired from outside: after one, the pool is thrown away and the next call
-starts another.
+A matrix of patterns has hundreds of cases, so ranks (processes.py) live as long as the test session. What a failed
+call leaves behind (collectives that only some ranks entered) cannot be repaired from outside: after one, the pool is
+thrown away and the next call starts another.
 """
 
 from __future__ import annotations
 
-import contextlib
-import datetime
 import faulthandler
 import gc
-import multiprocessing
 import os
 import pickle
 import signal
-import tempfile
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-WORKER_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",  # docs/troubleshooting.md
-    "GLOO_SOCKET_IFNAME": "lo",
-}
+from tests.processes import WORKER_ENVIRONMENT, Processes, Seat
+
+__all__ = ["WORKER_ENVIRONMENT", "Pools", "RankError", "RankPool", "RankTimeout", "Ranks"]
+
 START_LIMIT = 120.0
 # An error on one rank usually leaves the others waiting for it: they get this long to say something too.
 GRACE = 5.0
@@ -55,16 +49,6 @@ class RankTimeout(AssertionError):
 
 
 @dataclass(frozen=True)
-class _Seat:
-    """What a worker needs to take its place in the pool."""
-
-    rank: int
-    world: int
-    store_port: int
-    stack_file: str
-
-
-@dataclass(frozen=True)
 class _Answer:
     ok: bool
     value: Any
@@ -72,7 +56,7 @@ class _Answer:
 
 @dataclass
 class _Worker:
-    process: multiprocessing.process.BaseProcess
+    process: BaseProcess
     pipe: Connection
     stack_file: Path
 
@@ -83,8 +67,7 @@ class RankPool:
     def __init__(self, world: int) -> None:
         self.world = world
         self._workers: list[_Worker] = []
-        self._store: Any = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._processes: Processes | None = None
 
     def run(
         self,
@@ -113,36 +96,21 @@ class RankPool:
 
     def close(self) -> None:
         """Ends every process, at once and whatever it is doing."""
-        workers, self._workers = self._workers, []
-        for worker in workers:
-            worker.process.kill()
-        for worker in workers:
-            worker.process.join()
-            worker.process.close()
+        if self._processes is not None:
+            self._processes.end()
+            self._processes = None
+        for worker in self._workers:
             worker.pipe.close()
-        self._store = None
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
+        self._workers = []
 
     def _start(self) -> None:
-        import torch.distributed as dist
-
-        # The store lives here, so its port is free for certain and no rank's death takes it along.
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.preloaded"])
-        with _environment(WORKER_ENVIRONMENT):
-            for rank in range(self.world):
-                stack_file = Path(self._folder.name, f"rank{rank}.stack")
-                seat = _Seat(rank, self.world, self._store.port, str(stack_file))
-                ours, theirs = context.Pipe()
-                process = context.Process(target=_serve, args=(seat, theirs), daemon=True, name=f"rank{rank}")
-                process.start()
-                theirs.close()
-                self._workers.append(_Worker(process, ours, stack_file))
+        self._processes = Processes(self.world)
         try:
+            for seat in self._processes.seats:
+                ours, theirs = self._processes.pipe()
+                process = self._processes.start(seat, _serve, theirs)
+                theirs.close()
+                self._workers.append(_Worker(process, ours, seat.file("stack")))
             self._collect(START_LIMIT)
         except BaseException:
             self.close()
@@ -188,25 +156,28 @@ class RankPool:
         return "\n".join(lines)
 
 
-@contextlib.contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Children inherit the variables before they import torch; this process gets its own back."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+class Pools:
+    """`pools(world)` is the pool of that size, which starts when it is first used."""
+
+    def __init__(self) -> None:
+        self._by_world: dict[int, RankPool] = {}
+
+    def __call__(self, world: int) -> RankPool:
+        if world not in self._by_world:
+            self._by_world[world] = RankPool(world)
+        return self._by_world[world]
+
+    def close(self) -> None:
+        for pool in self._by_world.values():
+            pool.close()
 
 
-def _serve(seat: _Seat, pipe: Connection) -> None:
+Ranks = Callable[[int], RankPool]  # what tests get as `ranks`
+
+
+def _serve(seat: Seat, pipe: Connection) -> None:
     """A worker's life: join, then one task after the other until the pool closes the pipe."""
-    threading.Thread(target=_die_with_parent, daemon=True).start()
-    with open(seat.stack_file, "w") as stack_file:
+    with open(seat.file("stack"), "w") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
         try:
             from tests.live import settle
@@ -226,7 +197,7 @@ def _serve(seat: _Seat, pipe: Connection) -> None:
             pipe.send_bytes(_answer(group, seat, fn, args, kwargs))
 
 
-def _answer(group: _Group, seat: _Seat, fn: Callable[..., Any], args: Any, kwargs: Any) -> bytes:
+def _answer(group: _Group, seat: Seat, fn: Callable[..., Any], args: Any, kwargs: Any) -> bytes:
     try:
         group.enter_call()
         gc.collect()
@@ -240,14 +211,8 @@ def _answer(group: _Group, seat: _Seat, fn: Callable[..., Any], args: Any, kwarg
 class _Group:
     """The default process group of a worker."""
 
-    def __init__(self, seat: _Seat) -> None:
-        import torch
-        import torch.distributed as dist
-
-        torch.set_num_threads(1)
-        self._dist = dist
+    def __init__(self, seat: Seat) -> None:
         self._seat = seat
-        self._store = dist.TCPStore("127.0.0.1", seat.store_port, is_master=False, wait_for_workers=False)
         self._calls = 0
         self._generation = 0
 
@@ -259,21 +224,9 @@ class _Group:
             self.renew()
 
     def renew(self) -> None:
-        if self._dist.is_initialized():
-            self._dist.destroy_process_group()
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
         self._generation += 1
-        self._dist.init_process_group(
-            "gloo",
-            store=self._dist.PrefixStore(f"generation{self._generation}", self._store),
-            rank=self._seat.rank,
-            world_size=self._seat.world,
-            timeout=datetime.timedelta(seconds=START_LIMIT),
-        )
-
-
-def _die_with_parent() -> None:
-    """A rank that hangs in a collective would outlive a test session that was killed."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    os._exit(1)
+        self._seat.join(START_LIMIT, self._generation)

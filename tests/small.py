@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.reference import Program
+
 DIM, VOCAB, BLOCKS = 12, 17, 4
 
 
@@ -43,6 +45,16 @@ def build(seed: int = 3) -> Small:
 
 def batch(rank: int, step: int = 0) -> Tensor:
     return torch.randint(0, VOCAB, (2, 5), generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def backwards(*steps: int) -> Program:
+    """A rank's program: one backward for each of the given steps' batches."""
+
+    def program(model: nn.Module, rank: int) -> None:
+        for step in steps:
+            loss_of(model, batch(rank, step)).backward()
+
+    return program
 
 
 def loss_of(model: nn.Module, ids: Tensor) -> Tensor:

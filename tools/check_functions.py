@@ -20,11 +20,6 @@ MOST_LINES = 40
 EXCEPTIONS = {
     "src/retrograde/parameters/pieces.py:Piece.__torch_function__": "a table of routes replaces it in the next change",
 }
-# These are being shortened: their entries go when that is done.
-BEING_SHORTENED = {
-    "tests/multiproc/test_budget.py:_held": "being shortened",
-    "tests/multiproc/test_semantics.py:_leaf_hooks": "being shortened",
-}
 
 
 class Function(NamedTuple):
@@ -74,7 +69,7 @@ def faults(root: Path, exceptions: Mapping[str, str]) -> list[str]:
 
 
 def main() -> int:
-    found = faults(ROOT, EXCEPTIONS | BEING_SHORTENED)
+    found = faults(ROOT, EXCEPTIONS)
     for fault in found:
         print(fault, file=sys.stderr)
     return 1 if found else 0

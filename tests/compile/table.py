@@ -5,11 +5,13 @@ plain torch without compiling, and not with it. Not part of the test suite: a fe
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import re
 import sys
 
-from tests.harness import WORKER_ENVIRONMENT, RankError, RankPool, RankTimeout
+from tests.harness import WORKER_ENVIRONMENT, Pools, RankError, RankPool, RankTimeout
 
 if __name__ == "__main__":
     # Before torch: the plain references computed here must use the kernels that the ranks use.
@@ -40,14 +42,13 @@ def verdict(pool: RankPool, case: str, stage: int, compiled: Compiled) -> str:
 
 def main(stage: int = 3, world: int = 2, wanted: str = "", backend: str = "aot_eager") -> None:
     torch.set_num_threads(1)
-    pool, counts = RankPool(world), Counter[str]()
-    for case in COMPILE_CASES | CASES:
-        if re.search(wanted, case):
-            for how in How:
-                result = verdict(pool, case, stage, Compiled(how, backend))
-                counts[result.split(" ")[0]] += 1
-                print(f"{case:45} {how.value:6} {result}", flush=True)
-    pool.close()
+    counts = Counter[str]()
+    cases = [case for case in COMPILE_CASES | CASES if re.search(wanted, case)]
+    with contextlib.closing(Pools()) as ranks:
+        for case, how in itertools.product(cases, How):
+            result = verdict(ranks(world), case, stage, Compiled(how, backend))
+            counts[result.split(" ")[0]] += 1
+            print(f"{case:45} {how.value:6} {result}", flush=True)
     print(f"stage {stage}, world {world}, {backend}: " + ", ".join(f"{count} {kind}" for kind, count in counts.items()))
 
 

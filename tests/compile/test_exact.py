@@ -5,13 +5,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
 from tests.compile.driver import Compiled, How, compare
-from tests.harness import RankPool
+from tests.harness import Ranks
 
 LIMIT = 100.0  # seconds for one case: compiling takes most of a few
 # One way is enough where the row is about what happens around graphs and not in them.
@@ -61,7 +61,7 @@ def named(value: object) -> str:
 
 
 @pytest.mark.parametrize(("case", "compiled", "stage", "world"), list(cells()), ids=named)
-def test_exact(ranks: Callable[[int], RankPool], case: str, compiled: Compiled, stage: int, world: int) -> None:
+def test_exact(ranks: Ranks, case: str, compiled: Compiled, stage: int, world: int) -> None:
     assert compare(ranks(world), case, stage, compiled, LIMIT) == []
 
 
@@ -74,5 +74,5 @@ INDUCTOR = [
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler, and there is no g++ here")
 @pytest.mark.parametrize(("compiled", "stage"), INDUCTOR, ids=named)
-def test_exact_with_inductor(ranks: Callable[[int], RankPool], compiled: Compiled, stage: int) -> None:
+def test_exact_with_inductor(ranks: Ranks, compiled: Compiled, stage: int) -> None:
     assert compare(ranks(2), "15b-retained-compile-one-unit", stage, compiled, LIMIT) == []

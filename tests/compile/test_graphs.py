@@ -18,9 +18,10 @@ from benchmarks.compiled_memory import peak_bytes
 from retrograde.ledger import Activity
 from tests.compile.driver import Compiled, How, fresh
 from tests.compile.models import BrokenMlp, LoopBlock, OneUnit, WhileBlock
-from tests.harness import RankPool
+from tests.harness import Ranks
 from tests.patterns.models import FEATURES, Mlp, MlpBlock
 from tests.small import BLOCKS, batch, build, loss_of
+from tests.stages import EACH_STAGE, PAGE_STAGES
 
 STEPS = 5
 
@@ -63,7 +64,7 @@ def _graphs(rank: int, world: int, stage: int, how: How) -> list[dict[str, int]]
 
 @pytest.mark.parametrize(("stage", "world"), ((1, 2), (2, 2), (3, 2), (3, 1)))
 @pytest.mark.parametrize("how", How)
-def test_graphs_are_made_once(ranks: Callable[[int], RankPool], stage: int, world: int, how: How) -> None:
+def test_graphs_are_made_once(ranks: Ranks, stage: int, world: int, how: How) -> None:
     for seen in ranks(world).run(_graphs, stage, how):
         assert seen[0]["unique_graphs"] == 3  # embedding, block, head: all blocks share theirs
         assert all(later == seen[0] for later in seen)
@@ -80,8 +81,8 @@ def _events(rank: int, world: int, stage: int, how: How | None) -> Any:
     return [(e.kind, e.unit, e.bytes) for e in run.engine.ledger.entries], run.engine.ledger.peak, most
 
 
-@pytest.mark.parametrize("stage", (2, 3))
-def test_pages_and_reductions_are_those_of_an_eager_step(ranks: Callable[[int], RankPool], stage: int) -> None:
+@PAGE_STAGES
+def test_pages_and_reductions_are_those_of_an_eager_step(ranks: Ranks, stage: int) -> None:
     """The same gathers, each a unit ahead, the same drops and reductions, in the same order, and no more memory."""
     eager = ranks(2).run(_events, stage, None)
     for how in How:
@@ -128,9 +129,7 @@ def _pages_of_skipped_frames(rank: int, world: int, block: type[nn.Module], how:
 
 
 @pytest.mark.parametrize(("block", "how"), ((LoopBlock, How.MODEL), (WhileBlock, How.UNITS)))
-def test_skipped_frames_release_unit_by_unit(
-    ranks: Callable[[int], RankPool], block: type[nn.Module], how: How
-) -> None:
+def test_skipped_frames_release_unit_by_unit(ranks: Ranks, block: type[nn.Module], how: How) -> None:
     for seen in ranks(2).run(_pages_of_skipped_frames, block, how):
         skipped, graphs = seen["eager"]
         assert skipped > 0 and graphs == 2  # the blocks are eager; what comes before and after them is not
@@ -160,7 +159,7 @@ def _unusual(rank: int, world: int, how: How) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("how", How)
-def test_disabled_units_are_eager_and_new_parameters_are_found(ranks: Callable[[int], RankPool], how: How) -> None:
+def test_disabled_units_are_eager_and_new_parameters_are_found(ranks: Ranks, how: How) -> None:
     for seen in ranks(2).run(_unusual, how):
         assert seen["off"] == [False] * 5
         assert seen["graphs"] >= 1 and seen["units"] == 2
@@ -191,7 +190,7 @@ def _edits(rank: int, world: int, how: How) -> list[str]:
 
 
 @pytest.mark.parametrize("how", How)
-def test_edits_that_cannot_be_compiled_raise(ranks: Callable[[int], RankPool], how: How) -> None:
+def test_edits_that_cannot_be_compiled_raise(ranks: Ranks, how: How) -> None:
     for said in ranks(2).run(_edits, how):
         assert len(said) == 2
         assert all("blocks.0.up.weight" in each and "under torch.no_grad()" in each for each in said)
@@ -255,12 +254,12 @@ def _edited_ahead_of_others(rank: int, world: int, stage: int, how: How) -> list
 
 
 @pytest.mark.parametrize("how", How)
-@pytest.mark.parametrize("stage", (1, 2, 3))
-def test_edits_wait_for_ranks_that_have_not_read(ranks: Callable[[int], RankPool], stage: int, how: How) -> None:
+@EACH_STAGE
+def test_edits_wait_for_ranks_that_have_not_read(ranks: Ranks, stage: int, how: How) -> None:
     assert ranks(2).run(_edited_ahead_of_others, stage, how) == [[], []]
 
 
-def test_what_cannot_be_compiled_says_so(ranks: Callable[[int], RankPool]) -> None:
+def test_what_cannot_be_compiled_says_so(ranks: Ranks) -> None:
     for said in ranks(2).run(_messages):
         assert "retrograde.compile(model, fullgraph=True)" in said["whole"]
         assert said["graphs"] == 3

@@ -1,4 +1,6 @@
-"""torch.compile is paid for by those who use it, whenever they begin to."""
+"""torch.compile is paid for by those who use it, whenever they begin to.
+
+A program of its own, not a rank of tests/harness.py: those have imported everything before they start."""
 
 from __future__ import annotations
 

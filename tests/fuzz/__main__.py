@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import os
 import sys
 import time
+from collections.abc import Iterator
 
-from tests.harness import WORKER_ENVIRONMENT
+from tests.harness import WORKER_ENVIRONMENT, Pools
 
 # Before torch: what is computed here must use the kernels that the ranks use.
 os.environ.update(WORKER_ENVIRONMENT)
@@ -24,9 +26,12 @@ BATCH = 20
 SCRIPT = """
 from tests.fuzz.check import Checker
 from tests.fuzz.recipes import Act, Phase, Recipe
+from tests.harness import Pools
 
 if __name__ == "__main__":
-    print(*Checker().check({recipe!r}, delay={delay}), sep="\\n")
+    ranks = Pools()
+    print(*Checker(ranks).check({recipe!r}, delay={delay}), sep="\\n")
+    ranks.close()
 """
 
 
@@ -38,22 +43,26 @@ def main() -> int:
     parser.add_argument("--no-shrink", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    checker, start, failed = Checker(), time.monotonic(), 0
-    try:
-        cases = sorted(map(recipe, range(given.seed, given.seed + given.count)), key=lambda case: case.world)
-        for _, alike in itertools.groupby(cases, key=lambda case: case.world):
-            of_world = list(alike)
-            for first in range(0, len(of_world), BATCH):
-                batch = of_world[first : first + BATCH]
-                for case, wrong in zip(batch, checker.check_all(batch, given.delays), strict=True):
-                    if wrong:
-                        failed += 1
-                        report(case, wrong, checker, given.delays, given.no_shrink)
-    finally:
-        checker.close()
+    start, failed = time.monotonic(), 0
+    with contextlib.closing(Pools()) as ranks:
+        checker = Checker(ranks)
+        for batch in batches(given.seed, given.count):
+            for case, wrong in zip(batch, checker.check_all(batch, given.delays), strict=True):
+                if wrong:
+                    failed += 1
+                    report(case, wrong, checker, given.delays, given.no_shrink)
     seconds = time.monotonic() - start
     print(f"{given.count} programs from seed {given.seed}, delays {given.delays}: {failed} failed, {seconds:.0f} s")
     return 1 if failed else 0
+
+
+def batches(seed: int, count: int) -> Iterator[list[Recipe]]:
+    """Cases of one world each, so that ranks play several in one call."""
+    cases = sorted(map(recipe, range(seed, seed + count)), key=lambda case: case.world)
+    for _, alike in itertools.groupby(cases, key=lambda case: case.world):
+        of_world = list(alike)
+        for first in range(0, len(of_world), BATCH):
+            yield of_world[first : first + BATCH]
 
 
 def report(case: Recipe, wrong: list[str], checker: Checker, delay: int | None, plain: bool) -> None:

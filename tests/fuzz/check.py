@@ -18,7 +18,7 @@ from tests.fuzz.oracle import step_in_backward
 from tests.fuzz.play import TOGETHER, Player, install_hooks, nothing, sgd
 from tests.fuzz.recipes import PLAIN, Act, Phase, Recipe
 from tests.fuzz.traces import Reduced, Trace, copies, differences, miscounted
-from tests.harness import RankError, RankPool, RankTimeout
+from tests.harness import RankError, Ranks, RankTimeout
 from tests.transport.delays import delayed
 
 TIMEOUT = 5.0  # of the engine, so that a hang becomes an error that says where
@@ -141,14 +141,10 @@ def _run(rank: int, world: int, recipes: Sequence[Recipe], delay: int | None) ->
 
 
 class Checker:
-    """Runs cases on pools of ranks. A pool that has seen a failure is not used again."""
+    """Runs cases on pools of ranks."""
 
-    def __init__(self) -> None:
-        self._pools: dict[int, RankPool] = {}
-
-    def close(self) -> None:
-        for pool in self._pools.values():
-            pool.close()
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
 
     def check(self, recipe: Recipe, delay: int | None = None) -> list[str]:
         """What is wrong, if anything."""
@@ -156,10 +152,9 @@ class Checker:
 
     def check_all(self, recipes: Sequence[Recipe], delay: int | None = None) -> list[list[str]]:
         """Of several recipes of the same world. If one of them raises, each is run by itself."""
-        pool = self._pools.setdefault(recipes[0].world, RankPool(recipes[0].world))
         expected: list[list[Trace]] = []
         try:
-            by_rank = pool.run(
+            by_rank = self._ranks(recipes[0].world).run(
                 _run,
                 recipes,
                 delay,

@@ -23,23 +23,44 @@ def shrink(recipe: Recipe, fails: Callable[[Recipe], bool], tries: int = 200) ->
     return recipe
 
 
-def candidates(recipe: Recipe) -> Iterator[Recipe]:  # noqa: C901 - being shortened
+def candidates(recipe: Recipe) -> Iterator[Recipe]:
     """Recipes with one thing less, the largest things first."""
+    yield from _fewer_phases(recipe)
+    yield from _fewer_ranks(recipe)
+    yield from _simpler_phases(recipe)
+    yield from _simpler_blocks(recipe)
+    yield from _defaults(recipe)
+
+
+def _fewer_phases(recipe: Recipe) -> Iterator[Recipe]:
+    if len(recipe.phases) == 1:
+        return
     for index in range(len(recipe.phases)):
-        if len(recipe.phases) > 1:
-            yield replace(recipe, phases=recipe.phases[:index] + recipe.phases[index + 1 :])
+        yield replace(recipe, phases=recipe.phases[:index] + recipe.phases[index + 1 :])
+
+
+def _fewer_ranks(recipe: Recipe) -> Iterator[Recipe]:
     if recipe.world > 2:
         phases = tuple(replace(phase, acts=phase.acts[:-1]) for phase in recipe.phases)
         yield replace(recipe, world=recipe.world - 1, phases=phases)
+
+
+def _simpler_phases(recipe: Recipe) -> Iterator[Recipe]:
     for index, phase in enumerate(recipe.phases):
         for simpler in _phases(phase, recipe.exact):
             yield replace(recipe, phases=(*recipe.phases[:index], simpler, *recipe.phases[index + 1 :]))
+
+
+def _simpler_blocks(recipe: Recipe) -> Iterator[Recipe]:
     for block in range(len(recipe.blocks) - 1, -1, -1):
         if len(recipe.blocks) > 1:
             yield _without_block(recipe, block)
     for block, kind in enumerate(recipe.blocks):
         if kind != "linear":
             yield replace(recipe, blocks=(*recipe.blocks[:block], "linear", *recipe.blocks[block + 1 :]))
+
+
+def _defaults(recipe: Recipe) -> Iterator[Recipe]:
     defaults = {"prefetch": False, "resident": 0, "hooked": False, "units": "blocks"}
     for name, value in defaults.items():
         if getattr(recipe, name) != value:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -17,23 +16,16 @@ from tests.fuzz.play import sgd
 from tests.fuzz.recipes import ALIKE, ALONE, KINDS, NESTED, Act, Phase, Recipe
 from tests.fuzz.shrink import candidates, shrink
 from tests.fuzz.traces import Reduced, Trace, differences, miscounted
-from tests.harness import RankPool
+from tests.harness import Ranks
 
 SEEDS = range(50)
 
 
-@pytest.fixture(scope="module")
-def checker() -> Iterator[Checker]:
-    made = Checker()
-    yield made
-    made.close()
-
-
 @pytest.mark.parametrize("delay", (None, 1))
 @pytest.mark.parametrize("world", (2, 3, 4))
-def test_programs(checker: Checker, world: int, delay: int | None) -> None:
+def test_programs(ranks: Ranks, world: int, delay: int | None) -> None:
     cases = [case for case in map(recipe, SEEDS) if case.world == world]
-    wrong = dict(zip((case.seed for case in cases), checker.check_all(cases, delay), strict=True))
+    wrong = dict(zip((case.seed for case in cases), Checker(ranks).check_all(cases, delay), strict=True))
     assert {seed: found for seed, found in wrong.items() if found} == {}
 
 
@@ -104,7 +96,7 @@ def _forgetful(rank: int, world: int, case: Recipe) -> Trace:
         GradientFlow._deliver = whole  # type: ignore[method-assign]
 
 
-def test_a_fault_of_the_engine_is_found(ranks: Callable[[int], RankPool]) -> None:
+def test_a_fault_of_the_engine_is_found(ranks: Ranks) -> None:
     case = replace(PLAIN, exact=True, phases=(Phase(((Act("backward", (0,)),), ())),))
     got, want = ranks(2).run(_forgetful, case), oracle.play(case)
     assert "phase 0: gradient of head.weight" in differences(got[1], want[1])

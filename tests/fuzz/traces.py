@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.fuzz.recipes import Recipe
-
-Grads = dict[str, Tensor | None]
+from tests.reference import Grads, same
 
 
 class Reduced(NamedTuple):
@@ -53,13 +52,7 @@ def differences(got: Trace, want: Trace) -> list[str]:
 def _unequal(ours: Grads, theirs: Grads) -> list[str]:
     if ours.keys() != theirs.keys():
         return ["other names"]
-    return [name for name, tensor in theirs.items() if not _same(ours[name], tensor)]
-
-
-def _same(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return torch.equal(one, other)
+    return [name for name, tensor in theirs.items() if not same(ours[name], tensor)]
 
 
 def miscounted(recipe: Recipe, got: Trace, want: Trace) -> list[str]:

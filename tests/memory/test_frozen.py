@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import retrograde as rg
-from tests.harness import RankPool
+from tests.harness import Ranks
 
-Ranks = Callable[[int], RankPool]
 BLOCKS, DIM = 6, 8
 
 

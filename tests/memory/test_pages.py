@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 
 import retrograde as rg
-from tests.harness import RankPool
+from tests.harness import Ranks
 from tests.live import live_storages
 from tests.small import batch, build, loss_of
+from tests.stages import EACH_STAGE, EACH_WORLD, WITH_OTHERS
 
 
 def _resident(engine: rg.Engine) -> int:
@@ -49,8 +50,8 @@ def _pages_during_a_step(rank: int, world: int, prefetch: bool) -> dict[str, int
     }
 
 
-@pytest.mark.parametrize("world", (2, 4))
-def test_two_pages_with_prefetch_one_without(ranks: Callable[[int], RankPool], world: int) -> None:
+@WITH_OTHERS
+def test_two_pages_with_prefetch_one_without(ranks: Ranks, world: int) -> None:
     for seen in ranks(world).run(_pages_during_a_step, True):
         assert seen["pages"] == 2 and seen["most"] <= seen["two"] and seen["after"] == 0
         assert seen["ledger"] <= seen["two"]
@@ -92,12 +93,10 @@ def _what_stays(rank: int, world: int, stage: int, adam: bool) -> dict[str, int]
     }
 
 
-@pytest.mark.parametrize("world", (1, 2, 4))
-@pytest.mark.parametrize("stage", (1, 2, 3))
+@EACH_WORLD
+@EACH_STAGE
 @pytest.mark.parametrize("adam", (False, True))
-def test_between_steps_only_shards_gradients_and_state(
-    ranks: Callable[[int], RankPool], stage: int, world: int, adam: bool
-) -> None:
+def test_between_steps_only_shards_gradients_and_state(ranks: Ranks, stage: int, world: int, adam: bool) -> None:
     for seen in ranks(world).run(_what_stays, stage, adam):
         weights = seen["shards"] if stage == 3 else seen["pages"]  # stages 1 and 2: the shard lies in the page
         state = (2 * seen["state"] if adam else 0) + seen["counts"]
@@ -127,7 +126,7 @@ def _graph_without_pages(rank: int, world: int, stage: int) -> tuple[int, int]:
     return sharded, unsharded
 
 
-def test_a_graph_holds_no_pages(ranks: Callable[[int], RankPool]) -> None:
+def test_a_graph_holds_no_pages(ranks: Ranks) -> None:
     for sharded, _ in ranks(2).run(_graph_without_pages, 3):
         # Activations only are Python objects under our hooks; on plain torch they are invisible to Python.
         assert sharded > 0
@@ -163,7 +162,7 @@ def _kept_while_it_came(rank: int, world: int) -> bool:
     return known
 
 
-def test_a_page_that_could_not_be_dropped_is_known(ranks: Callable[[int], RankPool]) -> None:
+def test_a_page_that_could_not_be_dropped_is_known(ranks: Ranks) -> None:
     assert ranks(2).run(_kept_while_it_came) == [True, True]
 
 
@@ -191,7 +190,7 @@ def _failed_steps(rank: int, world: int, stage: int) -> list[int]:
     return held
 
 
-@pytest.mark.parametrize("stage", (1, 2, 3))
-def test_a_failed_step_leaves_nothing(ranks: Callable[[int], RankPool], stage: int) -> None:
+@EACH_STAGE
+def test_a_failed_step_leaves_nothing(ranks: Ranks, stage: int) -> None:
     for held in ranks(2).run(_failed_steps, stage):
         assert max(held[2:]) <= held[1]

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 
 import retrograde as rg
-from tests.harness import RankPool
-from tests.multiproc.test_idioms import STAGES, Idiom, Loss, batch, both, net, sgd, trained, weight
-
-Ranks = Callable[[int], RankPool]
+from tests.harness import Ranks
+from tests.multiproc.idioms import Idiom, Loss, batch, both, net, sgd, trained, weight
+from tests.stages import ALONE_OR_NOT, EACH_STAGE
 
 
 # ---- initializing
@@ -112,7 +111,7 @@ IDIOMS = [
 ]
 
 
-@STAGES
+@EACH_STAGE
 @pytest.mark.parametrize("idiom", IDIOMS, ids=lambda idiom: idiom.__name__)
 def test_idiom(ranks: Ranks, idiom: Idiom, stage: int) -> None:
     assert ranks(2).run(both, stage, idiom, net) == ["", ""]
@@ -158,7 +157,7 @@ def grown_weight(model: nn.Module, loss: Loss) -> list[tuple[str, torch.Size]]:
     return [(name, value.shape) for name, value in model.state_dict().items()]
 
 
-@STAGES
+@EACH_STAGE
 @pytest.mark.parametrize("idiom", (resized_embedding, grown_weight), ids=lambda idiom: idiom.__name__)
 def test_another_embedding(ranks: Ranks, idiom: Idiom, stage: int) -> None:
     assert ranks(2).run(both, stage, idiom, Tied) == ["", ""]
@@ -222,7 +221,7 @@ def _exported(rank: int, world: int, strict: bool) -> str:
 
 
 @pytest.mark.parametrize("strict", (False, True))
-@pytest.mark.parametrize("world", (1, 2))
+@ALONE_OR_NOT
 def test_export_is_refused_and_leaves_the_model_as_it_was(ranks: Ranks, world: int, strict: bool) -> None:
     for said in ranks(world).run(_exported, strict):
         if strict:  # torch's own words: it finds a function that is not to be traced

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,8 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import retrograde as rg
-from tests.harness import RankPool
-from tests.multiproc.test_idioms import STAGES, Idiom, Loss, batch, both, net, sgd
+from tests.harness import Ranks
+from tests.multiproc.idioms import Idiom, Loss, batch, both, net, sgd
+from tests.reference import mean
+from tests.stages import EACH_STAGE, EACH_WORLD
 
 
 # ---- torch.autograd.grad
@@ -143,9 +144,9 @@ IDIOMS = [
 ]
 
 
-@STAGES
+@EACH_STAGE
 @pytest.mark.parametrize("idiom", IDIOMS, ids=lambda idiom: idiom.__name__)
-def test_idiom(ranks: Callable[[int], RankPool], idiom: Idiom, stage: int) -> None:
+def test_idiom(ranks: Ranks, idiom: Idiom, stage: int) -> None:
     assert ranks(2).run(both, stage, idiom, net) == ["", ""]
 
 
@@ -157,12 +158,12 @@ def _exact(rank: int, world: int, stage: int) -> bool:
         (found,) = torch.autograd.grad(model(batch(rank)).pow(2).mean(), model[1][0].weight)
     alone = [torch.autograd.grad(plain(batch(r)).pow(2).mean(), plain[1][0].weight)[0] for r in range(world)]
     dist.barrier()
-    return torch.equal(found, sum(alone[1:], alone[0]) / world) and type(found) is Tensor
+    return torch.equal(found, mean(alone, world)) and type(found) is Tensor
 
 
-@STAGES
-@pytest.mark.parametrize("world", (1, 2, 4))
-def test_the_gradient_is_exact(ranks: Callable[[int], RankPool], world: int, stage: int) -> None:
+@EACH_STAGE
+@EACH_WORLD
+def test_the_gradient_is_exact(ranks: Ranks, world: int, stage: int) -> None:
     assert all(ranks(world).run(_exact, stage))
 
 
@@ -179,7 +180,7 @@ def _alone(rank: int, world: int) -> str:
     return str(told.value)
 
 
-def test_a_rank_that_asks_alone(ranks: Callable[[int], RankPool]) -> None:
+def test_a_rank_that_asks_alone(ranks: Ranks) -> None:
     for said in ranks(2).run(_alone):
         assert "for module.weight itself, reduces unit 1" in said
 
@@ -202,7 +203,7 @@ def _routed(rank: int, world: int) -> str:
     return str(told.value)
 
 
-def test_ranks_that_use_other_parameters_of_the_unit(ranks: Callable[[int], RankPool]) -> None:
+def test_ranks_that_use_other_parameters_of_the_unit(ranks: Ranks) -> None:
     for said in ranks(2).run(_routed):
         assert "for module.weight itself, reduces unit (root)" in said
 
@@ -227,7 +228,7 @@ def _ends(rank: int, world: int) -> str:
         return str(told)
 
 
-def test_ranks_that_end_a_backward_at_different_points(ranks: Callable[[int], RankPool]) -> None:
+def test_ranks_that_end_a_backward_at_different_points(ranks: Ranks) -> None:
     for said in ranks(2).run(_ends):
         assert "others ended this backward before unit" in said
 
@@ -245,8 +246,8 @@ def _inputs(rank: int, world: int, stage: int, others: bool) -> str:
     return str(refused.value)
 
 
-@STAGES
+@EACH_STAGE
 @pytest.mark.parametrize("others", (False, True))
-def test_as_an_input_of_backward(ranks: Callable[[int], RankPool], stage: int, others: bool) -> None:
+def test_as_an_input_of_backward(ranks: Ranks, stage: int, others: bool) -> None:
     for said in ranks(2).run(_inputs, stage, others):
         assert "the full tensor of parameter 1.0.weight" in said and "model.get_parameter('1.0.weight')" in said

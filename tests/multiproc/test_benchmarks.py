@@ -21,7 +21,9 @@ pytestmark = pytest.mark.timeout(LIMIT + 30)
 
 
 def run(module: str, *options: str) -> subprocess.CompletedProcess[str]:
-    """Runs it in a session of its own, so that what it leaves behind can be found, and ended."""
+    """Runs it in a session of its own, so that what it leaves behind can be found, and ended.
+
+    Not by tests/processes.py: the benchmarks start their ranks themselves, and the tests are about that."""
     command = [sys.executable, "-m", module, "--tiny", *options]
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Callable
 
@@ -12,13 +11,29 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import retrograde as rg
-from tests.harness import RankPool
+from tests.harness import Ranks
 from tests.live import live_bytes
-from tests.multiproc.test_windows import _group, _one
-from tests.multiproc.twin import same
-from tests.small import batch, build, loss_of
+from tests.reference import in_one_window, same
+from tests.small import backwards, batch, build, loss_of
+from tests.stages import EACH_STAGE, GRADIENT_STAGES, OPPOSITE_STAGES, WITH_OTHERS
 
 BACKWARDS = 4
+
+
+def _wrong(engine: rg.Engine, counts: dict[str, int], world: int) -> list[str]:
+    """A unit that was reduced once has the sums of one window, another one those of each backward."""
+    whole = in_one_window(build, world, backwards(*range(BACKWARDS)))
+    each = [in_one_window(build, world, backwards(step)) for step in range(BACKWARDS)]
+    got, wrong = engine.full_grads(), []
+    for unit in engine.units:
+        for slot in unit.layout.slots:
+            parts = [whole] if counts[unit.name] == 1 else each
+            want = torch.zeros(slot.shape)
+            for part in parts:
+                want = want + part[slot.name]
+            if not same(got[slot.name], want):
+                wrong.append(slot.name)
+    return wrong
 
 
 def _held(rank: int, world: int, stage: int, budget: int) -> dict[str, object]:
@@ -49,24 +64,14 @@ def _held(rank: int, world: int, stage: int, budget: int) -> dict[str, object]:
     if stage == 1:
         engine.full_grads()
         counts = {unit.name: engine.ledger.count("reduce", unit.name) for unit in engine.units}
-    whole = _group([functools.partial(_one, step) for step in range(BACKWARDS)], world)
-    each = [_group([functools.partial(_one, step)], world) for step in range(BACKWARDS)]
-    got, wrong = engine.full_grads(), []
-    for unit in engine.units:
-        for slot in unit.layout.slots:
-            parts = [whole] if counts[unit.name] == 1 else each
-            want = torch.zeros(slot.shape)
-            for part in parts:
-                want = want + part[slot.name]
-            if not same(got[slot.name], want):
-                wrong.append(slot.name)
+    wrong = _wrong(engine, counts, world)
     dist.barrier()
     sizes = {unit.name: unit.layout.page_bytes for unit in engine.units}
     return {"waiting": waiting, "counts": counts, "wrong": wrong, "sizes": sizes}
 
 
-@pytest.mark.parametrize("stage", (1, 2, 3))
-def test_what_waits_stays_within_the_budget(ranks: Callable[[int], RankPool], stage: int) -> None:
+@EACH_STAGE
+def test_what_waits_stays_within_the_budget(ranks: Ranks, stage: int) -> None:
     sizes = ranks(2).run(_held, stage, 0)[0]["sizes"]
     total = sum(sizes.values())
     for budget in (0, min(sizes.values()), total // 2, total - 1, total):
@@ -118,24 +123,19 @@ def _divergent(rank: int, world: int, stage: int, seed: int) -> tuple[list[str],
         with engine.no_sync():
             _play(model, _plan(seed + 1000, rank), look)
     got = engine.full_grads()
-    by_rank = []
-    for other in range(world):
-        plain = Tiles()
+
+    def program(plain: Tiles, other: int) -> None:
         _play(plain, _plan(seed, other) + _plan(seed + 1000, other))
-        by_rank.append({name: p.grad for name, p in plain.named_parameters()})
-    wrong = []
-    for name in got:
-        present = [grads[name] for grads in by_rank if grads[name] is not None]
-        want = torch.stack(present).sum(0) if present else None
-        if not same(got[name], want):
-            wrong.append(name)
+
+    want = in_one_window(Tiles, world, program, divisor=1)
+    wrong = [name for name in got if not same(got[name], want[name])]
     dist.barrier()
     return wrong, fits
 
 
-@pytest.mark.parametrize("stage", (1, 2))
-@pytest.mark.parametrize("world", (2, 4))
-def test_ranks_that_diverge_in_a_budgeted_window(ranks: Callable[[int], RankPool], stage: int, world: int) -> None:
+@GRADIENT_STAGES
+@WITH_OTHERS
+def test_ranks_that_diverge_in_a_budgeted_window(ranks: Ranks, stage: int, world: int) -> None:
     """Other units, other orders, other numbers of backwards on each rank; seeds are in the failing call."""
     for seed in range(20):
         for result in ranks(world).run(_divergent, stage, seed):
@@ -159,7 +159,7 @@ def _makes_room(rank: int, world: int, stage: int) -> tuple[dict[str, int], list
     return counts, held, exact
 
 
-def test_cold_units_make_room(ranks: Callable[[int], RankPool]) -> None:
+def test_cold_units_make_room(ranks: Ranks) -> None:
     for counts, held, exact in ranks(2).run(_makes_room, 3):
         assert exact
         # The third unit is reduced once before it is known to come again; then the others, both smaller, go for it.
@@ -192,7 +192,7 @@ def _raises_after_making_room(rank: int, world: int) -> tuple[list[int], list[fl
     return held, [got[f"tiles.{i}.weight"][0, 0].item() for i in range(3)]
 
 
-def test_a_backward_that_raises_loses_only_its_own(ranks: Callable[[int], RankPool]) -> None:
+def test_a_backward_that_raises_loses_only_its_own(ranks: Ranks) -> None:
     for held, values in ranks(2).run(_raises_after_making_room):
         assert 0 not in held  # it did make room
         assert values[:2] == [6.0, 6.0] and values[2] in (2.0, 4.0)
@@ -208,7 +208,7 @@ def _bad(rank: int, world: int, budget: object) -> str:
 
 
 @pytest.mark.parametrize("budget", (-1, "2 cups", [], float("nan"), True, "-3MiB"))
-def test_bad_budgets_are_refused_by_name(ranks: Callable[[int], RankPool], budget: object) -> None:
+def test_bad_budgets_are_refused_by_name(ranks: Ranks, budget: object) -> None:
     (text,) = ranks(1).run(_bad, budget)
     assert "coalesce(budget)" in text and repr(budget) in text
 
@@ -225,7 +225,7 @@ def _entering(rank: int, world: int, stage: int) -> tuple[int, int, int]:
     return before, inside, engine.ledger.count("reduce")
 
 
-@pytest.mark.parametrize("stage", (1, 3))
-def test_what_waits_already_is_reduced_when_it_exceeds_the_budget(ranks: Callable[[int], RankPool], stage: int) -> None:
+@OPPOSITE_STAGES
+def test_what_waits_already_is_reduced_when_it_exceeds_the_budget(ranks: Ranks, stage: int) -> None:
     for before, inside, reductions in ranks(2).run(_entering, stage):
         assert before > 1024 and inside == 0 and reductions == 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import re
@@ -15,12 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import retrograde as rg
-from tests.harness import RankError, RankPool
-from tests.multiproc.twin import RATE, Twin, add_grad, mean
+from tests.harness import RankError, Ranks
+from tests.multiproc.twin import RATE, Twin
 from tests.small import BLOCKS, Small, batch, build, loss_of
+from tests.stages import EACH_STAGE, REDUCING_STAGES, WITH_OTHERS
 
-Ranks = Callable[[int], RankPool]
-STAGES = pytest.mark.parametrize("stage", (1, 2, 3))
 TIMEOUT = 2.0
 
 
@@ -136,7 +136,7 @@ def _reads_alone(rank: int, world: int, stage: int) -> float:
     return found
 
 
-@pytest.mark.parametrize("stage", (2, 3))
+@REDUCING_STAGES
 def test_a_rank_may_look_at_its_gradients_alone(ranks: Ranks, stage: int) -> None:
     found = ranks(2).run(_reads_alone, stage)
     assert found[0] > 0 and found[1] == 0
@@ -196,20 +196,22 @@ def test_a_rank_that_dies(ranks: Ranks, when: float) -> None:
 
 
 # ---- what can
+def _only_rank_0(step: int, model: Small, rank: int) -> None:
+    if rank == 0:
+        loss_of(model, batch(0, step)).backward()
+
+
 def _idle(rank: int, world: int, stage: int, how: str) -> None:
     """Ranks that do nothing, asleep or in somebody else's barrier, while rank 0 works; then all step."""
     twin = Twin(rank, world, stage)
     twin.optimize()
     for step in range(3):
-        if rank == 0:
-            loss_of(twin.model, batch(0, step)).backward()
-        elif how == "asleep":
+        _only_rank_0(step, twin.model, rank)
+        if rank != 0 and how == "asleep":
             time.sleep(0.2)
         if how == "in a barrier" and stage == 1:
             dist.barrier()  # with stage 1 a backward needs nobody at all
-        params = list(twin.plain.parameters())
-        for param, grad in zip(params, torch.autograd.grad(loss_of(twin.plain, batch(0, step)), params), strict=True):
-            add_grad(param, mean([grad], world))
+        twin.plain_play(functools.partial(_only_rank_0, step))
         twin.step()
         twin.check_grads()
         twin.zero_grad()
@@ -218,8 +220,8 @@ def _idle(rank: int, world: int, stage: int, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ("asleep", "in a barrier"))
-@pytest.mark.parametrize("world", (2, 4))
-@STAGES
+@WITH_OTHERS
+@EACH_STAGE
 def test_ranks_that_only_serve(ranks: Ranks, stage: int, world: int, how: str) -> None:
     ranks(world).run(_idle, stage, how)
 
@@ -240,28 +242,18 @@ def _plan(seed: int, rank: int, step: int) -> list[list[int]]:
     ]
 
 
-def _expect(twin: Twin, seed: int, step: int) -> None:
-    params = list(twin.plain.parameters())
-    by_rank = []
-    for rank in range(twin.world):
-        losses = [_walk(twin.plain, batch(rank, step), path) for path in _plan(seed, rank, step)]
-        by_rank.append([torch.autograd.grad(loss, params, allow_unused=True) for loss in losses])
-    moments = max(map(len, by_rank))
-    for index, param in enumerate(params):
-        grads = [[g[index] for g in backwards] + [None] * (moments - len(backwards)) for backwards in by_rank]
-        if twin.stage == 1:
-            grads = [[mean(each, 1)] for each in grads]
-        for moment in zip(*grads, strict=True):
-            add_grad(param, mean(moment, twin.world))
+def _random(seed: int, step: int, model: Small, rank: int) -> None:
+    for path in _plan(seed, rank, step):
+        _walk(model, batch(rank, step), path).backward()
 
 
 def _fuzz(rank: int, world: int, stage: int, seed: int, steps: int, options: dict[str, Any]) -> None:
     twin = Twin(rank, world, stage, timeout=20, **options)
     twin.optimize(lambda params: torch.optim.SGD(params, lr=2**-6))
     for step in range(steps):
-        for path in _plan(seed, rank, step):
-            _walk(twin.model, batch(rank, step), path).backward()
-        _expect(twin, seed, step)
+        program = functools.partial(_random, seed, step)
+        program(twin.model, rank)
+        twin.plain_play(program)
         twin.step()
         try:
             twin.check_grads()
@@ -277,7 +269,7 @@ VARIANTS: dict[str, dict[str, Any]] = {"default": {}, "one page": {"prefetch": F
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@STAGES
+@EACH_STAGE
 def test_random_units_orders_and_counts_per_rank(ranks: Ranks, stage: int, variant: str) -> None:
     if stage != 3 and variant == "budget":
         variant = "default"  # budgets are stage 3's; other seeds then
@@ -285,6 +277,6 @@ def test_random_units_orders_and_counts_per_rank(ranks: Ranks, stage: int, varia
     ranks(2).run(_fuzz, stage, seed, 15, VARIANTS[variant], timeout=90)
 
 
-@STAGES
+@EACH_STAGE
 def test_random_units_at_world_4(ranks: Ranks, stage: int) -> None:
     ranks(4).run(_fuzz, stage, stage, 8, {}, timeout=90)

@@ -12,12 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import retrograde as rg
-from tests.harness import RankPool
+from tests.harness import Ranks
 from tests.multiproc.twin import RATE, Twin
 from tests.small import batch, build, loss_of
+from tests.stages import ALONE_OR_NOT, EACH_STAGE, PAGE_STAGES, WHOLE_STAGES, WITH_OTHERS
 
-Ranks = Callable[[int], RankPool]
-STAGES = pytest.mark.parametrize("stage", (2, 3))  # pages live at stage 1 as they do at stage 2
 Edit = Callable[[nn.Module], Any]
 
 
@@ -102,7 +101,7 @@ def _edit(rank: int, world: int, stage: int, name: str, options: dict[str, Any])
 
 
 @pytest.mark.parametrize("name", EDITS)
-@STAGES
+@PAGE_STAGES
 def test_edits(ranks: Ranks, stage: int, name: str) -> None:
     ranks(2).run(_edit, stage, name, {"timeout": 15})
 
@@ -125,7 +124,7 @@ def _grad_mode(rank: int, world: int, stage: int) -> None:
     twin.close()
 
 
-@STAGES
+@PAGE_STAGES
 def test_edits_need_no_grad(ranks: Ranks, stage: int) -> None:
     ranks(2).run(_grad_mode, stage)
 
@@ -163,8 +162,8 @@ def _names(unit: Any) -> list[str]:
     return [slot.name for slot in unit.layout.slots]
 
 
-@pytest.mark.parametrize("world", (1, 2))
-@STAGES
+@ALONE_OR_NOT
+@PAGE_STAGES
 def test_full_params(ranks: Ranks, stage: int, world: int) -> None:
     ranks(world).run(_full_params, stage)
 
@@ -198,7 +197,7 @@ def _untold(rank: int, world: int, stage: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", UNTOLD)
-@pytest.mark.parametrize("stage", (1, 2, 3))
+@EACH_STAGE
 def test_edits_by_functions(ranks: Ranks, stage: int, name: str) -> None:
     ranks(2).run(_untold, stage, name)
 
@@ -224,7 +223,7 @@ def _too_early(rank: int, world: int, stage: int, name: str, frozen: bool) -> st
 
 @pytest.mark.parametrize("frozen", (False, True), ids=("trained", "frozen"))
 @pytest.mark.parametrize("name", UNTOLD)
-@pytest.mark.parametrize("stage", (1, 2))
+@WHOLE_STAGES
 def test_an_edit_by_a_function_before_others_have_read(ranks: Ranks, stage: int, name: str, frozen: bool) -> None:
     for said in ranks(2).run(_too_early, stage, name, frozen):
         assert "has written to the full tensor of parameter" in said and "full_params(write=True)" in said
@@ -245,7 +244,7 @@ def _manual_sgd(rank: int, world: int, stage: int) -> None:
     twin.close()
 
 
-@STAGES
+@PAGE_STAGES
 def test_manual_sgd(ranks: Ranks, stage: int) -> None:
     ranks(2).run(_manual_sgd, stage)
 
@@ -314,7 +313,7 @@ def _ema(rank: int, world: int, stage: int, swap: str) -> None:
 
 
 @pytest.mark.parametrize("swap", SWAPS)
-@STAGES
+@PAGE_STAGES
 def test_ema_with_a_slow_rank(ranks: Ranks, stage: int, swap: str) -> None:
     ranks(2).run(_ema, stage, swap)
 
@@ -338,7 +337,7 @@ def _one_edits(rank: int, world: int, stage: int) -> float:
     return norm
 
 
-@STAGES
+@PAGE_STAGES
 def test_an_edit_on_one_rank_only(ranks: Ranks, stage: int) -> None:
     norms = ranks(2).run(_one_edits, stage)
     assert norms[0] == norms[1]
@@ -364,8 +363,8 @@ def _alone(rank: int, world: int, stage: int) -> None:
     twin.close()
 
 
-@pytest.mark.parametrize("world", (2, 4))
-@STAGES
+@WITH_OTHERS
+@PAGE_STAGES
 def test_rank_0_evaluates_while_the_others_wait(ranks: Ranks, stage: int, world: int) -> None:
     ranks(world).run(_alone, stage)
 
@@ -386,6 +385,6 @@ def _stale(rank: int, world: int, stage: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ("p.clamp_", "_foreach_mul_", "module.weight.clamp_", "module.weight[...] ="))
-@STAGES
+@PAGE_STAGES
 def test_an_edit_makes_older_graphs_stale(ranks: Ranks, stage: int, name: str) -> None:
     ranks(2).run(_stale, stage, name)

@@ -13,12 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import retrograde as rg
-from tests.harness import RankPool
+from tests.harness import Ranks
 from tests.multiproc.twin import Twin
 from tests.small import Block, batch, build, loss_of
-
-Ranks = Callable[[int], RankPool]
-STAGES = pytest.mark.parametrize("stage", (1, 2, 3))
+from tests.stages import EACH_STAGE, WITH_OTHERS
 
 
 def _snapshot(model: nn.Module) -> dict[str, Any]:
@@ -130,7 +128,7 @@ def _twice(rank: int, world: int, stage: int) -> None:
     twin.close()
 
 
-@STAGES
+@EACH_STAGE
 def test_already_sharded(ranks: Ranks, stage: int) -> None:
     ranks(2).run(_twice, stage)
 
@@ -180,7 +178,7 @@ def _differing(rank: int, world: int, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", DIFFERING)
-@pytest.mark.parametrize("world", (2, 4))
+@WITH_OTHERS
 def test_models_that_differ(ranks: Ranks, world: int, name: str) -> None:
     for rank, text in enumerate(ranks(world).run(_differing, name)):
         assert text.startswith(f"rank {rank}: the model on rank 1 differs from that on rank 0"), text
@@ -234,7 +232,7 @@ def _backwards(rank: int, world: int, stage: int) -> None:
     twin.close()
 
 
-@STAGES
+@EACH_STAGE
 def test_backward_refuses_what_torch_refuses(ranks: Ranks, stage: int) -> None:
     ranks(2).run(_backwards, stage)
 

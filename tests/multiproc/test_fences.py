@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,12 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 import retrograde as rg
-from tests.harness import RankPool
+from tests.harness import Ranks
 from tests.multiproc.twin import Twin
 from tests.small import DIM, Block, batch
+from tests.stages import OPPOSITE_STAGES, PAGE_STAGES
 
-Ranks = Callable[[int], RankPool]
-STAGES = pytest.mark.parametrize("stage", (2, 3))  # pages live at stage 1 as they do at stage 2
 SLOW = pytest.mark.parametrize("slow", (0, 1), ids=("rank 0 slow", "rank 1 slow"))
 LIMIT: dict[str, Any] = {"timeout": 6}
 
@@ -43,7 +41,7 @@ def _through_leaves(rank: int, world: int, stage: int, slow: int) -> None:
 
 
 @SLOW
-@STAGES
+@PAGE_STAGES
 def test_a_reader_does_not_stop_the_edits_of_others(ranks: Ranks, stage: int, slow: int) -> None:
     ranks(2).run(_through_leaves, stage, slow)
 
@@ -67,7 +65,7 @@ def _through_full(rank: int, world: int, stage: int, slow: int) -> None:
 
 
 @SLOW
-@STAGES
+@PAGE_STAGES
 def test_full_params_with_a_slow_rank(ranks: Ranks, stage: int, slow: int) -> None:
     ranks(2).run(_through_full, stage, slow)
 
@@ -108,7 +106,7 @@ def _put(params: list[torch.Tensor], values: list[torch.Tensor], swap: str) -> N
 
 
 @pytest.mark.parametrize("swap", ("copy", "foreach"))
-@STAGES
+@PAGE_STAGES
 def test_one_rank_evaluates_between_edits(ranks: Ranks, stage: int, swap: str) -> None:
     ranks(2).run(_one_evaluates, stage, swap)
 
@@ -135,7 +133,7 @@ def _read_between(rank: int, world: int, stage: int) -> bool:
     return found
 
 
-@pytest.mark.parametrize("stage", (1, 3))
+@OPPOSITE_STAGES
 def test_a_fence_in_an_edit_of_several(ranks: Ranks, stage: int) -> None:
     assert ranks(2).run(_read_between, stage) == [True, True]
 
@@ -160,6 +158,6 @@ def _in_another_order(rank: int, world: int, stage: int) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("stage", (1, 3))
+@OPPOSITE_STAGES
 def test_the_same_edit_in_another_order(ranks: Ranks, stage: int) -> None:
     ranks(2).run(_in_another_order, stage)

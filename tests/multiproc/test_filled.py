@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -12,10 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import retrograde as rg
-from tests.harness import RankPool
-from tests.multiproc.test_idioms import STAGES, Idiom, Loss, batch, both, net, weight
-
-Ranks = Callable[[int], RankPool]
+from tests.harness import Ranks
+from tests.multiproc.idioms import Idiom, Loss, batch, both, net, weight
+from tests.stages import EACH_STAGE
 
 
 # ---- buffers of the user's own
@@ -116,7 +114,7 @@ IDIOMS = [
 ]
 
 
-@STAGES
+@EACH_STAGE
 @pytest.mark.parametrize("idiom", IDIOMS, ids=lambda idiom: idiom.__name__)
 def test_idiom(ranks: Ranks, idiom: Idiom, stage: int) -> None:
     assert ranks(2).run(both, stage, idiom, net) == ["", ""]
@@ -141,7 +139,7 @@ def scalars(model: nn.Module, loss: Loss) -> list[Any]:
     return [*whole, float(scale.grad) == scale.grad.item()]
 
 
-@STAGES
+@EACH_STAGE
 def test_scalars(ranks: Ranks, stage: int) -> None:
     assert ranks(2).run(both, stage, scalars, Scalar) == ["", ""]
 
@@ -185,6 +183,6 @@ def _written_arrays(rank: int, world: int, stage: int) -> None:
     dist.barrier()
 
 
-@STAGES
+@EACH_STAGE
 def test_arrays_are_not_written_to(ranks: Ranks, stage: int) -> None:
     ranks(2).run(_written_arrays, stage)

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import retrograde as rg
-from tests.harness import RankPool
+from tests.harness import Ranks
 from tests.multiproc.twin import RATE, Twin, close_to
 from tests.small import batch, build, loss_of
+from tests.stages import EACH_STAGE, EACH_WORLD
 
-Ranks = Callable[[int], RankPool]
-STAGES = pytest.mark.parametrize("stage", (1, 2, 3))
 INF = float("inf")
 
 
@@ -52,8 +51,8 @@ def _clip_norm(rank: int, world: int, stage: int) -> None:
     twin.close()
 
 
-@pytest.mark.parametrize("world", (1, 2, 4))
-@STAGES
+@EACH_WORLD
+@EACH_STAGE
 def test_clip_grad_norm(ranks: Ranks, stage: int, world: int) -> None:
     ranks(world).run(_clip_norm, stage)
 
@@ -71,7 +70,7 @@ def _norms_without_steps(rank: int, world: int, stage: int) -> None:
     twin.close()
 
 
-@STAGES
+@EACH_STAGE
 def test_norms_belong_to_the_gradients_of_now(ranks: Ranks, stage: int) -> None:
     ranks(2).run(_norms_without_steps, stage)
 
@@ -90,7 +89,7 @@ def _clip_value(rank: int, world: int, stage: int) -> None:
     twin.close()
 
 
-@STAGES
+@EACH_STAGE
 def test_clip_grad_value(ranks: Ranks, stage: int) -> None:
     ranks(2).run(_clip_value, stage)
 
@@ -193,7 +192,7 @@ def _through_the_module(rank: int, world: int, stage: int) -> None:
     twin.close()
 
 
-@STAGES
+@EACH_STAGE
 def test_grad_read_through_the_module(ranks: Ranks, stage: int) -> None:
     ranks(2).run(_through_the_module, stage)
 
@@ -232,7 +231,7 @@ def _scaler(rank: int, world: int, stage: int, where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ("loss", "piece"))
-@STAGES
+@EACH_STAGE
 def test_grad_scaler_finds_inf_on_one_rank(ranks: Ranks, stage: int, where: str) -> None:
     ranks(2).run(_scaler, stage, where)
 

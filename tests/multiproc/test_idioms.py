@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -14,53 +13,9 @@ from torch import Tensor, nn
 
 import retrograde as rg
 from retrograde.pages import edits
-from tests.harness import RankPool
-
-Loss = Callable[..., Tensor]
-Idiom = Callable[[nn.Module, Loss], Any]
-STAGES = pytest.mark.parametrize("stage", (1, 2, 3))
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Sequential(nn.Linear(6, 8), nn.Tanh()), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 3)
-    )
-
-
-def batch(rank: int, step: int = 0) -> Tensor:
-    return torch.randn(5, 6, generator=torch.Generator().manual_seed(100 * step + rank))
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=2**-3)
-
-
-def weight(model: nn.Module) -> nn.Parameter:
-    return dict(model.named_parameters())["1.0.weight"]
-
-
-def both(rank: int, world: int, stage: int, idiom: Idiom, make: Callable[[], nn.Module]) -> str:
-    """What differs between the sharded model and plain torch, whose loss is the mean over the ranks."""
-    model, plain = make(), make()
-    engine = rg.shard(model, stage, timeout=10.0)
-    # The ranks first: what a rank does alone must not keep the others waiting.
-    ours = idiom(model, lambda step=0: model(batch(rank, step)).abs().pow(2).mean())
-    wanted = idiom(plain, lambda step=0: sum(plain(batch(r, step)).abs().pow(2).mean() for r in range(world)) / world)
-    grads, state = engine.full_grads(), model.state_dict()
-    found = [] if _same(ours, wanted) else [f"{ours} instead of {wanted}"]
-    for name, param in plain.named_parameters():
-        found += [f"gradient of {name}"] if not _same(grads[name], param.grad) else []
-        found += [f"value of {name}"] if not _same(state[name], param.detach()) else []
-    dist.barrier()
-    return "; ".join(found)
-
-
-def _same(ours: Any, wanted: Any) -> bool:
-    """Up to rounding: the plain loss here is one graph over all ranks' batches, which adds up in another order."""
-    if isinstance(wanted, Tensor) and isinstance(ours, Tensor):
-        return ours.shape == wanted.shape and torch.allclose(ours, wanted, rtol=1e-4, atol=1e-6)
-    return type(ours) is type(wanted) and ours == wanted
+from tests.harness import Ranks
+from tests.multiproc.idioms import Idiom, Loss, batch, both, net, sgd, trained, weight
+from tests.stages import EACH_STAGE, OPPOSITE_STAGES
 
 
 # ---- optimizers
@@ -322,9 +277,9 @@ IDIOMS = [
 ]
 
 
-@STAGES
+@EACH_STAGE
 @pytest.mark.parametrize("idiom", IDIOMS, ids=lambda idiom: idiom.__name__)
-def test_idiom(ranks: Callable[[int], RankPool], idiom: Idiom, stage: int) -> None:
+def test_idiom(ranks: Ranks, idiom: Idiom, stage: int) -> None:
     assert ranks(2).run(both, stage, idiom, net) == ["", ""]
 
 
@@ -379,14 +334,6 @@ def weight_norm() -> nn.Module:
     return model
 
 
-def trained(model: nn.Module, loss: Loss) -> None:
-    optimizer = sgd(model)
-    for step in range(2):
-        optimizer.zero_grad()
-        loss(step).backward()
-        optimizer.step()
-
-
 def looked_up(model: nn.Module, loss: Loss) -> None:
     (model(torch.tensor([1, 4, 4])).sum() * 2).backward()
     for param in model.parameters():
@@ -394,13 +341,13 @@ def looked_up(model: nn.Module, loss: Loss) -> None:
             param.grad = param.grad.to_dense()
 
 
-@pytest.mark.parametrize("stage", (1, 3))
+@OPPOSITE_STAGES
 @pytest.mark.parametrize(
     ("make", "idiom"),
     ((Complex, clipped), (sparse_table, looked_up), (weight_norm, trained), (Hollow, trained), (column, thin)),
     ids=("complex", "sparse", "norm", "hollow", "column"),
 )
-def test_models(ranks: Callable[[int], RankPool], make: Callable[[], nn.Module], idiom: Idiom, stage: int) -> None:
+def test_models(ranks: Ranks, make: Callable[[], nn.Module], idiom: Idiom, stage: int) -> None:
     assert ranks(2).run(both, stage, idiom, make) == ["", ""]
 
 
@@ -411,7 +358,7 @@ def _complex_on_the_wire(rank: int, world: int) -> float:
     return float(engine.full_grad("weight").imag.abs().max())
 
 
-def test_complex_gradients_travel_whole(ranks: Callable[[int], RankPool]) -> None:
+def test_complex_gradients_travel_whole(ranks: Ranks) -> None:
     assert min(ranks(2).run(_complex_on_the_wire)) > 0
 
 
@@ -430,8 +377,8 @@ def _before_sharding(rank: int, world: int, stage: int) -> str:
     return "nothing was said"
 
 
-@STAGES
-def test_graphs_and_gradients_from_before(ranks: Callable[[int], RankPool], stage: int) -> None:
+@EACH_STAGE
+def test_graphs_and_gradients_from_before(ranks: Ranks, stage: int) -> None:
     for said in ranks(2).run(_before_sharding, stage):
         assert "parameter 2.weight has a gradient already" in said and "zero_grad()" in said
 
@@ -456,8 +403,8 @@ def _older_graphs(rank: int, world: int, stage: int) -> list[str]:
     return said
 
 
-@STAGES
-def test_graphs_from_before_do_not_run(ranks: Callable[[int], RankPool], stage: int) -> None:
+@EACH_STAGE
+def test_graphs_from_before_do_not_run(ranks: Ranks, stage: int) -> None:
     for said in ranks(2).run(_older_graphs, stage):
         assert ["modified by an inplace operation" in each for each in said] == [True, False, True, False]
         assert "recorded before parameter 2.bias was sharded" in said[1] and "call rg.shard() first" in said[1]
@@ -480,8 +427,8 @@ def _late(rank: int, world: int, stage: int) -> str:
     return "nothing was said"
 
 
-@STAGES
-def test_a_step_between_forward_and_backward_of_a_loose_weight(ranks: Callable[[int], RankPool], stage: int) -> None:
+@EACH_STAGE
+def test_a_step_between_forward_and_backward_of_a_loose_weight(ranks: Ranks, stage: int) -> None:
     for said in ranks(2).run(_late, stage):
         assert "modified by an inplace operation" in said
 
@@ -506,7 +453,7 @@ def _parametrized(rank: int, world: int, frozen: bool) -> str:
 
 
 @pytest.mark.parametrize("frozen", (False, True))
-def test_parametrizing_a_sharded_model_is_refused(ranks: Callable[[int], RankPool], frozen: bool) -> None:
+def test_parametrizing_a_sharded_model_is_refused(ranks: Ranks, frozen: bool) -> None:
     for rank, said in enumerate(ranks(2).run(_parametrized, frozen)):
         assert said.startswith(f"rank {rank}: parametrizing parameter 0.0.weight")
         assert "before rg.shard()" in said

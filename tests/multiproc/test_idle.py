@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -9,11 +10,11 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from tests.harness import RankPool
+from tests.harness import Ranks
 from tests.multiproc.twin import Twin
 from tests.small import batch, loss_of
+from tests.stages import EACH_STAGE
 
-Ranks = Callable[[int], RankPool]
 Use = Callable[[nn.Module, torch.optim.Optimizer], object]
 
 USES: dict[str, Use] = {
@@ -26,23 +27,21 @@ USES: dict[str, Use] = {
 }
 
 
+def _backwards(busy: list[int], step: int, model: nn.Module, rank: int) -> None:
+    """Two on each busy rank but the last, which does one; none on the others."""
+    for backward in range(2):
+        if rank in busy[: len(busy) - backward]:
+            loss_of(model, batch(rank, step)).backward()
+
+
 def _use(rank: int, world: int, stage: int, name: str, busy: list[int]) -> list[str]:
     """Only the ranks in `busy` do backwards; all ranks use the gradients, step and go on."""
     twin = Twin(rank, world, stage)
     twin.optimize(lambda params: torch.optim.SGD(params, lr=2**-4))
     for step in range(2):
-        for backward in range(2):
-            # Each rank's second backward, too: some do fewer than others.
-            here = busy[: len(busy) - backward]
-            if rank in here:
-                loss_of(twin.model, batch(rank, step)).backward()
-            by_rank = [loss_of(twin.plain, batch(r, step)) if r in here else None for r in range(world)]
-            params = list(twin.plain.parameters())
-            grads = [torch.autograd.grad(loss, params) for loss in by_rank if loss is not None]
-            for index, param in enumerate(params):
-                total = sum(each[index] for each in grads) / world if grads else None
-                if total is not None:
-                    param.grad = total if param.grad is None else param.grad + total
+        program = functools.partial(_backwards, busy, step)
+        program(twin.model, rank)
+        twin.plain_play(program)
         results = [USES[name](model, opt) for model, opt in zip(twin.both, twin.optimizers, strict=True)]
         if name == "clip_grad_norm_":
             # The whole norm from the ranks' parts, not from one tensor: other sums, so a few last places apart.
@@ -51,17 +50,13 @@ def _use(rank: int, world: int, stage: int, name: str, busy: list[int]) -> list[
         twin.step()
         for model in twin.both:
             model.zero_grad()
-    wrong = [n for n, p in twin.plain.named_parameters() if not close(p, twin.model.state_dict()[n], stage)]
+    state = twin.model.state_dict()
+    wrong = [n for n, p in twin.plain.named_parameters() if not torch.equal(p, state[n])]
     twin.close()
     return wrong + [n for n, g in grads_here.items() if g is not None and not torch.isfinite(g).all()]
 
 
-def close(one: torch.Tensor, other: torch.Tensor, stage: int) -> bool:
-    """Stage 1 adds up each rank's backwards before it adds the ranks', so the last bits may differ there."""
-    return torch.allclose(one, other, rtol=1e-6, atol=1e-8) if stage == 1 else torch.equal(one, other)
-
-
-@pytest.mark.parametrize("stage", (1, 2, 3))
+@EACH_STAGE
 @pytest.mark.parametrize("name", USES)
 def test_one_rank_is_idle(ranks: Ranks, name: str, stage: int) -> None:
     assert ranks(2).run(_use, stage, name, [0]) == [[], []]
@@ -93,6 +88,6 @@ def _counted(rank: int, world: int, stage: int) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("stage", (1, 2, 3))
+@EACH_STAGE
 def test_an_ordinary_loop_does_not_pay_for_it(ranks: Ranks, stage: int) -> None:
     assert ranks(2).run(_counted, stage) == [[1, 0, 0]] * 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import retrograde as rg
-from tests.harness import RankPool
+from tests.harness import Ranks
 from tests.live import live_bytes
 from tests.small import Small
+from tests.stages import EACH_STAGE, EACH_WORLD, OPPOSITE_STAGES, WITH_OTHERS
 
-Ranks = Callable[[int], RankPool]
 SEED = 41
 
 
@@ -85,8 +85,8 @@ def _materialized(rank: int, world: int, name: str, stage: int) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("world", (1, 2, 4))
-@pytest.mark.parametrize("stage", (1, 3))
+@EACH_WORLD
+@OPPOSITE_STAGES
 @pytest.mark.parametrize("name", MODELS)
 def test_equal_to_the_unsharded_model(ranks: Ranks, name: str, stage: int, world: int) -> None:
     ranks(world).run(_materialized, name, stage)
@@ -174,7 +174,7 @@ def _held(rank: int, world: int, units: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("world", (2, 4))
+@WITH_OTHERS
 @pytest.mark.parametrize("units", ("auto", nn.Linear))
 def test_never_more_than_a_unit_beyond_the_shards(ranks: Ranks, units: Any, world: int) -> None:
     for seen in ranks(world).run(_held, units):
@@ -202,8 +202,8 @@ def _own_seeds(rank: int, world: int, stage: int) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("world", (2, 4))
-@pytest.mark.parametrize("stage", (1, 2, 3))
+@WITH_OTHERS
+@EACH_STAGE
 def test_ranks_with_their_own_seeds_get_rank_0s_values(ranks: Ranks, stage: int, world: int) -> None:
     ranks(world).run(_own_seeds, stage)
 

@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 import retrograde as rg
 from tests.fuzz.play import Again
-from tests.harness import RankPool
-from tests.multiproc.twin import same
+from tests.harness import Ranks
+from tests.reference import Grads, in_one_window, same
+from tests.stages import EACH_STAGE, REDUCING_STAGES
 
-Ranks = Callable[[int], RankPool]
 Forward = Callable[[nn.Module, Tensor], Tensor]
 TIMEOUT = 10.0
 LAYERS = 3
@@ -120,13 +120,12 @@ PAIRS = [(one, "plain") for one in FORWARDS if one != "plain"] + [
 ]
 
 
-def _expected(names: list[str], backwards: int) -> dict[str, Tensor]:
-    """Plain torch: every rank's gradients on one model, averaged."""
-    model = _model()
-    for rank, name in enumerate(names):
+def _expected(names: list[str], backwards: int) -> Grads:
+    def program(model: nn.Module, rank: int) -> None:
         for _ in range(backwards):
-            FORWARDS[name](model, _input(rank)).backward()
-    return {name: p.grad / len(names) for name, p in model.named_parameters()}
+            FORWARDS[names[rank]](model, _input(rank)).backward()
+
+    return in_one_window(_model, len(names), program)
 
 
 def _train(rank: int, world: int, stage: int, names: list[str], late: int, exact: bool = True) -> list[str]:
@@ -149,7 +148,7 @@ def _train(rank: int, world: int, stage: int, names: list[str], late: int, exact
 
 
 @pytest.mark.parametrize("late", (0, 1))
-@pytest.mark.parametrize("stage", (1, 2, 3))
+@EACH_STAGE
 @pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
 def test_ranks_that_nest_differently(ranks: Ranks, pair: tuple[str, str], stage: int, late: int) -> None:
     assert ranks(2).run(_train, stage, list(pair), late) == [[], []]
@@ -188,15 +187,17 @@ def _raises_around(rank: int, world: int, stage: int) -> list[str]:
         model[2](model[1](x)).sum().backward()
     grads = engine.full_grads()
     dist.barrier()
-    plain = _model()
-    plain[2](plain[1](plain[0](_input(0)))).sum().backward()
-    plain[0].zero_grad()  # its gradient had not come when the backward raised
-    plain[2](plain[1](_input(1))).sum().backward()
-    expected = {name: None if p.grad is None else p.grad / 2 for name, p in plain.named_parameters()}
+
+    def program(plain: nn.Module, each: int) -> None:
+        x = plain[0](_input(0)) if each == 0 else _input(each)
+        plain[2](plain[1](x)).sum().backward()
+        plain[0].zero_grad()  # its gradient had not come when the backward raised
+
+    expected = in_one_window(_model, world, program)
     return [name for name, grad in expected.items() if not same(grads[name], grad)]
 
 
-@pytest.mark.parametrize("stage", (2, 3))
+@REDUCING_STAGES
 def test_what_was_added_up_survives_the_backward_around_it(ranks: Ranks, stage: int) -> None:
     assert ranks(2).run(_raises_around, stage) == [[], []]
 
@@ -223,13 +224,10 @@ def _raises_inside(rank: int, world: int, stage: int) -> list[str]:
     model[2](Tries.apply(model[0](_input(rank)))).sum().backward()
     grads = engine.full_grads()
     dist.barrier()
-    plain = _model()
-    for each in range(world):
-        plain[2](plain[0](_input(each))).sum().backward()
-    expected = {name: None if p.grad is None else p.grad / world for name, p in plain.named_parameters()}
+    expected = in_one_window(_model, world, lambda plain, each: plain[2](plain[0](_input(each))).sum().backward())
     return [name for name, grad in expected.items() if not same(grads[name], grad)]
 
 
-@pytest.mark.parametrize("stage", (2, 3))
+@REDUCING_STAGES
 def test_a_backward_given_up_inside_another_one(ranks: Ranks, stage: int) -> None:
     assert ranks(2).run(_raises_inside, stage) == [[], []]

@@ -3,8 +3,7 @@ refused."""
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -13,13 +12,13 @@ import torch.distributed as dist
 from torch import nn
 
 import retrograde as rg
-from tests.harness import RankPool
+from tests.harness import Ranks
+from tests.multiproc.files import through_a_file
 from tests.multiproc.twin import Twin
 from tests.small import batch, build, loss_of
+from tests.stages import EACH_STAGE
 
-Ranks = Callable[[int], RankPool]
 State = dict[str, Any]
-STAGES = pytest.mark.parametrize("stage", (1, 2, 3))
 
 
 def adam(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -31,13 +30,6 @@ def scaled_sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 OPTIMIZERS = pytest.mark.parametrize("make", (adam, scaled_sgd), ids=lambda make: make.__name__)
-
-
-def through_a_file(state: State) -> State:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def small_steps(twin: Twin, first: int, count: int) -> None:
@@ -64,7 +56,7 @@ def _own(rank: int, world: int, stage: int, make: Any) -> None:
 
 
 @OPTIMIZERS
-@STAGES
+@EACH_STAGE
 def test_a_ranks_own_state(ranks: Ranks, stage: int, make: Any) -> None:
     ranks(2).run(_own, stage, make)
 
@@ -93,7 +85,7 @@ def _plain_runs(rank: int, world: int, stage: int, make: Any, before: bool) -> N
 
 @pytest.mark.parametrize("before", (False, True), ids=("made after", "made before"))
 @OPTIMIZERS
-@STAGES
+@EACH_STAGE
 def test_the_state_of_a_plain_run(ranks: Ranks, stage: int, make: Any, before: bool) -> None:
     ranks(2).run(_plain_runs, stage, make, before)
 
@@ -121,7 +113,7 @@ def _stepped_before(rank: int, world: int, stage: int, make: Any) -> None:
 
 
 @OPTIMIZERS
-@STAGES
+@EACH_STAGE
 def test_an_optimizer_stepped_before_sharding(ranks: Ranks, stage: int, make: Any) -> None:
     ranks(2).run(_stepped_before, stage, make)
 

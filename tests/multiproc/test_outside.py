@@ -14,10 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import retrograde as rg
-from tests.harness import RankPool
-from tests.multiproc.test_idioms import STAGES, Idiom, Loss, batch, both, net, sgd, weight
-
-Ranks = Callable[[int], RankPool]
+from tests.harness import Ranks
+from tests.multiproc.idioms import Idiom, Loss, batch, both, net, sgd, weight
+from tests.stages import EACH_STAGE
 
 
 def saved(thing: Any) -> None:
@@ -114,7 +113,7 @@ def foreach_beside_wholes(model: nn.Module, loss: Loss) -> Tensor:
     return torch.stack(torch._foreach_norm([param.grad for param in params]))
 
 
-@STAGES
+@EACH_STAGE
 @pytest.mark.parametrize("idiom", (copies, side_by_side, foreach_beside_wholes), ids=lambda idiom: idiom.__name__)
 def test_idiom(ranks: Ranks, idiom: Idiom, stage: int) -> None:
     assert ranks(2).run(both, stage, idiom, net) == ["", ""]

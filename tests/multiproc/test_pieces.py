@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import retrograde as rg
-from tests.harness import RankPool
-from tests.multiproc.test_idioms import STAGES, Idiom, Loss, batch, both, net, sgd, weight
+from tests.harness import Ranks
+from tests.multiproc.idioms import Idiom, Loss, batch, both, net, sgd, weight
+from tests.stages import EACH_STAGE
 
 
 def held_over_steps(model: nn.Module, loss: Loss) -> Tensor:
@@ -175,9 +174,9 @@ IDIOMS = [
 ]
 
 
-@STAGES
+@EACH_STAGE
 @pytest.mark.parametrize("idiom", IDIOMS, ids=lambda idiom: idiom.__name__)
-def test_idiom(ranks: Callable[[int], RankPool], idiom: Idiom, stage: int) -> None:
+def test_idiom(ranks: Ranks, idiom: Idiom, stage: int) -> None:
     assert ranks(2).run(both, stage, idiom, net) == ["", ""]
 
 
@@ -195,7 +194,7 @@ def _written_views(rank: int, world: int) -> list[str]:
     return said
 
 
-def test_views_of_gradients_are_not_written_to(ranks: Callable[[int], RankPool]) -> None:
+def test_views_of_gradients_are_not_written_to(ranks: Ranks) -> None:
     assert all(len(said) == 5 for said in ranks(2).run(_written_views))
 
 
@@ -209,6 +208,6 @@ def _into_plain(rank: int, world: int) -> str:
     return str(refused.value)
 
 
-def test_a_part_of_a_gradient_into_a_plain_tensor(ranks: Callable[[int], RankPool]) -> None:
+def test_a_part_of_a_gradient_into_a_plain_tensor(ranks: Ranks) -> None:
     for said in ranks(2).run(_into_plain):
         assert said == "add_ with a part of a gradient: write x = x + p.grad, or use engine.full_grad(p)"

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import retrograde as rg
-from tests.harness import RankPool
-from tests.multiproc.twin import MOMENTUM, RATE, Twin, same, sgd
-from tests.small import Block, Small, batch, build, loss_of
-
-Ranks = Callable[[int], RankPool]
-STAGES = pytest.mark.parametrize("stage", (1, 2, 3))
+from tests.harness import Ranks
+from tests.multiproc.twin import MOMENTUM, RATE, Twin, sgd
+from tests.reference import play, same
+from tests.small import Block, Small, backwards, batch, build, loss_of
+from tests.stages import ALONE_OR_NOT, EACH_STAGE
 
 
 # ---- objects
@@ -46,8 +45,8 @@ def _identity(rank: int, world: int, stage: int) -> None:
     torch.distributed.barrier()
 
 
-@pytest.mark.parametrize("world", (1, 2))
-@STAGES
+@ALONE_OR_NOT
+@EACH_STAGE
 def test_objects_names_and_classes_stay(ranks: Ranks, stage: int, world: int) -> None:
     ranks(world).run(_identity, stage)
 
@@ -94,7 +93,7 @@ def _train(rank: int, world: int, stage: int, name: str, first: bool) -> None:
 
 @pytest.mark.parametrize("first", (False, True))
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@STAGES
+@EACH_STAGE
 def test_optimizers_made_before_and_after(ranks: Ranks, stage: int, name: str, first: bool) -> None:
     ranks(2).run(_train, stage, name, first)
 
@@ -117,7 +116,7 @@ def _two_optimizers(rank: int, world: int, stage: int) -> None:
     twin.close()
 
 
-@STAGES
+@EACH_STAGE
 def test_two_optimizers_and_a_schedule(ranks: Ranks, stage: int) -> None:
     ranks(2).run(_two_optimizers, stage)
 
@@ -149,58 +148,63 @@ def _zero_grad(rank: int, world: int, stage: int) -> None:
     twin.close()
 
 
-@STAGES
+@EACH_STAGE
 def test_zero_grad_at_any_time(ranks: Ranks, stage: int) -> None:
     ranks(2).run(_zero_grad, stage)
 
 
 # ---- hooks
-def _leaf_hooks(rank: int, world: int, stage: int) -> None:
-    """Hooks that change gradients, registered before and after; what they see adds up to the whole."""
-    calls: list[tuple[str, int, Tensor]] = []
+class Hooks:
+    """Hooks that change gradients: times 2 on the way to the leaf, times 4 when they are there."""
 
-    def scaled(name: str, grad: Tensor) -> Tensor:
-        calls.append((f"hook {name}", 0, grad.detach().clone()))
-        return grad * 2
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Tensor]] = []
 
-    def arrived(name: str, param: Tensor) -> None:
-        calls.append((f"after {name}", 0, param.grad.detach().clone()))
-        param.grad.mul_(4)
-
-    def hook(model: nn.Module, names: tuple[str, ...]) -> None:
+    def register(self, model: nn.Module, names: tuple[str, ...]) -> None:
         for name, param in model.named_parameters():
             if name in names:
-                param.register_hook(lambda grad, name=name: scaled(name, grad))
-                param.register_post_accumulate_grad_hook(lambda param, name=name: arrived(name, param))
+                param.register_hook(lambda grad, name=name: self._scaled(name, grad))
+                param.register_post_accumulate_grad_hook(lambda param, name=name: self._arrived(name, param))
 
+    def _scaled(self, name: str, grad: Tensor) -> Tensor:
+        self.calls.append((f"hook {name}", grad.detach().clone()))
+        return grad * 2
+
+    def _arrived(self, name: str, param: Tensor) -> None:
+        self.calls.append((f"after {name}", param.grad.detach().clone()))
+        param.grad.mul_(4)
+
+
+def _leaf_hooks(rank: int, world: int, stage: int) -> None:
+    """Registered before and after sharding; what they see adds up to the whole."""
     early, late = ("head.weight", "blocks.2.up.bias"), ("embed.weight", "blocks.0.norm.bias")
+    hooked, hooks = early + late, Hooks()
 
     def model() -> nn.Module:
         made = build()
-        hook(made, early)
+        hooks.register(made, early)
         return made
 
     twin = Twin(rank, world, stage, model)
-    hook(twin.model, late)
+    hooks.register(twin.model, late)
     loss_of(twin.model, batch(rank)).backward()
     twin.engine.full_grad("head.weight")
-    assert sorted(name for name, _, _ in calls) == sorted(
-        [f"hook {n}" for n in early + late] + [f"after {n}" for n in early + late]
-    )
-    seen = {name: grad for name, _, grad in calls}
+    once = [f"hook {name}" for name in hooked] + [f"after {name}" for name in hooked]
+    assert sorted(name for name, _ in hooks.calls) == sorted(once)
+    seen = dict(hooks.calls)
     pieces = dict(twin.model.named_parameters())
-    assert all(seen[f"hook {name}"].shape == pieces[name].shape for name in early + late)
-    assert all(torch.equal(seen[f"after {name}"], 2 * seen[f"hook {name}"]) for name in early + late)
-    reference = Twin(rank, world, stage)  # plain without hooks: a hook on a mean is a hook on each of its terms
-    reference.plain_backward(0)
-    for name, param in reference.plain.named_parameters():
-        factor = 8 if name in early + late else 1
+    assert all(seen[f"hook {name}"].shape == pieces[name].shape for name in hooked)
+    assert all(torch.equal(seen[f"after {name}"], 2 * seen[f"hook {name}"]) for name in hooked)
+    reference = build()  # without hooks: a hook on a mean is a hook on each of its terms
+    play(reference, world, backwards(0), stage)
+    for name, param in reference.named_parameters():
+        factor = 8 if name in hooked else 1
         whole = twin.engine.full_grad(name)
         assert param.grad is not None and same(whole, param.grad * factor), name
     twin.close()
 
 
-@STAGES
+@EACH_STAGE
 def test_leaf_hooks_before_and_after(ranks: Ranks, stage: int) -> None:
     ranks(2).run(_leaf_hooks, stage)
 
@@ -232,7 +236,7 @@ def _hook_handles(rank: int, world: int, stage: int) -> None:
     torch.distributed.barrier()
 
 
-@STAGES
+@EACH_STAGE
 def test_hooks_can_be_removed(ranks: Ranks, stage: int) -> None:
     ranks(2).run(_hook_handles, stage)
 
@@ -269,7 +273,7 @@ def _module_hooks(rank: int, world: int, stage: int) -> None:
     twin.close()
 
 
-@STAGES
+@EACH_STAGE
 def test_module_hooks(ranks: Ranks, stage: int) -> None:
     ranks(2).run(_module_hooks, stage)
 
@@ -295,7 +299,7 @@ def _freezing(rank: int, world: int, stage: int) -> None:
     twin.close()
 
 
-@STAGES
+@EACH_STAGE
 def test_requires_grad_at_any_time(ranks: Ranks, stage: int) -> None:
     ranks(2).run(_freezing, stage)
 
@@ -316,7 +320,7 @@ def _frozen_through_the_module(rank: int, world: int, stage: int) -> None:
     twin.close()
 
 
-@STAGES
+@EACH_STAGE
 def test_freezing_through_the_module(ranks: Ranks, stage: int) -> None:
     ranks(2).run(_frozen_through_the_module, stage)
 
@@ -346,7 +350,7 @@ def _evaluation(rank: int, world: int, stage: int, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ("no_grad", "inference"))
-@STAGES
+@EACH_STAGE
 def test_evaluation(ranks: Ranks, stage: int, mode: str) -> None:
     ranks(2).run(_evaluation, stage, mode)
 
@@ -370,7 +374,7 @@ def _one_row(rank: int, world: int, stage: int) -> list[str]:
     return wrong
 
 
-@STAGES
+@EACH_STAGE
 def test_one_row_is_exact(ranks: Ranks, stage: int) -> None:
     assert ranks(2).run(_one_row, stage) == [[], []]
 
@@ -411,6 +415,6 @@ def _refusals(rank: int, world: int, stage: int) -> None:
     twin.close()
 
 
-@STAGES
+@EACH_STAGE
 def test_copies_and_conversions_are_refused_and_harm_nothing(ranks: Ranks, stage: int) -> None:
     ranks(2).run(_refusals, stage)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,12 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import retrograde as rg
-from tests.harness import RankPool
+from tests.harness import Ranks
 from tests.multiproc.twin import Twin
 from tests.small import batch, build
-
-Ranks = Callable[[int], RankPool]
-STAGES = pytest.mark.parametrize("stage", (1, 2, 3))
+from tests.stages import ALONE_OR_NOT, EACH_STAGE, EACH_WORLD
 
 
 def _saved(rank: int, world: int, stage: int) -> None:
@@ -45,8 +42,8 @@ def _saved(rank: int, world: int, stage: int) -> None:
     twin.close()
 
 
-@pytest.mark.parametrize("world", (1, 2, 4))
-@STAGES
+@EACH_WORLD
+@EACH_STAGE
 def test_state_dict(ranks: Ranks, stage: int, world: int) -> None:
     ranks(world).run(_saved, stage)
 
@@ -71,8 +68,8 @@ def _loaded(rank: int, world: int, stage: int) -> None:
     twin.close()
 
 
-@pytest.mark.parametrize("world", (1, 2))
-@STAGES
+@ALONE_OR_NOT
+@EACH_STAGE
 def test_load_state_dict(ranks: Ranks, stage: int, world: int) -> None:
     ranks(world).run(_loaded, stage)
 
@@ -112,7 +109,7 @@ def _flat(text: str) -> str:
     return text.replace("torch.Size(", "").replace("(", "[").replace(",)", "]").replace(")", "]").replace("]]", "]")
 
 
-@STAGES
+@EACH_STAGE
 def test_mismatches_are_told_as_torch_does(ranks: Ranks, stage: int) -> None:
     ranks(2).run(_mismatched, stage)
 
@@ -170,7 +167,7 @@ def _own(rank: int, world: int, stage: int) -> None:
     twin.close()
 
 
-@STAGES
+@EACH_STAGE
 def test_modules_that_save_and_load_in_their_own_way(ranks: Ranks, stage: int) -> None:
     ranks(2).run(_own, stage)
 

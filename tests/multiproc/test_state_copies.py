@@ -13,12 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import retrograde as rg
-from tests.harness import RankPool
+from tests.harness import Ranks
 from tests.multiproc.twin import Twin
 from tests.small import batch, build, loss_of
+from tests.stages import EACH_STAGE
 
-Ranks = Callable[[int], RankPool]
-STAGES = pytest.mark.parametrize("stage", (1, 2, 3))
 Write = Callable[[nn.Module], Any]
 
 WRITES: dict[str, Write] = {
@@ -55,7 +54,7 @@ def _written(rank: int, world: int, stage: int, write: str, use: str) -> str:
 
 
 @pytest.mark.parametrize("write", WRITES)
-@STAGES
+@EACH_STAGE
 def test_writes_are_refused(ranks: Ranks, stage: int, write: str) -> None:
     for rank, said in enumerate(ranks(2).run(_written, stage, write, "forward")):
         assert said.startswith(f"rank {rank}: what state_dict() returned for parameter ")
@@ -133,7 +132,7 @@ def _fine(rank: int, world: int, stage: int) -> None:
     twin.close()
 
 
-@STAGES
+@EACH_STAGE
 def test_what_is_not_lost_is_not_refused(ranks: Ranks, stage: int) -> None:
     ranks(2).run(_fine, stage)
 
@@ -196,6 +195,6 @@ def _tied(rank: int, world: int, stage: int) -> None:
     dist.barrier()
 
 
-@STAGES
+@EACH_STAGE
 def test_tied_weights_are_saved_once(ranks: Ranks, stage: int) -> None:
     ranks(2).run(_tied, stage)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import pytest
@@ -11,12 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import retrograde as rg
-from tests.harness import RankPool
-from tests.multiproc.test_optimizer_state import through_a_file
-from tests.multiproc.twin import add_grad, mean, same
-
-Ranks = Callable[[int], RankPool]
-STAGES = pytest.mark.parametrize("stage", (1, 2, 3))
+from tests.harness import Ranks
+from tests.multiproc.files import through_a_file
+from tests.reference import play, same
+from tests.stages import EACH_STAGE
 
 
 class Pictures(nn.Module):
@@ -51,6 +49,10 @@ def strides(model: nn.Module) -> dict[str, Any]:
     return {name: value.stride() for name, value in model.state_dict().items()}
 
 
+def _backward(step: int, model: nn.Module, rank: int) -> None:
+    model(batch(rank, step)).pow(2).sum().backward()
+
+
 def _trained(rank: int, world: int, stage: int) -> None:
     plain, model = pictures(), pictures()
     assert not plain.first.weight.is_contiguous() and plain.point.weight.stride() == (8, 1, 8, 8)
@@ -58,10 +60,7 @@ def _trained(rank: int, world: int, stage: int) -> None:
     assert strides(model) == strides(plain)
     optimizers = [torch.optim.SGD(each.parameters(), lr=2**-4, momentum=0.5) for each in (plain, model)]
     for step in range(3):
-        params = list(plain.parameters())
-        grads = [torch.autograd.grad(plain(batch(r, step)).pow(2).sum(), params) for r in range(world)]
-        for param, by_rank in zip(params, zip(*grads, strict=True), strict=True):
-            add_grad(param, mean(by_rank, world))
+        play(plain, world, functools.partial(_backward, step), stage)
         out = model(batch(rank, step))
         assert torch.equal(out, plain(batch(rank, step)))
         out.pow(2).sum().backward()
@@ -76,8 +75,8 @@ def _trained(rank: int, world: int, stage: int) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("world", (1, 2, 3))
-@STAGES
+@pytest.mark.parametrize("world", (1, 2, 3))  # by 3 a mean is rounded, and no layer is cut evenly
+@EACH_STAGE
 def test_training_is_exact(ranks: Ranks, stage: int, world: int) -> None:
     ranks(world).run(_trained, stage)
 
@@ -110,7 +109,7 @@ def _edited(rank: int, world: int, stage: int) -> None:
     dist.barrier()
 
 
-@STAGES
+@EACH_STAGE
 def test_edits(ranks: Ranks, stage: int) -> None:
     ranks(2).run(_edited, stage)
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,15 +13,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import retrograde as rg
-from tests.harness import RankPool
-from tests.multiproc.twin import mean, same
-from tests.small import BLOCKS, Small, batch, build, loss_of
+from tests.harness import RankPool, Ranks
+from tests.reference import Grads, Program, add_grad, in_one_window, same
+from tests.small import BLOCKS, Small, backwards, batch, build, loss_of
+from tests.stages import EACH_STAGE
 
-Body = Callable[[Small, int], None]
-BODIES: dict[str, Body] = {}
+BODIES: dict[str, Program] = {}
 
 
-def body(fn: Body) -> Body:
+def body(fn: Program) -> Program:
     BODIES[fn.__name__] = fn
     return fn
 
@@ -123,19 +121,11 @@ def zeroed_in_the_middle(model: Small, rank: int) -> None:
     out.abs().sum().backward()
 
 
-def _local(name: str, rank: int) -> dict[str, Tensor | None]:
-    """What plain torch has in `.grad` on one rank."""
-    plain = build()
-    BODIES[name](plain, rank)
-    return {n: p.grad for n, p in plain.named_parameters()}
+def _reference(name: str, world: int) -> Grads:
+    return in_one_window(build, world, BODIES[name])
 
 
-def _reference(name: str, world: int) -> dict[str, Tensor | None]:
-    by_rank = [_local(name, rank) for rank in range(world)]
-    return {n: mean([grads[n] for grads in by_rank], world) for n in by_rank[0]}
-
-
-def _differences(engine: rg.Engine, want: dict[str, Tensor | None]) -> list[str]:
+def _differences(engine: rg.Engine, want: Grads) -> list[str]:
     got = engine.full_grads()
     return [name for name in want if not same(got[name], want[name])]
 
@@ -151,11 +141,9 @@ def _in_a_window(rank: int, world: int, stage: int, name: str) -> tuple[list[str
     return wrong, set(counts.values())
 
 
-@pytest.mark.parametrize("stage", (1, 2, 3))
+@EACH_STAGE
 @pytest.mark.parametrize("name", BODIES)
-def test_a_window_is_local_accumulation_and_one_reduction(
-    ranks: Callable[[int], RankPool], stage: int, name: str
-) -> None:
+def test_a_window_is_local_accumulation_and_one_reduction(ranks: Ranks, stage: int, name: str) -> None:
     for wrong, counts in ranks(2).run(_in_a_window, stage, name):
         assert wrong == []
         # `zero_grad()` reads what it then drops, which ends the first part of the window.
@@ -197,10 +185,8 @@ def _counts(rank: int, world: int, stage: int, backwards: int, kind: str) -> set
 
 
 @pytest.mark.parametrize("backwards", (1, 2, 4, 8, 16))
-@pytest.mark.parametrize("stage", (1, 2, 3))
-def test_reductions_do_not_grow_with_the_backwards_in_a_window(
-    ranks: Callable[[int], RankPool], stage: int, backwards: int
-) -> None:
+@EACH_STAGE
+def test_reductions_do_not_grow_with_the_backwards_in_a_window(ranks: Ranks, stage: int, backwards: int) -> None:
     for kind in ("coalesce", "no_sync"):
         assert all(counts == {1} for counts in ranks(2).run(_counts, stage, backwards, kind))
     without = 1 if stage == 1 else backwards
@@ -220,39 +206,30 @@ def _several(rank: int, world: int, stage: int) -> tuple[list[str], set[int]]:
             loss_of(model, batch(rank, 5)).backward()
         with engine.coalesce():
             loss_of(model, batch(rank, 6)).backward()
-    groups: list[list[Body]] = [
-        [four_backwards],
-        [lambda m, r: loss_of(m, batch(r, 7)).backward()],
-        [kept_graph, *(functools.partial(_one, step) for step in (5, 6))],
-    ]
+    groups = [[four_backwards], [backwards(7)], [kept_graph, backwards(5, 6)]]
     if stage == 1:
-        groups = [[each for group in groups for each in group]]
-    total: dict[str, Tensor | None] = {}
+        groups = [[program for group in groups for program in group]]
+    plain = build()
     for group in groups:
-        for name, grad in _group(group, world).items():
-            total[name] = grad if total.get(name) is None else total[name] + grad
-    wrong = _differences(engine, total)
+        of_group = in_one_window(build, world, _one_after_the_other(group))
+        for name, param in plain.named_parameters():
+            add_grad(param, of_group[name])
+    wrong = _differences(engine, {name: param.grad for name, param in plain.named_parameters()})
     counts = {engine.ledger.count("reduce", unit.name) for unit in engine.units}
     dist.barrier()
     return wrong, counts
 
 
-def _one(step: int, model: Small, rank: int) -> None:
-    loss_of(model, batch(rank, step)).backward()
+def _one_after_the_other(programs: list[Program]) -> Program:
+    def program(model: nn.Module, rank: int) -> None:
+        for each in programs:
+            each(model, rank)
+
+    return program
 
 
-def _group(bodies: list[Body], world: int) -> dict[str, Tensor | None]:
-    by_rank = []
-    for rank in range(world):
-        plain = build()
-        for each in bodies:
-            each(plain, rank)
-        by_rank.append({n: p.grad for n, p in plain.named_parameters()})
-    return {n: mean([grads[n] for grads in by_rank], world) for n in by_rank[0]}
-
-
-@pytest.mark.parametrize("stage", (1, 2, 3))
-def test_several_windows_in_a_step_and_windows_in_windows(ranks: Callable[[int], RankPool], stage: int) -> None:
+@EACH_STAGE
+def test_several_windows_in_a_step_and_windows_in_windows(ranks: Ranks, stage: int) -> None:
     for wrong, counts in ranks(2).run(_several, stage):
         assert wrong == [] and counts == {1 if stage == 1 else 3}
 
@@ -279,9 +256,9 @@ def _raises_inside(rank: int, world: int, stage: int, kind: str) -> tuple[list[s
     return kept, before, dropped
 
 
-@pytest.mark.parametrize("stage", (1, 2, 3))
+@EACH_STAGE
 @pytest.mark.parametrize("kind", ("no_sync", "coalesce"))
-def test_an_exception_keeps_what_was_pending(ranks: Callable[[int], RankPool], stage: int, kind: str) -> None:
+def test_an_exception_keeps_what_was_pending(ranks: Ranks, stage: int, kind: str) -> None:
     for kept, reductions, dropped in ranks(2).run(_raises_inside, stage, kind):
         assert kept == [] and reductions == 0 and dropped == []
 
@@ -290,8 +267,8 @@ def _read_inside(rank: int, world: int, stage: int) -> tuple[bool, list[str]]:
     """Reading `p.grad` in a window reduces what is there, so it shows what torch would, at any moment."""
     model = build()
     engine = rg.shard(model, stage)
-    first = _group([functools.partial(_one, 0)], world)
-    second = _group([functools.partial(_one, 1)], world)
+    first = in_one_window(build, world, backwards(0))
+    second = in_one_window(build, world, backwards(1))
     with engine.coalesce():
         loss_of(model, batch(rank, 0)).backward()
         inside = engine.full_grads()
@@ -302,8 +279,8 @@ def _read_inside(rank: int, world: int, stage: int) -> tuple[bool, list[str]]:
     return shown, wrong
 
 
-@pytest.mark.parametrize("stage", (1, 2, 3))
-def test_reading_a_gradient_inside_a_window_shows_it(ranks: Callable[[int], RankPool], stage: int) -> None:
+@EACH_STAGE
+def test_reading_a_gradient_inside_a_window_shows_it(ranks: Ranks, stage: int) -> None:
     assert all(result == (True, []) for result in ranks(2).run(_read_inside, stage))
 
 
@@ -313,7 +290,7 @@ def _cost(rank: int, world: int) -> tuple[str, int]:
     return engine.explain(), sum(u.layout.page_bytes for u in engine.units if any(u.trained))
 
 
-def test_explain_tells_what_a_window_costs(ranks: Callable[[int], RankPool]) -> None:
+def test_explain_tells_what_a_window_costs(ranks: Ranks) -> None:
     for text, cost in ranks(2).run(_cost):
         assert cost == 2 * 1025 * 1023 + 2  # padded to two ranks
         assert "holds up to 2.0 MiB of unreduced gradients per rank" in text

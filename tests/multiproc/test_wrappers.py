@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import retrograde as rg
-from tests.harness import RankPool
+from tests.harness import Ranks
 
 Wrap = Callable[[nn.Module], object]
 
@@ -60,7 +60,7 @@ def _wrapped(rank: int, world: int, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", WRAPS)
-def test_wrapping_a_sharded_model_is_refused(ranks: Callable[[int], RankPool], name: str) -> None:
+def test_wrapping_a_sharded_model_is_refused(ranks: Ranks, name: str) -> None:
     for rank, said in enumerate(ranks(2).run(_wrapped, name)):
         assert said.startswith(f"rank {rank}: {WRAPS[name][1]} around parameter 0.weight")
         assert (
@@ -79,7 +79,7 @@ def _replicated(rank: int, world: int) -> str:
     return str(refused.value)
 
 
-def test_replicating_a_sharded_model_is_refused(ranks: Callable[[int], RankPool]) -> None:
+def test_replicating_a_sharded_model_is_refused(ranks: Ranks) -> None:
     assert all("DistributedDataParallel around parameter 0.weight" in said for said in ranks(2).run(_replicated))
 
 
@@ -91,7 +91,7 @@ def _plain(rank: int, world: int) -> bool:
     return all(param.grad is not None for param in plain.parameters())
 
 
-def test_a_plain_model_may_be_wrapped(ranks: Callable[[int], RankPool]) -> None:
+def test_a_plain_model_may_be_wrapped(ranks: Ranks) -> None:
     assert all(ranks(2).run(_plain))
 
 
@@ -106,7 +106,7 @@ def _the_other_way_round(rank: int, world: int) -> list[str]:
     return said
 
 
-def test_sharding_a_wrapped_model_is_refused(ranks: Callable[[int], RankPool]) -> None:
+def test_sharding_a_wrapped_model_is_refused(ranks: Ranks) -> None:
     for said in ranks(2).run(_the_other_way_round):
         assert "module (root) is a DistributedDataParallel" in said[0] and "as in model.module" in said[0]
         assert "module inner is a DistributedDataParallel" in said[1] and "as in model.inner.module" in said[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import retrograde as rg
-from tests.small import Small, batch, build, loss_of
+from tests.reference import Program, play, same
+from tests.small import backwards, batch, build, loss_of
 
 # Powers of two: their products are exact, so that a fused multiply-add, which the kernels use or not depending
 # on where a tensor starts, cannot make a difference.
@@ -22,17 +22,6 @@ Optimize = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 def sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=RATE, momentum=MOMENTUM)
-
-
-def mean(grads: Iterable[Tensor | None], world: int) -> Tensor | None:
-    """The engine's reduction: in rank order, who has nothing is left out of the sum but not of the divisor."""
-    present = [grad for grad in grads if grad is not None]
-    return functools.reduce(torch.add, present) / world if present else None
-
-
-def add_grad(param: nn.Parameter, grad: Tensor | None) -> None:
-    if grad is not None:
-        param.grad = grad if param.grad is None else param.grad + grad
 
 
 class Twin:
@@ -55,23 +44,20 @@ class Twin:
 
     def backward(self, *steps: int) -> None:
         """One backward for each of the given steps' batches, on both sides."""
-        for step in steps:
-            loss_of(self.model, batch(self.rank, step)).backward()
-        self.plain_backward(*steps)
+        program = backwards(*steps)
+        program(self.model, self.rank)
+        self.plain_play(program)
 
     def plain_backward(self, *steps: int, loss: Callable[[nn.Module, Tensor], Tensor] = loss_of) -> None:
-        named = [(name, p) for name, p in self.plain.named_parameters() if p.requires_grad]
-        params = [p for _, p in named]
-        by_rank = [
-            [torch.autograd.grad(loss(self.plain, batch(r, s)), params, allow_unused=True) for s in steps]
-            for r in range(self.world)
-        ]
-        for index, param in enumerate(params):
-            grads = [[each[index] for each in backwards] for backwards in by_rank]
-            if self.stage == 1:  # adds up on each rank, then reduces once
-                grads = [[mean(backwards, 1)] for backwards in grads]
-            for moment in zip(*grads, strict=True):
-                add_grad(param, mean(moment, self.world))
+        def program(model: nn.Module, rank: int) -> None:
+            for step in steps:
+                loss(model, batch(rank, step)).backward()
+
+        self.plain_play(program)
+
+    def plain_play(self, program: Program) -> None:
+        """`program(model, rank)` of every rank, on the plain side."""
+        play(self.plain, self.world, program, self.stage)
 
     def step(self) -> None:
         for optimizer in self.optimizers:
@@ -108,13 +94,6 @@ class Twin:
         dist.barrier()
 
 
-def same(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is other if one is None or other is None else torch.equal(one, other)
-
-
 def close_to(one: Tensor, other: Tensor) -> bool:
     """Equal but for the rounding of sums that were added in another order: a few units in the last place."""
     return torch.allclose(one, other, rtol=16 * torch.finfo(one.dtype).eps, atol=0.0)
-
-
-__all__ = ["Small", "Twin", "add_grad", "batch", "build", "close_to", "loss_of", "mean", "same", "sgd"]

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from tests.live import live_bytes
 from tests.patterns.context import Context, EngineContext, NaturalContext
 from tests.patterns.registry import Case
-from tests.patterns.trace import Grads, Trace
+from tests.patterns.trace import Trace
+from tests.reference import Grads
 
 PLAIN = 0  # the "stage" of plain torch
 

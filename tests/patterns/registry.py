@@ -14,11 +14,11 @@ from torch import nn
 
 from tests.patterns.context import Context
 from tests.patterns.models import SPECS, Batch, Spec
+from tests.reference import LeafHook
 
 Run = Callable[[nn.Module, Batch, Context], None]
 ModelHook = Callable[[nn.Module, Context], None]
 Together = Callable[[Sequence[nn.Module], Sequence[Batch], Sequence[Context]], None]
-LeafHook = Callable[[nn.Parameter], None]
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import sys
 
-from tests.harness import WORKER_ENVIRONMENT, RankError, RankPool, RankTimeout
+from tests.harness import WORKER_ENVIRONMENT, Pools, RankError, RankPool, RankTimeout
 
 if __name__ == "__main__":
     # Before torch: the plain references computed here must use the kernels that the ranks use.
@@ -15,11 +17,12 @@ from collections import Counter
 
 import torch
 
+from tests.patterns.cells import LIMIT
 from tests.patterns.driver import play_rank
 from tests.patterns.oracle import expected
 from tests.patterns.rows import CASES
-from tests.patterns.test_matrix import LIMIT, STAGES, WORLDS
 from tests.patterns.trace import differences
+from tests.stages import STAGES, WORLDS
 
 EXACT, WRONG, RAISED, HUNG = "=", "SW", "R", "H"
 Row = tuple[str, str]
@@ -46,17 +49,13 @@ def run(case_ids: list[str]) -> dict[tuple[Row, int], dict[str, list[int]]]:
     """For each row and stage: the worlds with each verdict, over all models of the row."""
     cells: dict[tuple[Row, int], dict[str, list[int]]] = {}
     for world in WORLDS:
-        pool = RankPool(world)
-        try:
-            for stage in STAGES:
-                for case_id in case_ids:
-                    mark, why = verdict(pool, case_id, stage)
-                    case = CASES[case_id]
-                    cells.setdefault(((case.key, case.title), stage), {}).setdefault(mark, []).append(world)
-                    if why:
-                        print(f"{case_id}, stage {stage}, world {world}: {mark}\n{why}", file=sys.stderr)
-        finally:
-            pool.close()
+        with contextlib.closing(Pools()) as ranks:
+            for stage, case_id in itertools.product(STAGES, case_ids):
+                mark, why = verdict(ranks(world), case_id, stage)
+                case = CASES[case_id]
+                cells.setdefault(((case.key, case.title), stage), {}).setdefault(mark, []).append(world)
+                if why:
+                    print(f"{case_id}, stage {stage}, world {world}: {mark}\n{why}", file=sys.stderr)
     return cells
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.patterns.driver import PLAIN, Player
-from tests.patterns.oracle import Contribution, Oracle, Zero, expected, replay
+from tests.patterns.oracle import Oracle, expected
 from tests.patterns.rows import CASES
 from tests.patterns.trace import Trace, differences
 
@@ -59,31 +59,3 @@ def test_differences_are_seen() -> None:
     ):
         assert len(differences(changed, want, 0.0)) == 1
     assert differences(replace(want, state={"w": last_bit}), want, 1e-6) == []
-
-
-def _replayed(ranks: list[list[float | None]], stage: int) -> float | None:
-    """Timelines from numbers: None is a zero_grad, the group is the position since the last one."""
-    timelines = []
-    for numbers in ranks:
-        timeline, group = [], 0
-        for number in numbers:
-            timeline.append(Zero(True) if number is None else Contribution(group, torch.tensor([number])))
-            group = 0 if number is None else group + 1
-        timelines.append(timeline)
-    param = torch.nn.Parameter(torch.zeros(1))
-    replay(param, timelines, stage, None)
-    return None if param.grad is None else param.grad.item()
-
-
-def test_replay_reduces_then_adds() -> None:
-    big, small = 2.0**24, 1.0
-    # Stage 2: (big + 1) loses the 1, and then -big + 1 does not. Stage 1 adds each rank's own first.
-    assert _replayed([[big, -big], [small, small]], stage=2) == 0.5
-    assert _replayed([[big, -big], [small, small]], stage=1) == 1.0
-
-
-def test_replay_leaves_out_absent_ranks_and_divides_by_all() -> None:
-    assert _replayed([[4.0], []], stage=2) == 2.0
-    assert _replayed([[], []], stage=2) is None
-    assert _replayed([[8.0, None], [8.0, None]], stage=2) is None
-    assert _replayed([[8.0, None, 2.0], [8.0, None]], stage=1) == 1.0

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Grads = dict[str, Tensor | None]
+from tests.reference import Grads
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""Models and batches for pipelines, and the plain torch run that each must equal."""
+"""Models and batches for pipelines, and the plain torch run that each must equal.
+
+What a pipeline adds to tests/reference.py: a step is one program, the backwards of its microbatches in the order of the
+schedule, each microbatch's loss weighted by its share of the batch. Replicas are ranks, and a step is a window."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -12,12 +15,18 @@ from torch.utils.checkpoint import checkpoint
 
 from retrograde.pipeline import ActionKind, Schedule
 from retrograde.pipeline.blocks import Chain
+from tests.reference import Grads, in_one_window
 
 WIDTH = 8
+SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
 
 
 def lin(i: int = WIDTH, o: int = WIDTH) -> nn.Linear:
     return nn.Linear(i, o)
+
+
+def linears(count: int) -> list[nn.Module]:
+    return [lin() for _ in range(count)]
 
 
 class Fn(nn.Module):
@@ -218,22 +227,53 @@ def cut(value: Any, count: int) -> list[Any]:
     return [value] * count
 
 
-def plain_step(blocks: Sequence[nn.Module], data: Data, loss: Callable[..., Tensor], order: Sequence[int]) -> Tensor:
-    """One step of plain torch: losses weighted by size, the backwards of the microbatches in the given order."""
-    chain, count = Chain(list(blocks)), len(order)
-    sizes = [len(part) for part in cut(data.target, count)]
+def shares(rows: int, count: int) -> list[float]:
+    """How much of a batch each microbatch is."""
+    return [len(part) / rows for part in torch.zeros(rows).tensor_split(count)]
+
+
+def plain_losses(
+    blocks: Sequence[nn.Module], data: Data, loss: Callable[..., Tensor], count: int, copied: bool = False
+) -> list[Tensor]:
+    """Plain torch's losses of the microbatches. `copied`: blocks may change their inputs."""
+    chain = Chain(list(blocks))
     args = list(zip(*(cut(arg, count) for arg in data.args), strict=True))
     losses = []
     for number, target in enumerate(cut(data.target, count)):
         options = {name: cut(value, count)[number] for name, value in data.options.items()}
-        value = loss(chain(*copy.deepcopy(args[number]), **options), target)
-        losses.append(value * (sizes[number] / sum(sizes)))
+        own = copy.deepcopy(args[number]) if copied else args[number]
+        losses.append(loss(chain(*own, **options), target))
+    return losses
+
+
+def plain_backward(losses: Sequence[Tensor], weights: Sequence[float], order: Sequence[int]) -> None:
     for number in order:
-        losses[number].backward()
-    total = losses[0].detach()
-    for value in losses[1:]:
-        total = total + value.detach()
-    return total
+        (losses[number] * weights[number]).backward()
+
+
+def total(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    result = losses[0].detach() * weights[0]
+    for loss, weight in zip(losses[1:], weights[1:], strict=True):
+        result = result + loss.detach() * weight
+    return result
+
+
+def plain_step(blocks: Sequence[nn.Module], data: Data, loss: Callable[..., Tensor], order: Sequence[int]) -> Tensor:
+    """One step of plain torch: losses weighted by size, the backwards of the microbatches in the given order."""
+    losses = plain_losses(blocks, data, loss, len(order), copied=True)
+    weights = shares(len(data.target), len(order))
+    plain_backward(losses, weights, order)
+    return total(losses, weights)
+
+
+def replicas_step(case: Case, blocks: Sequence[nn.Module], order: Sequence[int], replicas: int, seed: int) -> Grads:
+    """Gradients of one step of each replica, with data of its own, and their mean."""
+
+    def program(model: nn.ModuleList, replica: int) -> None:
+        torch.manual_seed(seed + replica)
+        plain_step(list(model), case.data(), case.loss, order)
+
+    return in_one_window(lambda: nn.ModuleList(copy.deepcopy(blocks)), replicas, program)
 
 
 def backward_order(schedule: Schedule) -> list[int]:

@@ -9,9 +9,8 @@ from torch import nn
 
 from retrograde.pipeline.pipeline import Pipeline
 from tests.harness import RankPool
-from tests.pipeline.cases import CASES, backward_order, plain_step
+from tests.pipeline.cases import CASES, SCHEDULES, backward_order, plain_step
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
 Ranks = Callable[[int], RankPool]
 
 

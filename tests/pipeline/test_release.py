@@ -25,7 +25,7 @@ from retrograde.pipeline.transport import MeshTransport
 from retrograde.transport.messages import Address
 from tests.harness import RankPool
 from tests.live import live_storages
-from tests.pipeline.test_split_memory import BLOCKS, PAIRS, TOKEN_WISE, saved
+from tests.pipeline.bytes_of_blocks import BLOCKS, PAIRS, TOKEN_WISE, saved
 
 RANKS, MICROBATCHES = 3, 5
 PASSED = TOKEN_WISE  # what goes from stage to stage, forward or backward

@@ -13,13 +13,29 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import retrograde as rg
 from retrograde.pipeline.blocks import Chain
-from tests.harness import RankPool
-from tests.pipeline.cases import CASES, WIDTH, Fn, Scaled, backward_order, cut, in_place, lin, tanhs
-from tests.pipeline.test_pipeline import SCHEDULES
+from tests.harness import Ranks
+from tests.pipeline.cases import (
+    CASES,
+    SCHEDULES,
+    WIDTH,
+    Data,
+    Fn,
+    Scaled,
+    backward_order,
+    cut,
+    in_place,
+    lin,
+    plain_backward,
+    plain_losses,
+    shares,
+    tanhs,
+    total,
+)
+from tests.reference import Grads, mean, same
 
-Ranks = Callable[[int], RankPool]
 MICROBATCHES = 4
 ROWS = 11  # not a multiple of the microbatches
+SHARES, ONES = shares(ROWS, MICROBATCHES), [1.0] * MICROBATCHES
 
 
 def summed(output: Tensor, target: Tensor) -> Tensor:
@@ -31,24 +47,7 @@ def labelled_sum(output: Tensor, target: Tensor) -> Tensor:
 
 
 def losses_of(blocks: Sequence[nn.Module], x: Any, y: Any, loss: Callable[..., Tensor], **options: Any) -> list[Tensor]:
-    """Plain torch's losses of the microbatches."""
-    chain = Chain(list(blocks))
-    parts = zip(cut(x, MICROBATCHES), cut(y, MICROBATCHES), strict=True)
-    return [
-        loss(chain(a, **{name: cut(value, MICROBATCHES)[n] for name, value in options.items()}), b)
-        for n, (a, b) in enumerate(parts)
-    ]
-
-
-def total(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    result = losses[0].detach() * weights[0]
-    for loss, weight in zip(losses[1:], weights[1:], strict=True):
-        result = result + loss.detach() * weight
-    return result
-
-
-def shares(rows: int) -> list[float]:
-    return [len(part) / rows for part in torch.zeros(rows).tensor_split(MICROBATCHES)]
+    return plain_losses(blocks, Data((x,), y, options), loss, MICROBATCHES)
 
 
 def differing(pipe: rg.Pipeline, blocks: Sequence[nn.Module]) -> list[str]:
@@ -74,10 +73,9 @@ def sums(rank: int, world: int, schedule: str) -> list[str]:
         for _ in range(2):
             data = case.data()
             losses = losses_of(blocks, data.args[0], data.target, loss)
-            for number in backward_order(pipe.schedule):
-                losses[number].backward()
+            plain_backward(losses, ONES, backward_order(pipe.schedule))
             found = pipe.step(*data.args, target=data.target)
-            if not torch.equal(found, total(losses, [1.0] * MICROBATCHES)):
+            if not torch.equal(found, total(losses, ONES)):
                 wrong.append(f"{name}: the loss is {found}")
             wrong += [f"{name}: {text}" for text in differing(pipe, blocks)]
         evaluated = pipe.evaluate(*data.args, target=data.target).loss
@@ -140,7 +138,7 @@ def losses_of_microbatches(rank: int, world: int, schedule: str, reduction: str)
             wrong.append(f"{name}: losses with a graph")
         elif here and not all(map(torch.equal, result.losses, (value.detach() for value in wanted))):
             wrong.append(f"{name}: {result.losses} instead of {wanted}")
-    if not torch.equal(results["run"].loss, total(wanted, [1.0] * 4 if reduction == "sum" else shares(ROWS))):
+    if not torch.equal(results["run"].loss, total(wanted, ONES if reduction == "sum" else SHARES)):
         wrong.append("the total")
     return wrong
 
@@ -175,11 +173,6 @@ def test_every_rank_has_the_loss_as_it_is(ranks: Ranks) -> None:
 
 
 # ---- gradients of the input
-def plain_backward(losses: Sequence[Tensor], order: Sequence[int]) -> None:
-    for number in order:
-        (losses[number] * shares(ROWS)[number]).backward()
-
-
 def leaf_input(rank: int, world: int, schedule: str, name: str) -> list[str]:
     """Two steps that add up in `x.grad`, and in the parameters as they do without it."""
     torch.manual_seed(0)
@@ -196,7 +189,7 @@ def leaf_input(rank: int, world: int, schedule: str, name: str) -> list[str]:
             losses = losses_of(blocks_and_copy, wanted, y, F.mse_loss)
         else:
             losses = losses_of(blocks, wanted, y, F.mse_loss)
-        plain_backward(losses, backward_order(pipe.schedule))
+        plain_backward(losses, SHARES, backward_order(pipe.schedule))
         with torch.no_grad():  # the caller's mode is not that of the step
             pipe.step(x, target=y)
         if 0 in pipe.stages and not same_grad(x, wanted):
@@ -225,7 +218,7 @@ def memory_order(rank: int, world: int) -> bool:
     pipe = rg.Pipeline(copy.deepcopy(blocks), schedule="zb-h1", microbatches=MICROBATCHES, loss=F.mse_loss)
     x, y = torch.randn(WIDTH, ROWS).t().requires_grad_(), torch.randn(ROWS, WIDTH)
     wanted = x.detach().requires_grad_()
-    plain_backward(losses_of(blocks, wanted, y, F.mse_loss), backward_order(pipe.schedule))
+    plain_backward(losses_of(blocks, wanted, y, F.mse_loss), SHARES, backward_order(pipe.schedule))
     pipe.step(x, target=y)
     return not differing(pipe, blocks) and (0 not in pipe.stages or same_grad(x, wanted))
 
@@ -243,7 +236,7 @@ def continued(rank: int, world: int, schedule: str) -> list[str]:
     z, y = torch.randn(ROWS, WIDTH, requires_grad=True), torch.randn(ROWS, WIDTH)
     wanted = z.detach().clone().requires_grad_()
     losses = losses_of(blocks, front(wanted), y, F.mse_loss)
-    torch.autograd.backward([loss * share for loss, share in zip(losses, shares(ROWS), strict=True)])
+    torch.autograd.backward([loss * share for loss, share in zip(losses, SHARES, strict=True)])
     calls: list[Tensor] = []
     given = twin(z)
     given.register_hook(calls.append)
@@ -282,7 +275,7 @@ def trees(rank: int, world: int) -> bool:
     for own in (cut(wanted, MICROBATCHES), wanted_parts):
         inputs = [{"x": part, "by": 2, "row": r} for part, r in zip(own, rows, strict=True)]
         losses = [F.mse_loss(Chain(blocks)(a), b) for a, b in zip(inputs, targets, strict=True)]
-        plain_backward(losses, backward_order(pipe.schedule))
+        plain_backward(losses, SHARES, backward_order(pipe.schedule))
     pipe.step({"x": x, "by": 2, "row": row}, target=y)
     given = [{"x": part, "by": 2, "row": r} for part, r in zip(parts, rows, strict=True)]
     pipe.step(rg.Microbatches(given), target=y)
@@ -305,7 +298,7 @@ def microbatches_in_place(rank: int, world: int) -> bool:
     parts, wanted = ([part.clone().requires_grad_() for part in cut(row, MICROBATCHES)] for _ in range(2))
     targets = cut(y, MICROBATCHES)
     losses = [F.mse_loss(Chain(blocks)(part.clone()), b) for part, b in zip(wanted, targets, strict=True)]
-    plain_backward(losses, backward_order(pipe.schedule))
+    plain_backward(losses, SHARES, backward_order(pipe.schedule))
     pipe.step(rg.Microbatches(parts), target=y)
     if not torch.equal(torch.cat(parts), row):
         return False
@@ -329,7 +322,7 @@ def targets_and_options(rank: int, world: int, schedule: str, graph: bool) -> li
         return leaf.exp() if graph else leaf
 
     losses = losses_of(blocks, x, given(plain_y), F.mse_loss, mask=given(plain_mask))
-    torch.autograd.backward([loss * share for loss, share in zip(losses, shares(ROWS), strict=True)])
+    torch.autograd.backward([loss * share for loss, share in zip(losses, SHARES, strict=True)])
     pipe.step(x, target=given(y), mask=given(mask))
     if pipe.schedule.last_stage not in pipe.stages:
         return ["a gradient on another rank"] if y.grad is not None or mask.grad is not None else []
@@ -390,24 +383,24 @@ def replicated(rank: int, world: int, reduction: str) -> bool:
         mesh=mesh["pp"],
         zero=rg.Zero(stage=3, mesh=mesh["dp"], reduce=reduction),
     )
-    weights = [1.0] * MICROBATCHES if reduction == "sum" else shares(ROWS)
-    grads: dict[str, Tensor] = {}
+    weights = ONES if reduction == "sum" else SHARES
+    by_replica: list[Grads] = []
     right = True
     for replica in range(2):
         torch.manual_seed(replica)
         x, y = torch.randn(ROWS, WIDTH, requires_grad=True), torch.randn(ROWS, WIDTH)
         wanted, twin = x.detach().clone().requires_grad_(), nn.ModuleList(copy.deepcopy(blocks))
         losses = losses_of(list(twin), wanted, y, loss)
-        for number in backward_order(pipe.schedule):
-            (losses[number] * weights[number]).backward()
-        for name, p in twin.named_parameters():
-            grads[name] = p.grad if replica == 0 else grads[name] + p.grad
+        plain_backward(losses, weights, backward_order(pipe.schedule))
+        by_replica.append({name: p.grad for name, p in twin.named_parameters()})
         if replica == mesh["dp"].get_local_rank():
             right &= torch.equal(pipe.step(x, target=y), total(losses, weights))
             right &= same_grad(x, wanted) if 0 in pipe.stages else x.grad is None
     divisor = 1 if reduction == "sum" else 2
     found = {name: pipe.engine.full_grad(leaf) for name, leaf in pipe.named_parameters()}
-    return right and all(torch.equal(grad, grads[name] / divisor) for name, grad in found.items())
+    return right and all(
+        same(grad, mean([grads[name] for grads in by_replica], divisor)) for name, grad in found.items()
+    )
 
 
 @pytest.mark.parametrize("reduction", ("mean", "sum"))

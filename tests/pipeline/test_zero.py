@@ -1,8 +1,9 @@
 """Pipelines with ZeRO under them: gradients of two replicas, one reduction per unit and step."""
 
+import contextlib
 import copy
+import itertools
 import sys
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,29 +12,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import retrograde as rg
 from retrograde.pipeline import Action
-from tests.harness import RankPool
-from tests.pipeline.cases import CASES, Case, backward_order, plain_step
+from tests.harness import Pools, Ranks
+from tests.pipeline.cases import CASES, SCHEDULES, backward_order, replicas_step
+from tests.reference import Grads
+from tests.stages import EACH_STAGE, STAGES
 
-Ranks = Callable[[int], RankPool]
-Gradients = dict[str, torch.Tensor | None]
 MICROBATCHES = 4
 NAMES = list(CASES)
-SCHEDULES = ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min"]
 SHARE = 8  # of the cases, for each schedule and stage in the suite
-
-
-def reference(case: Case, blocks: list[nn.Module], order: list[int], replicas: int, seed: int) -> Gradients:
-    """The mean of the replicas' gradients, summed in rank order."""
-    total: Gradients = {}
-    for replica in range(replicas):
-        twin = nn.ModuleList(copy.deepcopy(blocks))
-        torch.manual_seed(seed + replica)
-        plain_step(list(twin), case.data(), case.loss, order)
-        for name, p in twin.named_parameters(remove_duplicate=False):  # a tied one is known under two names
-            if p.grad is not None:
-                before = total.get(name)
-                total[name] = p.grad if before is None else before + p.grad
-    return {name: None if g is None else g / replicas for name, g in total.items()}
 
 
 def steps(rank: int, world: int, schedule: str, stage: int, names: list[str]) -> list[str]:
@@ -54,7 +40,7 @@ def steps(rank: int, world: int, schedule: str, stage: int, names: list[str]) ->
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         plain = torch.optim.SGD(nn.ModuleList(blocks).parameters(), lr=0.1)
         for number in range(2):
-            wanted = reference(case, blocks, backward_order(pipe.schedule), 2, 10 * number)
+            wanted = replicas_step(case, blocks, backward_order(pipe.schedule), 2, 10 * number)
             torch.manual_seed(10 * number + mesh["dp"].get_local_rank())
             data = case.data()
             pipe.engine.ledger.clear()
@@ -69,7 +55,7 @@ def steps(rank: int, world: int, schedule: str, stage: int, names: list[str]) ->
     return wrong
 
 
-def compare(pipe: rg.Pipeline, wanted: Gradients, exact: bool) -> list[str]:
+def compare(pipe: rg.Pipeline, wanted: Grads, exact: bool) -> list[str]:
     """Bit for bit, but where plain torch adds the uses of a tied parameter in another order (cases.py)."""
     same = torch.equal if exact else torch.allclose
     wrong = []
@@ -136,7 +122,22 @@ def test_gathered_stages_are_gathered_once(ranks: Ranks, schedule: str, stages: 
         assert sum(found.values()) < stages  # where one stage is done before the other, it may be expected in vain
 
 
-def pages_held(rank: int, world: int, schedule: str) -> list[str]:  # noqa: C901 - being shortened
+def failed_step(pipe: rg.Pipeline) -> list[str]:
+    """A step in which every stage's forward raises."""
+
+    def refuse(*args: object) -> None:
+        raise RuntimeError("no")
+
+    handles = [stage.module.register_forward_hook(refuse) for stage in pipe.stages.values()]
+    pipe.watch(None)
+    with pytest.raises(rg.PipelineError, match="no"):
+        step(pipe)
+    for handle in handles:
+        handle.remove()
+    return [f"stage {stage.index} holds pages of a failed step" for stage in pipe.stages.values() if stage.pages]
+
+
+def pages_held(rank: int, world: int, schedule: str) -> list[str]:
     """With room for one stage, and again after a step that failed."""
     pipe, plain = transformer(world, schedule, gathered=1), transformer(world, schedule)
     gathered: set[int] = set()
@@ -152,21 +153,14 @@ def pages_held(rank: int, world: int, schedule: str) -> list[str]:  # noqa: C901
         elif action.kind.value == "W" and action.stage not in gathered and pipe.stages[action.stage].pages:
             wrong.append(f"{action} finds pages")
 
-    def refuse(*args: object) -> None:
-        raise RuntimeError("no")
+    def both() -> None:
+        pipe.watch(watch)
+        step(pipe)
+        step(plain)
 
-    for attempt in range(3):
-        handles = [stage.module.register_forward_hook(refuse) for stage in pipe.stages.values() if attempt == 1]
-        pipe.watch(None if attempt == 1 else watch)
-        if attempt == 1:
-            with pytest.raises(rg.PipelineError, match="no"):
-                step(pipe)
-            wrong += [f"stage {s.index} holds pages of a failed step" for s in pipe.stages.values() if s.pages]
-        else:
-            step(pipe)
-            step(plain)
-        for handle in handles:
-            handle.remove()
+    both()
+    wrong += failed_step(pipe)
+    both()
     for (name, mine), (_, other) in zip(pipe.named_parameters(), plain.named_parameters(), strict=True):
         if not torch.equal(pipe.engine.full_grad(mine), plain.engine.full_grad(other)):
             wrong.append(name)
@@ -184,7 +178,7 @@ def some(schedule: str, stage: int) -> list[str]:
     return NAMES[(len(SCHEDULES) * stage + SCHEDULES.index(schedule)) % SHARE :: SHARE]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@EACH_STAGE
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_two_by_two(ranks: Ranks, schedule: str, stage: int) -> None:
     found = ranks(4).run(steps, schedule, stage, some(schedule, stage), timeout=110)
@@ -197,20 +191,18 @@ def test_checkpoints_with_pages_that_come_early(ranks: Ranks) -> None:
 
 
 def test_every_case_runs_with_every_stage() -> None:
-    for stage in (1, 2, 3):
+    for stage in STAGES:
         assert {name for schedule in SCHEDULES for name in some(schedule, stage)} == set(NAMES)
 
 
 def main() -> int:
-    pool = RankPool(4)
     wrong = []
-    for schedule in SCHEDULES:
-        for stage in (1, 2, 3):
-            found = pool.run(steps, schedule, stage, NAMES, timeout=600)
+    with contextlib.closing(Pools()) as ranks:
+        for schedule, stage in itertools.product(SCHEDULES, STAGES):
+            found = ranks(4).run(steps, schedule, stage, NAMES, timeout=600)
             texts = [text for by_rank in found for text in by_rank]
             print(f"{schedule}, ZeRO {stage}: {len(NAMES)} cases, {len(texts)} differences", flush=True)
             wrong += texts
-    pool.close()
     print("\n".join(wrong))
     return len(wrong)
 

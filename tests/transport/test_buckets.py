@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,7 +15,9 @@ from benchmarks.meters import bytes_sent
 from retrograde.gradients import bucket as buckets
 from retrograde.transport.one_sided import OneSidedTransport
 from tests.harness import RankPool
+from tests.reference import mean, same
 from tests.small import batch, build, loss_of
+from tests.stages import EACH_STAGE, EACH_WORLD, OPPOSITE_STAGES, REDUCING_STAGES, WITH_OTHERS
 from tests.transport.hosts import group_over_tcp
 
 WIDE = 64
@@ -76,17 +77,14 @@ def _passed(rank: int, world: int, stage: int, limit: int) -> dict[str, Any]:
     by_rank = [torch.autograd.grad(plain(_x(r)), list(plain.parameters()), allow_unused=True) for r in range(world)]
     wrong = []
     for (name, _), *each in zip(plain.named_parameters(), *by_rank, strict=True):
-        want = None
-        for grad in each:
-            want = grad if want is None else want + grad
-        if (grads[name] is None) != (want is None) or (want is not None and not torch.equal(grads[name], want / world)):
+        if not same(grads[name], mean(each, world)):
             wrong.append(name)
     dist.barrier()
     return {"wrong": wrong, "own": len(sent & autograds), "all": len(sent)}
 
 
-@pytest.mark.parametrize("world", (1, 2, 4))
-@pytest.mark.parametrize("stage", (2, 3))
+@EACH_WORLD
+@REDUCING_STAGES
 def test_huge_gradients_are_sent_from_where_they_are(ranks: Callable[[int], RankPool], stage: int, world: int) -> None:
     for seen in ranks(world).run(_passed, stage, WIDE * 4):
         assert seen["wrong"] == []
@@ -115,7 +113,7 @@ def _changed_by_its_owner(rank: int, world: int, stage: int) -> Tensor | None:
     return grad
 
 
-@pytest.mark.parametrize("stage", (1, 3))
+@OPPOSITE_STAGES
 def test_a_gradient_that_its_owner_changes_later_is_not_changed_here(
     ranks: Callable[[int], RankPool], stage: int
 ) -> None:
@@ -168,8 +166,8 @@ def _wire(rank: int, world: int, stage: int) -> tuple[int, int]:
     return engine.ledger.bytes("reduce"), torchs
 
 
-@pytest.mark.parametrize("world", (2, 4))
-@pytest.mark.parametrize("stage", (1, 2, 3))
+@WITH_OTHERS
+@EACH_STAGE
 def test_half_of_the_wire_of_torchs_reduce_scatter(ranks: Callable[[int], RankPool], stage: int, world: int) -> None:
     for ours, torchs in ranks(world).run(_wire, stage):
         assert 0 < 2 * ours <= torchs

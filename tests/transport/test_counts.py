@@ -20,6 +20,7 @@ from retrograde.transport.messages import Message
 from retrograde.transport.one_sided import OneSidedTransport
 from tests.harness import RankPool
 from tests.small import BLOCKS, batch, build, loss_of
+from tests.stages import ALONE_OR_NOT, EACH_STAGE, EACH_WORLD, WITH_OTHERS
 from tests.transport.hosts import group_over_tcp
 
 INNER = [f"blocks.{i}" for i in range(BLOCKS)]
@@ -56,13 +57,13 @@ def _clip(rank: int, world: int, stage: int) -> list[list[str]]:
     return met
 
 
-@pytest.mark.parametrize("stage", (1, 2, 3))
+@EACH_STAGE
 def test_clipping_is_one_meeting(ranks: Callable[[int], RankPool], stage: int) -> None:
     reduced = ["flush"] if stage == 1 else []
     assert ranks(2).run(_clip, stage) == [[[*reduced, "total"]] * 2] * 2
 
 
-@pytest.mark.parametrize("world", (1, 2))
+@ALONE_OR_NOT
 @pytest.mark.parametrize("backwards", (1, 3))
 def test_stage_3(ranks: Callable[[int], RankPool], world: int, backwards: int) -> None:
     for seen in ranks(world).run(_train, 3, backwards, {}):
@@ -91,7 +92,7 @@ def test_stage_1(ranks: Callable[[int], RankPool], backwards: int) -> None:
         assert dict(seen["reduce"]) == dict.fromkeys([*INNER, "(root)"], 1)
 
 
-@pytest.mark.parametrize("stage", (1, 2, 3))
+@EACH_STAGE
 def test_frozen_units_are_not_reduced_and_at_stages_1_and_2_not_gathered_again(
     ranks: Callable[[int], RankPool], stage: int
 ) -> None:
@@ -115,7 +116,7 @@ def _wanted_but_unused(rank: int, world: int, stage: int) -> tuple[list[str], li
     return reduced, [name for name, grad in grads.items() if grad is not None]
 
 
-@pytest.mark.parametrize("stage", (1, 2, 3))
+@EACH_STAGE
 def test_what_has_no_gradient_is_not_reduced(ranks: Callable[[int], RankPool], stage: int) -> None:
     assert ranks(2).run(_wanted_but_unused, stage) == [(["blocks.2"], ["blocks.2.up.weight"])] * 2
 
@@ -191,8 +192,8 @@ def _observed(rank: int, world: int, stage: int) -> tuple[dict[str, int], dict[s
     return seen, {kind: engine.ledger.bytes(kind) for kind in ("gather", "reduce")}
 
 
-@pytest.mark.parametrize("world", (1, 2, 4))
-@pytest.mark.parametrize("stage", (1, 2, 3))
+@EACH_WORLD
+@EACH_STAGE
 def test_the_ledger_agrees_with_the_wire(ranks: Callable[[int], RankPool], stage: int, world: int) -> None:
     """Every rank sends its shard to every reader and its buckets' parts to every owner, and nothing else."""
     for seen, ledger in ranks(world).run(_observed, stage):
@@ -211,7 +212,7 @@ def _wire(rank: int, world: int) -> list[tuple[int, int, int]]:
     return [(e.bytes, layouts[e.unit].page_bytes, world) for e in engine.ledger.entries if e.kind == "reduce"]
 
 
-@pytest.mark.parametrize("world", (2, 4))
+@WITH_OTHERS
 def test_a_reduction_sends_each_byte_once(ranks: Callable[[int], RankPool], world: int) -> None:
     for events in ranks(world).run(_wire):
         assert len(events) == BLOCKS + 1

@@ -17,6 +17,7 @@ import retrograde as rg
 from tests.endings import run_to_the_end
 from tests.harness import WORKER_ENVIRONMENT
 from tests.small import batch, build, loss_of
+from tests.stages import WITH_OTHERS
 
 pytestmark = pytest.mark.timeout(120)
 LATE = 1.5  # seconds: long after the others have finished
@@ -39,7 +40,7 @@ def _saves_late(rank: int, world: int, how: str, path: str) -> None:
 
 
 @pytest.mark.parametrize("how", ("the end of the program", "destroy_process_group"))
-@pytest.mark.parametrize("world", (2, 4))
+@WITH_OTHERS
 def test_ranks_that_have_finished_serve_the_others(how: str, world: int, tmp_path: Path) -> None:
     endings = run_to_the_end(_saves_late, world, how, str(tmp_path / "model.pt"))
     assert [ending.code for ending in endings] == [0] * world, endings
@@ -194,7 +195,8 @@ main()
 
 
 def _programs(body: str, folder: Path) -> list[tuple[int, str, str]]:
-    """Two ranks as programs: exit code, stdout and stderr of each."""
+    """Two ranks as programs: exit code, stdout and stderr of each. Not by tests/processes.py: the test is about how
+    Python itself starts and ends them."""
     environment = {**os.environ, **WORKER_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     program = PROGRAM.format(body=body.replace("\n", "\n    "))
     meeting = f"file://{folder / 'store'}"

@@ -31,6 +31,7 @@ from retrograde.transport.one_sided import OneSidedTransport
 from tests.harness import RankPool
 from tests.multiproc.twin import Twin
 from tests.small import batch, build, loss_of
+from tests.stages import WITH_OTHERS
 from tests.transport.delays import delayed
 from tests.transport.hosts import apart
 from tests.transport.shards import Shards
@@ -66,7 +67,7 @@ def _everybody_sends(rank: int, world: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world", (2, 4))
+@WITH_OTHERS
 def test_much_in_all_directions(ranks: Ranks, world: int) -> None:
     assert ranks(world).run(_everybody_sends) == [[]] * world
 

@@ -13,7 +13,9 @@ from torch import Tensor
 
 import retrograde as rg
 from tests.harness import RankPool
+from tests.reference import mean
 from tests.small import BLOCKS, Block, batch, build, loss_of
+from tests.stages import EACH_STAGE, EACH_WORLD
 
 Ranks = Callable[[int], RankPool]
 BACKWARDS = 3
@@ -30,13 +32,7 @@ def _local(rank: int, backwards: int) -> dict[str, Tensor]:
 def _expected(world: int, backwards: int, wire: torch.dtype) -> dict[str, Tensor]:
     """Every rank's gradient rounded to the wire's dtype, added up in fp32 in rank order, and divided once."""
     ranks = [_local(rank, backwards) for rank in range(world)]
-    sums = {}
-    for name in ranks[0]:
-        total = ranks[0][name].to(wire).float()
-        for grads in ranks[1:]:
-            total += grads[name].to(wire).float()
-        sums[name] = total / world
-    return sums
+    return {name: mean([grads[name].to(wire).float() for grads in ranks], world) for name in ranks[0]}
 
 
 def _travelled(rank: int, world: int, stage: int, precision: Any, window: bool) -> dict[str, Any]:
@@ -61,8 +57,8 @@ def _travelled(rank: int, world: int, stage: int, precision: Any, window: bool) 
     }
 
 
-@pytest.mark.parametrize("world", (1, 2, 4))
-@pytest.mark.parametrize("stage", (1, 2, 3))
+@EACH_WORLD
+@EACH_STAGE
 @pytest.mark.parametrize("window", (False, True))
 def test_gradients_travel_in_the_dtype_asked_for(ranks: Ranks, stage: int, world: int, window: bool) -> None:
     for seen in ranks(world).run(_travelled, stage, rg.Precision(reduce="bf16"), window):
@@ -101,7 +97,7 @@ def _joined(rank: int, world: int, stage: int, join: int) -> dict[str, Any]:
 BLOCK = sum(p.nbytes for p in Block().parameters())
 
 
-@pytest.mark.parametrize("stage", (1, 2, 3))
+@EACH_STAGE
 @pytest.mark.parametrize(("join", "units"), ((0, BLOCKS), (BLOCK, BLOCKS), (BLOCK + 1, BLOCKS // 2), (10**9, 1)))
 def test_small_units_are_joined(ranks: Ranks, stage: int, join: int, units: int) -> None:
     for seen in ranks(2).run(_joined, stage, join):
@@ -151,8 +147,8 @@ def _plain_sums(world: int, diverge: bool) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("world", (1, 2, 4))
-@pytest.mark.parametrize("stage", (1, 2, 3))
+@EACH_WORLD
+@EACH_STAGE
 @pytest.mark.parametrize("diverge", (False, True))
 def test_the_backend_may_reduce(ranks: Ranks, stage: int, world: int, diverge: bool) -> None:
     steps = 1 if stage == 1 else 2  # stage 1 reduces once
