@@ -15,7 +15,7 @@ import retrograde as rg
 from retrograde.pipeline import Schedule
 from retrograde.pipeline.blocks import Chain, blocks_of, measured
 from retrograde.pipeline.generators import GENERATORS
-from retrograde.transport import Connections
+from retrograde.transport.connections import Connections
 from tests.harness import RankPool
 from tests.pipeline.cases import CASES, WIDTH, Data, Fn, backward_order, lin, plain_step, tanhs
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from retrograde.transport import Connections
+from retrograde.transport.connections import Connections
 from retrograde.transport.line import Line
 from retrograde.transport.messages import Message
 

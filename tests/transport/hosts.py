@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
-from retrograde.transport import Connections, connecting
+from retrograde.transport import connecting
+from retrograde.transport.connections import Connections
 
 
 @contextlib.contextmanager

@@ -73,13 +73,12 @@ def test_much_in_all_directions(ranks: Ranks, world: int) -> None:
 
 
 def _from_where_it_is(rank: int, world: int) -> tuple[bool, list[float]]:
-    """What is sent must not change before `finish` returns, and may after it."""
+    """What is sent must not change before `wait` returns, and may after it."""
     transport = _transport(16 * LARGE)
     peer, part = 1 - rank, torch.full((16 * LARGE,), float(rank))
     sending = transport.put(Key(0, 0, 0, 0), {peer: [part]})
-    took_all_at_once = transport.connections.sent(*sending[0])
-    for work in sending:
-        work.wait(HOST)
+    took_all_at_once = not sending.missing()
+    sending.wait(HOST)
     part.fill_(7.0)
     got = transport.take(Key(0, 0, 0, 0), peer, "a unit")
     dist.barrier()

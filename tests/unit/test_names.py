@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_rooms import SOURCE, house, modules
+from tests.unit.house import SOURCE, house, modules
 
 # Each with its reason.
 EXCEPTIONS: dict[str, str] = {}

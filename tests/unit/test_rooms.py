@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-SOURCE = Path(__file__).parents[2] / "src" / "retrograde"
+from tests.unit.house import SOURCE, house, modules
 
 # A room imports only rooms of earlier columns, and of its own column itself alone.
 COLUMNS = (
@@ -39,10 +39,6 @@ FILE_LINES = 500
 class Import(NamedTuple):
     line: int
     module: str  # absolute and dotted; for "from a import b" it is a.b, whether b is a module or a name
-
-
-def modules(root: Path) -> list[Path]:
-    return sorted(root.rglob("*.py"))
 
 
 def room_of(path: Path, root: Path) -> str:
@@ -150,15 +146,6 @@ def test_layout_has_no_collectives() -> None:
 
 
 # The rules themselves, on small wrong houses: each check must be able to fail.
-
-
-def house(tmp_path: Path, files: dict[str, str]) -> Path:
-    root = tmp_path / "retrograde"
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    return root
 
 
 @pytest.mark.parametrize(
