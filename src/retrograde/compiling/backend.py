@@ -5,13 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch._functorch.config
 
 from retrograde.pages import SavedTensors, edits, views
+from retrograde.torch_internals import READS_DATA, keeping_saved_tensors, storage_id
 
 Graph = Callable[..., Any]
-
-_data_of: Any = vars(torch._C._autograd)["_get_data_attr"]
 
 
 @dataclass(frozen=True)
@@ -28,17 +26,17 @@ class Keeping:
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Graph:
         for node in graph.graph.nodes:
-            if node.target is _data_of:
+            if node.target is READS_DATA:
                 node.target = torch.Tensor.detach
         graph.recompile()
         edited = _edited_inputs(graph.graph)
-        with torch._functorch.config.patch(donated_buffer=False):
+        with keeping_saved_tensors():
             run = self.inner(graph, inputs)
         return self._after_a_fence(run, edited) if edited else run
 
     def _after_a_fence(self, run: Graph, edited: list[int]) -> Graph:
         def fenced(*args: Any) -> Any:
-            units = {self.saved.live.get(args[place].untyped_storage()._cdata) for place in edited}
+            units = {self.saved.live.get(storage_id(args[place])) for place in edited}
             if (unit := next((unit for unit in units if unit is not None and unit.at_home), None)) is not None:
                 unit.sink.fence(f"a compiled forward that edits weights of unit {unit.name}")
             return run(*args)

@@ -34,6 +34,7 @@ from retrograde.pipeline.search import schedule_for
 from retrograde.pipeline.stage import Lesson, Loss, Stage
 from retrograde.pipeline.timeline import Timed
 from retrograde.pipeline.transport import MeshTransport, Transport
+from retrograde.torch_internals import check_before_first_use
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class Pipeline:
         self.rank = dist.get_rank(self._group)
         self.device = torch.device("cpu")
         with together(self._groups, "Pipeline()") as arguments:
+            check_before_first_use()
             count = whole_number("microbatches", microbatches, 1, "a whole number, 1 or more", PipelineError)
             self._loss_reduction = one_of(
                 "loss_reduction", loss_reduction, ("mean", "sum"), '"mean" or "sum"', PipelineError

@@ -25,6 +25,7 @@ from retrograde.pages import Unit
 from retrograde.parameters import ShardedParameter
 from retrograde.pipeline.parcel import Parcel
 from retrograde.pipeline.split import SplitBackward
+from retrograde.torch_internals import alias_without_base
 
 Loss = Callable[..., Tensor]
 
@@ -58,8 +59,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
-        entered: Tensor = torch.ops.aten._unsafe_view(leaf, leaf.shape)
-        return entered
+        return alias_without_base(leaf)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:

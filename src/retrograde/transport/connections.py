@@ -36,8 +36,8 @@ from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_process_group_store
 
+from retrograde.torch_internals import store_of
 from retrograde.transport import leaving
 from retrograde.transport.connecting import connect
 from retrograde.transport.line import LENGTHS, Line, bytes_of, frame, message_length, unwanted
@@ -109,7 +109,7 @@ class Connections:
         """The group's mesh. It is made at the first call, for which all ranks must come within `timeout` seconds."""
         if group not in cls._meshes:
             rank, world = dist.get_rank(group), dist.get_world_size(group)
-            sockets = connect(_get_process_group_store(group), rank, world, timeout) if world > 1 else ()
+            sockets = connect(store_of(group), rank, world, timeout) if world > 1 else ()
             cls._meshes[group] = mesh = cls(rank, world, sockets, group)
             weakref.finalize(group, mesh.say_goodbye).atexit = False  # leaving.py has the end of the process
             if mesh._lines:
