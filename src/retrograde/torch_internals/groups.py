@@ -2,17 +2,21 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d as collectives
 
 from retrograde.torch_internals.probes import When, expect, find, probe, tiny
 
+if TYPE_CHECKING:  # torch.distributed hides them from type checkers
+    from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+else:
+    from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+
 __all__ = [
-    "PrefixStore",  # torch.distributed has these three too, but hides them from type checkers
+    "PrefixStore",
     "Store",
     "TCPStore",
     "before_collectives",

@@ -94,8 +94,10 @@ def _recurrent_modules_keep_a_list() -> None:
     module.__class__ = type("RNN", (ReadsWeightsAnew, nn.RNN), {})
     for name in own_parameters(module):
         own_parameters(module)[name] = nn.Parameter(2 * tiny(1).view(1, 1))
-    result, _ = module(tiny().view(2, 1))
-    expect(result.flatten().tolist(), [2.0, 6.0], "what it computes with weights that were replaced")
+    given = tiny().view(2, 1)
+    expect(module(given)[0].flatten().tolist(), [2.0, 6.0], "what it computes with weights that were replaced")
+    module._flat_weights = []  # torch does so when they change
+    expect(module(given)[0].flatten().tolist(), [2.0, 6.0], "what it computes when its list was set")
     forget_weight_references(module)
     expect(module._flat_weight_refs, [], "the weak references")
 

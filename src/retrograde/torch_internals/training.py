@@ -6,6 +6,7 @@ torch has no hooks for these, so its own functions and classes are changed, once
 import functools
 import types
 from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from torch import nn
 from torch.nn import init
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
-from torch.utils import _foreach_utils
 
 from retrograde.errors import InternalsChanged
 from retrograde.torch_internals.probes import When, expect, probe, tiny
@@ -76,7 +76,12 @@ def _clipping_is_a_closure() -> None:
 
 def clip_together(cls: type[torch.Tensor]) -> None:
     """Let torch clip tensors of this class in one operation over all of them, as it does plain ones."""
-    _foreach_utils._foreach_supported_types.append(cls)
+    _taken_together().append(cls)
+
+
+def _taken_together() -> list[type]:
+    classes: list[type] = import_module("torch.utils._foreach_utils")._foreach_supported_types
+    return classes
 
 
 @probe(
@@ -92,13 +97,13 @@ def _classes_can_be_clipped_together() -> None:
         pass
 
     gradient = tiny().as_subclass(Gradient)
-    many: Callable[..., bool] = _foreach_utils._has_foreach_support
+    many: Callable[..., bool] = import_module("torch.utils._foreach_utils")._has_foreach_support
     expect(many([gradient], gradient.device), False, "whether a class that is not in the list is taken")
     clip_together(Gradient)
     try:
         expect(many([gradient], gradient.device), True, "whether a class in the list is taken")
     finally:
-        _foreach_utils._foreach_supported_types.remove(Gradient)
+        _taken_together().remove(Gradient)
 
 
 # ---- zeroing

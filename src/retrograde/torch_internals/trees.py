@@ -2,33 +2,31 @@
 
 from collections import namedtuple
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch.utils import _pytree
+from retrograde.torch_internals.probes import expect, find, probe
 
-from retrograde.torch_internals.probes import expect, probe
-
-TreeSpec = _pytree.TreeSpec
+if TYPE_CHECKING:
+    from torch.utils._pytree import TreeSpec as TreeSpec
+else:
+    TreeSpec = find("torch.utils._pytree:TreeSpec")
 """The containers of a tree without its leaves: `type`, `context`, `children()`, `is_leaf()`, `num_leaves`."""
 
-tree_flatten: Callable[[Any], tuple[list[Any], TreeSpec]] = _pytree.tree_flatten
-tree_unflatten: Callable[[Iterable[Any], TreeSpec], Any] = _pytree.tree_unflatten
-tree_leaves: Callable[[Any], list[Any]] = _pytree.tree_leaves
-tree_map_only: Callable[..., Any] = _pytree.tree_map_only
+tree_flatten: Callable[[Any], tuple[list[Any], TreeSpec]] = find("torch.utils._pytree:tree_flatten")
+tree_unflatten: Callable[[Iterable[Any], TreeSpec], Any] = find("torch.utils._pytree:tree_unflatten")
+tree_leaves: Callable[[Any], list[Any]] = find("torch.utils._pytree:tree_leaves")
+tree_map_only: Callable[..., Any] = find("torch.utils._pytree:tree_map_only")
 
 
-def leaf_spec() -> TreeSpec:
-    """The tree of one leaf."""
-    return _pytree.treespec_leaf()
+leaf_spec: Callable[[], TreeSpec] = find("torch.utils._pytree:treespec_leaf")
+"""The tree of one leaf."""
+is_named_tuple: Callable[[type], bool] = find("torch.utils._pytree:is_namedtuple_class")
 
 
 def known_containers() -> list[type]:
     """Types that are registered as containers, the last first."""
-    return list(reversed(_pytree.SUPPORTED_NODES))
-
-
-def is_named_tuple(kind: type) -> bool:
-    return _pytree.is_namedtuple_class(kind)
+    return list(reversed(import_module("torch.utils._pytree").SUPPORTED_NODES))
 
 
 class _Pair(NamedTuple):

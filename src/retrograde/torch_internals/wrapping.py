@@ -7,11 +7,11 @@ come here as well. FSDP takes seconds to import, so it is changed only where it 
 import functools
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
-from torch._functorch import vmap
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import ParametrizationList
 
@@ -170,7 +170,12 @@ def _parametrizations_are_lists() -> None:
 # ---- vmap
 def before_vmap(look: Callable[[Any], None]) -> None:
     """Have `look(input)` run before vmap makes a batch of it."""
-    vmap._add_batch_dim = _looking(vmap._add_batch_dim, look)  # type: ignore[attr-defined]
+    vmap = _vmap()
+    vmap._add_batch_dim = _looking(vmap._add_batch_dim, look)
+
+
+def _vmap() -> Any:
+    return import_module("torch._functorch.vmap")
 
 
 def _looking(make_batch: Callable[..., Any], look: Callable[[Any], None]) -> Callable[..., Any]:
@@ -190,12 +195,12 @@ def _looking(make_batch: Callable[..., Any], look: Callable[[Any], None]) -> Cal
 )
 def _vmap_makes_batches() -> None:
     """Assumes: vmap looks `_add_batch_dim` up in its module when it runs, and calls it on each input."""
-    original = vmap._add_batch_dim  # type: ignore[attr-defined]
+    original = _vmap()._add_batch_dim
     given = tiny()
     seen: list[Any] = []
     before_vmap(seen.append)
     try:
         torch.func.vmap(torch.neg)(given)
     finally:
-        vmap._add_batch_dim = original  # type: ignore[attr-defined]
+        _vmap()._add_batch_dim = original
     expect(len(seen) == 1 and seen[0] is given, True, "whether its input was seen")
