@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from retrograde.cli import schedules
+from retrograde.cli import doctor, schedules
 from retrograde.errors import RetrogradeError
 
 
@@ -12,10 +12,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="retrograde", description="Sharded and pipelined training for PyTorch.")
     commands = parser.add_subparsers(metavar="command", required=True)
     schedules.add_to(commands)
+    doctor.add_to(commands)
     arguments = parser.parse_args(argv)
     try:
-        arguments.run(arguments)
+        code: int = arguments.run(arguments)
     except (RetrogradeError, OSError) as error:
         print(f"retrograde: {error}", file=sys.stderr)
         return 2
-    return 0
+    return code

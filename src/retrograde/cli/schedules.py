@@ -2,19 +2,16 @@
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
+from retrograde.cli.commands import Commands
 from retrograde.errors import ScheduleError
 from retrograde.pipeline import Costs, Schedule, dry_run, generate, lower, schedule_for
 from retrograde.pipeline.drawing import show
 from retrograde.pipeline.generators import GENERATORS
 from retrograde.pipeline.svg import svg
-
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 SHOW = """\
 NAME is one of `retrograde schedules list`, `auto`, or a file with the text of a schedule. Times are of one
@@ -22,7 +19,7 @@ microbatch through a rank's whole share of the model; a rank with two stages has
 """
 
 
-def add_to(commands: "Commands") -> None:
+def add_to(commands: Commands) -> None:
     parser = commands.add_parser("schedules", help="draw and check pipeline schedules")
     actions = parser.add_subparsers(metavar="action", required=True)
     listing = actions.add_parser("list", help="the schedules there are, with their figures for a size")
@@ -54,7 +51,7 @@ def _costs(arguments: argparse.Namespace) -> Costs:
     return Costs(arguments.forward, arguments.input, arguments.weight, arguments.transfer, arguments.pending)
 
 
-def _list(arguments: argparse.Namespace) -> None:
+def _list(arguments: argparse.Namespace) -> int:
     ranks, microbatches = arguments.ranks, arguments.microbatches
     table = Table(title=f"{ranks} ranks, {microbatches} microbatches", title_justify="left", box=None, pad_edge=False)
     table.add_column("schedule", no_wrap=True)
@@ -68,9 +65,10 @@ def _list(arguments: argparse.Namespace) -> None:
         table.add_row(name, str(schedule.stages), *figures, generator.about)
     table.add_row("auto", "", "", "", "", "searched for given costs")
     Console().print(table)
+    return 0
 
 
-def _show(arguments: argparse.Namespace) -> None:
+def _show(arguments: argparse.Namespace) -> int:
     schedule = _schedule(arguments)
     chunks = schedule.stages // len(schedule.ranks)
     timeline = dry_run(schedule, _costs(arguments).per_chunk(chunks))
@@ -86,6 +84,7 @@ def _show(arguments: argparse.Namespace) -> None:
         print(schedule, end="")
     else:
         show(timeline, title)
+    return 0
 
 
 def _schedule(arguments: argparse.Namespace) -> Schedule:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch._functorch.config
 
 from retrograde.pages import SavedTensors, edits, views
+from retrograde.torch_internals import READS_DATA, keeping_saved_tensors
 
 Graph = Callable[..., Any]
 
@@ -18,9 +18,6 @@ class Services(NamedTuple):
     saved: SavedTensors
     grow: Callable[[], None]  # shards parameters that have joined the model
     pass_fence: Callable[[str], None]  # waits until every rank has read what this one is about to edit
-
-
-_data_of: Any = vars(torch._C._autograd)["_get_data_attr"]
 
 
 @dataclass(frozen=True)
@@ -37,11 +34,11 @@ class Keeping:
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Graph:
         for node in graph.graph.nodes:
-            if node.target is _data_of:
+            if node.target is READS_DATA:
                 node.target = torch.Tensor.detach
         graph.recompile()
         edited = _edited_inputs(graph.graph)
-        with torch._functorch.config.patch(donated_buffer=False):
+        with keeping_saved_tensors():
             run = self.inner(graph, inputs)
         return self._after_a_fence(run, edited) if edited else run
 

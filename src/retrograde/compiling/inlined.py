@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from retrograde.torch_internals import compiler
+
 Forward = Callable[..., Any]
 
 GIVEN = "_retrograde_given"  # what a module's parameters are while its region runs
@@ -31,7 +33,7 @@ def given_or(name: str, eager: property) -> property:
             given: Any = self._retrograde_given
             if given is not None and name in given:
                 return given[name]
-            torch._dynamo.graph_break(msg=_NOT_GIVEN)
+            compiler.end_graph_here(msg=_NOT_GIVEN)
         return read(self)
 
     return property(get, eager.fset, eager.fdel)

@@ -33,14 +33,25 @@ from retrograde.compiling.backend import Keeping, Services
 from retrograde.compiling.inlined import GIVEN, Forward
 from retrograde.layout import UnitSpec
 from retrograde.parameters import ShardedParameter
-from retrograde.parameters.access import MADE, Sharded, ShardedRNN, leaves, specialize
+from retrograde.parameters.access import MADE, Sharded, leaves, specialize
+from retrograde.torch_internals import (
+    ReadsWeightsAnew,
+    backend_of,
+    compiling_frames,
+    dynamo_is_loaded,
+    ending_graphs,
+    hide_from_dynamo,
+    in_transform,
+    is_untraced,
+    keep_sizes,
+    make_subclass,
+    node_class,
+)
 
 _REASON = (
     "retrograde pages parameters in between compiled graphs, one unit at a time, so no graph spans units; with "
     "fullgraph=True use retrograde.compile(model, fullgraph=True), which compiles each unit as one graph"
 )
-
-_compiling_frames = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 REGION = "_retrograde_region"
 
@@ -58,7 +69,7 @@ class Region:
     def __init__(self, services: Services, plain: Forward) -> None:
         self.services = services
         self.plain = plain
-        self._disabled = getattr(plain, "_torchdynamo_disable", False)  # by the user; torch.compile would overrule it
+        self._disabled = is_untraced(plain)  # by the user; torch.compile would overrule it
         self.members: list[Member] = []
         self.compiled: Forward | None = None
         self._outer: tuple[Any, Forward] = (None, plain)  # the last backend, and `plain` compiled with it
@@ -66,15 +77,14 @@ class Region:
     @property
     def forward(self) -> Forward | None:
         """What to run, if there is something to compile for. Under torch.func a region is eager code."""
-        if self._disabled or torch._C._functorch.peek_interpreter_stack() is not None:
+        if self._disabled or in_transform():
             return None
         if self.compiled is not None:
             return self.compiled
-        if not callable(frames := _compiling_frames()):
+        frames = compiling_frames()
+        if frames is None:
             return None
-        from torch._dynamo.eval_frame import innermost_backend
-
-        backend = innermost_backend(frames)
+        backend = backend_of(frames)
         if self._outer[0] is not backend:
             self._outer = backend, torch.compile(self.plain, backend=Keeping(backend, self.services))
         return self._outer[1]
@@ -105,14 +115,14 @@ class Region:
         for module, own in self.members:
             given = {name: aliases[module, name] for name in own}
             for alias in given.values():
-                torch._dynamo.mark_static(alias)  # parameters keep their sizes
+                keep_sizes(alias)
             module.__dict__[GIVEN] = given
 
     def _publish_edits(self) -> None:
         """Rule 5, for what nothing was saved of after the edit."""
         for module, own in self.members:
             for name, alias in module.__dict__[GIVEN].items():
-                if alias.grad_fn is not None and type(alias.grad_fn) is not _Enter._backward_cls:
+                if alias.grad_fn is not None and type(alias.grad_fn) is not node_class(_Enter):
                     raise RuntimeError(
                         f"parameter {own[name].slot.name} requires grad and is used in an in-place operation in a "
                         f"compiled forward, or edited there through .data; edit weights under torch.no_grad()"
@@ -136,7 +146,7 @@ class _Enter(torch.autograd.Function):
 
 def _plain(full: torch.Tensor) -> torch.Tensor:
     """The same memory and version counter, no graph, no class of ours."""
-    return torch.Tensor._make_subclass(torch.Tensor, full)
+    return make_subclass(torch.Tensor, full)
 
 
 def find(model: nn.Module, units: Sequence[nn.Module]) -> Iterator[nn.Module]:
@@ -190,7 +200,7 @@ def _layer(module: nn.Module, forward: Any) -> None:
 
 def _original(cls: type[nn.Module]) -> type[nn.Module]:
     """The class the user gave the module."""
-    return next(each for each in cls.__mro__ if MADE not in vars(each) and each not in (Sharded, ShardedRNN))
+    return next(each for each in cls.__mro__ if MADE not in vars(each) and each not in (Sharded, ReadsWeightsAnew))
 
 
 def _members(module: nn.Module, others: set[nn.Module]) -> Iterator[Member]:
@@ -224,25 +234,20 @@ def _boundary(base: Forward, plain: Forward) -> Forward:
             return base(self, *args, **kwargs)
         return region.run(compiled, self, args, kwargs)
 
-    marked: Any = forward
-    marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, _REASON
-    return forward
+    return ending_graphs(_REASON)(forward)
 
 
 def _hide() -> None:
     """Rule 3, as soon as there is a Dynamo to hide from: importing it takes longer than all the rest."""
-    if "torch._dynamo" in sys.modules:
+    if dynamo_is_loaded():
         _hide_from_dynamo()
 
 
 @functools.cache
 def _hide_from_dynamo() -> None:
-    from torch._dynamo import trace_rules
-    from torch._dynamo.eval_frame import skip_code
-
+    hidden = []
     for name, module in list(sys.modules.items()):
         room, ours = name.count(".") == 1, name.startswith(str(__package__))  # other rooms as a whole: it is slow
         if name.startswith("retrograde.") and module is not inlined and room != ours:
-            trace_rules.add(name)
-    for code in inlined.all_code():
-        skip_code(code)
+            hidden.append(name)
+    hide_from_dynamo(hidden, inlined.all_code())

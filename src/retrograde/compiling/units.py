@@ -15,6 +15,7 @@ from retrograde.arguments import check_module, flag, instance, one_of, wrong
 from retrograde.compiling.backend import Graph, Keeping
 from retrograde.compiling.regions import regions_of
 from retrograde.errors import ShardingError
+from retrograde.torch_internals import backend_with, inductor_modes, inductor_options, inductor_with
 
 
 def compile(
@@ -54,21 +55,21 @@ def _inner(
     if mode is not None and options is not None:
         raise ShardingError("compile(): give mode or options, not both, as with torch.compile()")
     if not callable(backend):
-        backends = torch._dynamo.list_backends(exclude_tags=())
+        backends = torch.compiler.list_backends(exclude_tags=())
         one_of("backend", backend, backends, f"a callable or one of {', '.join(backends)}")
     if options is not None:
         instance("options", options, dict, "is not a dictionary", "a dictionary or None")
     if backend != "inductor":  # whose modes and options are its own affair
-        return torch._TorchCompileWrapper(backend, mode, options, dynamic)  # type: ignore[no-untyped-call]
+        return backend_with(backend, mode, options, dynamic)
     if mode is not None:
-        modes = list(torch._inductor.list_mode_options())
+        modes = inductor_modes()
         one_of("mode", mode, modes, f"None or one of {', '.join(modes)}")
-    known = torch._inductor.list_options()
+    known = inductor_options()
     for name in options or ():
         if str(name).replace("-", "_") not in known:
             cause = f"has {name!r}, which Inductor does not know"
             raise wrong("options", options, cause, "names from torch._inductor.list_options()")
     try:
-        return torch._TorchCompileInductorWrapper(mode, options, dynamic)  # type: ignore[no-untyped-call]
+        return inductor_with(mode, options, dynamic)
     except RuntimeError as error:  # an option of another type
         raise wrong("options", options, f"is refused: {error}", "values of the types that Inductor has") from error

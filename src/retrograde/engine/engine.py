@@ -19,8 +19,8 @@ from retrograde.ledger import Ledger
 from retrograde.pages import BufferPool, Pager, SavedTensors, Unit
 from retrograde.parameters import Owner, ShardedParameter
 from retrograde.parameters.part import plain, whole
-from retrograde.parameters.pieces import raw_grad
 from retrograde.reports import explain, report
+from retrograde.torch_internals import raw_grad
 from retrograde.transport import Memory, Reason, Transport
 
 

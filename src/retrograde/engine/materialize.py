@@ -5,34 +5,33 @@ parents), so with the same seed the values are those of the model built on a rea
 """
 
 from collections.abc import Callable, Iterator
-from typing import cast
 
 import torch
 from torch import nn
 
 from retrograde.errors import ShardingError
+from retrograde.torch_internals import forget_weight_references, own_buffers, own_parameters, reset_of
 
 
 def materialize(model: nn.Module, device: torch.device, move_in: Callable[[nn.Parameter, torch.Tensor], None]) -> None:
     """Reset every module that has parameters on the meta device; `move_in` makes each real with its first value."""
     shapes = {id(p): torch.empty_like(p) for p in model.parameters() if p.device.type == "meta"}
     for module in dict.fromkeys(_construction_order(model)):  # a shared one is made once
-        own = {key: p for key, p in module._parameters.items() if p is not None and id(p) in shapes}
-        buffers = {key: b for key, b in module._buffers.items() if b is not None and b.device.type == "meta"}
+        own = {key: p for key, p in own_parameters(module).items() if p is not None and id(p) in shapes}
+        buffers = {key: b for key, b in own_buffers(module).items() if b is not None and b.device.type == "meta"}
         if not own and not buffers:
             continue
-        if isinstance(module, nn.RNNBase):
-            module._flat_weight_refs = []  # a tensor with weak references cannot be swapped; access.py serves them
+        forget_weight_references(module)  # access.py serves them
         for key, buffer in buffers.items():
-            module._buffers[key] = torch.empty_like(buffer, device=device)
+            own_buffers(module)[key] = torch.empty_like(buffer, device=device)
         for key, param in own.items():
             # A scratch parameter: a tied weight draws its random numbers as it would have, and is discarded.
             scratch = torch.empty_like(shapes[id(param)], device=device)
-            module._parameters[key] = nn.Parameter(scratch, param.requires_grad)
+            own_parameters(module)[key] = nn.Parameter(scratch, param.requires_grad)
         with torch.no_grad():
             _reset_of(module)()
         for key, param in own.items():
-            made, module._parameters[key] = module._parameters[key], param
+            made, own_parameters(module)[key] = own_parameters(module)[key], param
             if made is not None and param.device.type == "meta":
                 move_in(param, made)
             del made  # before the next module is made
@@ -41,7 +40,7 @@ def materialize(model: nn.Module, device: torch.device, move_in: Callable[[nn.Pa
 def check_resettable(model: nn.Module) -> None:
     """Refuse before anything is changed."""
     for name, module in model.named_modules():
-        own = [*module._parameters.values(), *module._buffers.values()]
+        own = [*own_parameters(module).values(), *own_buffers(module).values()]
         if any(t is not None and t.device.type == "meta" for t in own):
             _reset_of(module, name)
 
@@ -53,9 +52,9 @@ def _construction_order(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _reset_of(module: nn.Module, name: str = "") -> Callable[..., object]:
-    for method in ("reset_parameters", "_reset_parameters"):
-        if callable(reset := getattr(module, method, None)):
-            return cast("Callable[..., object]", reset)
+    reset = reset_of(module)
+    if reset is not None:
+        return reset
     raise ShardingError(
         f"module {name or '(root)'} ({type(module).__name__}) has parameters or buffers on the meta device but no "
         f"reset_parameters(); give it one, or build the model on a real device"

@@ -14,6 +14,7 @@ from torch import nn
 
 from retrograde.arguments import shown, wrong
 from retrograde.errors import ShardingError
+from retrograde.torch_internals import own_parameters
 
 Units = str | type[nn.Module] | tuple[type[nn.Module], ...] | list[type[nn.Module]] | Callable[[nn.Module], bool]
 
@@ -39,7 +40,7 @@ def find_units(
     seen: set[int] = set()
 
     def walk(module: nn.Module, prefix: str, home: list[Named]) -> None:
-        for name, param in module._parameters.items():
+        for name, param in own_parameters(module).items():
             if param is not None and id(param) not in seen and wanted(param):
                 seen.add(id(param))
                 home.append((prefix + name, param))

@@ -16,6 +16,7 @@ from retrograde.errors import UnsupportedError
 from retrograde.pages.full_tensor import FullTensor
 from retrograde.pages.saved_tensors import SavedTensors
 from retrograde.parameters.copies import Copied
+from retrograde.torch_internals import ReadsWeightsAnew, own_parameters
 
 MADE = "_retrograde_made"  # marks a generated class
 
@@ -29,7 +30,7 @@ class Leaf(Copied):
 
 def leaves(module: nn.Module) -> dict[str, Any]:
     """The sharded parameters that a module has itself."""
-    return {name: leaf for name, leaf in module._parameters.items() if isinstance(leaf, Leaf)}
+    return {name: leaf for name, leaf in own_parameters(module).items() if isinstance(leaf, Leaf)}
 
 
 class Sharded(nn.Module):
@@ -50,12 +51,12 @@ class Sharded(nn.Module):
         for name, leaf in self.named_parameters(recurse=recurse):
             if isinstance(leaf, Leaf):
                 _refuse_conversion(self, fn, name, leaf)
-        own = dict(self._parameters)
-        self._parameters.clear()  # nothing to change in the leaves; buffers are the module's own
+        own = dict(own_parameters(self))
+        own_parameters(self).clear()  # nothing to change in the leaves; buffers are the module's own
         try:
             return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         finally:
-            self._parameters.update(own)
+            own_parameters(self).update(own)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -110,15 +111,6 @@ def _refuse_conversion(module: nn.Module, fn: Callable[[torch.Tensor], torch.Ten
     )
 
 
-class ShardedRNN:
-    """RNN modules keep a list of their weights. In a page they are contiguous already."""
-
-    _flat_weights_names: list[str]
-    _flat_weights = property(lambda self: [getattr(self, n) for n in self._flat_weights_names], lambda self, _: None)
-
-    def flatten_parameters(self) -> None: ...
-
-
 def unpatched(module: nn.Module) -> bool:
     """Has it sharded parameters without a property?"""
     return not all(isinstance(getattr(type(module), name, None), property) for name in leaves(module))
@@ -145,7 +137,7 @@ def specialize(module: nn.Module, body: dict[str, Any], *key: Hashable) -> None:
     cls = type(module)
     if (made := _made.get((id(cls), *key))) is None:
         body |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, MADE: True}
-        ahead = (ShardedRNN, Sharded) if isinstance(module, nn.RNNBase) else (Sharded,)
+        ahead = (ReadsWeightsAnew, Sharded) if isinstance(module, nn.RNNBase) else (Sharded,)
         bases = (cls,) if isinstance(module, Sharded) else (*ahead, cls)
         made = _made[id(cls), *key] = type(cls.__name__, bases, body)
     module.__class__ = made
@@ -153,8 +145,9 @@ def specialize(module: nn.Module, body: dict[str, Any], *key: Hashable) -> None:
 
 def _property(name: str) -> property:
     def get(self: nn.Module) -> Any:
-        if name in self._parameters:
-            leaf: Any = self._parameters[name]
+        own = own_parameters(self)
+        if name in own:
+            leaf: Any = own[name]
             return leaf.full() if isinstance(leaf, Leaf) else leaf
         return self.__dict__[name] if name in self.__dict__ else nn.Module.__getattr__(self, name)
 

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from retrograde.parameters.part import Part, everybodys, pieces_in
+from retrograde.torch_internals import without_torch_function
 
 
 def _folded(pieces: Sequence[Part], name: str, local: Callable[..., Any], combine: Callable[..., Any]) -> list[Any]:
     """`local` of each whole tensor from `local` of its pieces, in one meeting. An empty piece has no say in it."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         plain = [piece.as_subclass(torch.Tensor).detach() for piece in pieces]
         by_rank = everybodys(name, pieces, lambda: [local(t) if t.numel() else None for t in plain])
         found = [[value for value in values if value is not None] for values in zip(*by_rank, strict=True)]
@@ -53,7 +54,7 @@ def _reduction(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def _found_inf(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """GradScaler's check: inf on one rank is inf on all."""
     grads, found = args[0], args[1]
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         func(*args, **kwargs)
     if (piece := next(pieces_in(grads), None)) is not None:
         by_rank = piece.coordinator.values("found_inf", found.clone)

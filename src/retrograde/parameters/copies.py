@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from retrograde.errors import UnsupportedError
-from retrograde.torch_internals import set_data
+from retrograde.torch_internals import set_data, version_of
 
 
 class _Copies:
@@ -23,7 +23,7 @@ class _Copies:
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.counter = torch.empty(0, dtype=dtype, device=device)
-        self.seen = self.counter._version
+        self.seen = version_of(self.counter)
         self.last: weakref.ref[torch.Tensor] | None = None
         self.last_version = -1  # of the parameter, when the last copy was made
 
@@ -48,7 +48,7 @@ class Copied:
     def copy_for(self, destination: dict[str, Any]) -> torch.Tensor:
         """The copy for a state dict; of a tied weight, all entries share the first one's memory."""
         full: torch.Tensor = self.full()
-        version: int = self.unit.pieces[self.place]._version
+        version = version_of(self.unit.pieces[self.place])
         if self.copies is None:
             self.copies = _Copies(full.dtype, full.device)  # type: ignore[misc]  # the parameter has a __dict__
         last = self.copies.last() if self.copies.last is not None else None
@@ -58,7 +58,7 @@ class Copied:
 
     def check_copies(self) -> None:
         """Refuse what was written to a copy since this was last asked."""
-        if self.copies is None or self.copies.counter._version == self.copies.seen:
+        if self.copies is None or version_of(self.copies.counter) == self.copies.seen:
             return
         self.forget_writes_to_copies()  # once: who catches this may go on
         name = self.slot.name
@@ -72,4 +72,4 @@ class Copied:
     def forget_writes_to_copies(self) -> None:
         """They are in the parameter now, or have been told."""
         if self.copies is not None:
-            self.copies.seen = self.copies.counter._version
+            self.copies.seen = version_of(self.copies.counter)

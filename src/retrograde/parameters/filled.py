@@ -17,6 +17,7 @@ import torch
 
 from retrograde.errors import UnsupportedError
 from retrograde.parameters.part import Part
+from retrograde.torch_internals import base_of
 
 
 class Markable(Part):
@@ -42,7 +43,7 @@ def mark_filled(name: str, args: Any, kwargs: Any, pieces: list[Markable], from_
             continue
         if piece.shape == piece.whole and not from_gradients:
             continue
-        base = target._base
+        base = base_of(target)
         if base is not None:
             _mark_vector(base, piece, name)
         piece.mark(target)

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn import init
 
 from retrograde.pages import FullTensor
 from retrograde.parameters.pieces import Piece
+from retrograde.torch_internals import before_counting_fans, replace_initializers
 
 _ASK_FOR_SHAPES = (
     "dirac_",
@@ -33,15 +33,12 @@ _ASK_FOR_SHAPES = (
 @functools.cache
 def serve_initializers() -> None:
     """Wrap them, once for the process."""
-    for name in _ASK_FOR_SHAPES:
-        setattr(init, name, _on_the_whole(getattr(init, name)))
-    fans = init._calculate_fan_in_and_fan_out
+    replace_initializers(_ASK_FOR_SHAPES, _on_the_whole)
+    before_counting_fans(lambda tensor: _blank_whole(tensor) if isinstance(tensor, Piece) else tensor)
 
-    @functools.wraps(fans)
-    def whole_fans(tensor: torch.Tensor) -> Any:
-        return fans(torch.empty(tensor.whole, device="meta") if isinstance(tensor, Piece) else tensor)
 
-    init._calculate_fan_in_and_fan_out = whole_fans
+def _blank_whole(piece: Piece) -> torch.Tensor:
+    return torch.empty(piece.whole, device="meta")
 
 
 def _on_the_whole(initialize: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,34 +6,32 @@
 | `torch.vmap`                          | map over this rank's elements as if they were rows      |
 | `module.register_buffer(name, piece)` | save this rank's elements with the model                |
 
-torch has a hook for buffers. The others are functions that torch's own modules look up by name when they run, so it is
-these names that are wrapped, once for the process: `_check_single_tensor` and `_check_tensor_list`, which every
-collective calls on its arguments, and `_add_batch_dim`, which vmap calls on each input.
+torch has a hook for buffers. For the others its own modules are changed, once for the process (torch_internals).
 """
 
 import functools
-from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
-import torch.distributed.distributed_c10d as collectives
-from torch._functorch import vmap
 from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from retrograde.errors import UnsupportedError
 from retrograde.parameters.part import JOINED, Part
+from retrograde.torch_internals import before_collectives, before_vmap
 
 
 @functools.cache
 def refuse_pieces_outside() -> None:
     """Install the checks, once for the process."""
-    _look_first(collectives, "_check_single_tensor", lambda tensor: [tensor], _COLLECTIVE)
-    _look_first(collectives, "_check_tensor_list", lambda tensors: tensors, _COLLECTIVE)
-    _look_first(vmap, "_add_batch_dim", lambda tensor: [tensor], _VMAP)
+
+    def collective(tensors: list[Any]) -> None:
+        for tensor in tensors:
+            _refuse(tensor, "a collective of torch.distributed", _COLLECTIVE)
 
     def buffer(module: Any, name: str, value: Any) -> None:
         _refuse(value, f"{type(module).__name__}.{name}, a buffer,", _BUFFER)
 
+    before_collectives(collective)
+    before_vmap(lambda given: _refuse(given, "torch.vmap", _VMAP))
     register_module_buffer_registration_hook(buffer)
 
 
@@ -44,18 +42,6 @@ _COLLECTIVE = (
 )
 _VMAP = "its rows are not those of the parameter: use model.state_dict(), engine.full_grad(p) or module.weight"
 _BUFFER = "it would be saved with the model as if it were all of it: use module.weight.detach().clone()"
-
-
-def _look_first(where: Any, name: str, tensors: Callable[[Any], Iterable[Any]], why: str) -> None:
-    original = getattr(where, name)
-
-    @functools.wraps(original)
-    def check(given: Any, *args: Any, **kwargs: Any) -> Any:
-        for tensor in tensors(given) if isinstance(given, list | tuple | torch.Tensor) else ():
-            _refuse(tensor, "torch.vmap" if where is vmap else "a collective of torch.distributed", why)
-        return original(given, *args, **kwargs)
-
-    setattr(where, name, check)
 
 
 def _refuse(tensor: Any, who: str, why: str) -> None:

@@ -11,6 +11,7 @@ from retrograde.errors import UnsupportedError
 from retrograde.layout import Slot
 from retrograde.pages import Unit, alive
 from retrograde.parameters.owner import Owner
+from retrograde.torch_internals import without_torch_function
 
 JOINED = -1  # the place of a piece that was put together from several
 
@@ -67,7 +68,7 @@ class Part(torch.Tensor):
         raise UnsupportedError(f"{self._called}.set_(): its memory is part of a shard; use p.data = value or copy_")
 
     def size(self, dim: int | None = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             if dim is None or dim in (0, -1) or self.place == JOINED:
                 return super().size() if dim is None else super().size(dim)
         raise UnsupportedError(
@@ -111,5 +112,5 @@ def everybodys(what: str, pieces: Sequence[Part], value: Callable[[], Any]) -> l
 
 
 def plain(piece: torch.Tensor) -> torch.Tensor:
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         return piece.detach().as_subclass(torch.Tensor).reshape(-1).clone()

@@ -24,7 +24,6 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from retrograde.errors import UnsupportedError
@@ -35,10 +34,19 @@ from retrograde.parameters.filled import Markable, mark_filled
 from retrograde.parameters.owner import Owner
 from retrograde.parameters.part import JOINED, pieces_in, plain, whole
 from retrograde.parameters.reads import DRAWS, JOINS, POSITIONAL, VIEWS, Reads, reads
-from retrograde.torch_internals import set_data, set_requires_grad
+from retrograde.torch_internals import (
+    clip_together,
+    raw_grad,
+    set_data,
+    set_raw_grad,
+    set_requires_grad,
+    take_hooks,
+    tree_flatten,
+    tree_unflatten,
+    with_torch_function,
+    without_torch_function,
+)
 
-# Without what reading and writing `.grad` does.
-raw_grad, _set_grad = (getattr(torch.Tensor.grad, name) for name in ("__get__", "__set__"))
 _TOGETHER = "computing with gradients: zero_grad(), clipping or an edit of p.grad"
 
 
@@ -68,7 +76,7 @@ class Piece(Markable):
     def data(self, value: torch.Tensor) -> None:
         """In torch the tensor gets other memory, and what `p.data` was before keeps the old: here it gets a copy."""
         for alias in list(self.aliases):
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_torch_function():
                 set_data(alias, alias.clone())
             alias.__class__ = Piece
         with torch.no_grad():
@@ -92,10 +100,10 @@ class Piece(Markable):
             return _on_wholes(func, "transposed", args, kwargs)
         # Attributes are this piece's own, and asked for all the time; pieces of several parameters are vectors.
         if name in ("__get__", "__set__"):
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_torch_function():
                 return func(*args, **kwargs)
         if items and args[0].place == JOINED:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_torch_function():
                 found = func(*args, **kwargs)
             return args[0].like(found, Piece) if name == "__getitem__" and found.dim() == 1 else found
         if not args and (first := kwargs.keys() & _FIRST):
@@ -136,7 +144,7 @@ class Piece(Markable):
         with contextlib.ExitStack() as gates:
             for leaf in _written(name, args, kwargs):
                 gates.enter_context(leaf.coordinator.writing(f"{name} on {leaf.slot.name}", leaf.unit, leaf.place))
-            gates.enter_context(torch._C.DisableTorchFunctionSubclass())
+            gates.enter_context(without_torch_function())
             result = func(*args, **kwargs)
         if pieces and (mixed or not foreach) and (edits(name) or "out" in kwargs):
             from_gradients = not all(isinstance(piece, Leaf | _Alias) for piece in pieces)
@@ -186,7 +194,7 @@ class ShardedGradient(Piece):
     """What `p.grad` is: this rank's piece of the reduced gradient."""
 
 
-torch.utils._foreach_utils._foreach_supported_types.append(ShardedGradient)  # so that clipping is one meeting
+clip_together(ShardedGradient)  # so that clipping is one meeting
 
 
 class ShardedParameter(Piece, Leaf, nn.Parameter):
@@ -203,8 +211,7 @@ class ShardedParameter(Piece, Leaf, nn.Parameter):
         leaf.copies = None
         # Hooks registered before sharding get the same treatment as those registered after it. Their tables stay what
         # they are, so that the handles users hold still remove them.
-        before, after = cast(Any, leaf._backward_hooks), cast(Any, leaf._post_accumulate_grad_hooks)
-        leaf._backward_hooks = leaf._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+        before, after = take_hooks(leaf)
         if before:
             leaf.register_hook(lambda grad: _run_all(before, grad))
         if after:
@@ -228,21 +235,21 @@ class ShardedParameter(Piece, Leaf, nn.Parameter):
         backward brings no gradient: a unit's node runs for all of its parameters, torch's only for those used."""
 
         def run(grad: torch.Tensor | None) -> Any:
-            with torch._C._EnableTorchFunction():  # where parameters were given to backward it is off
+            with with_torch_function():  # where parameters were given to backward it is off
                 return None if grad is None else hook(self.like(grad, Piece))
 
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             return super().register_hook(run)  # type: ignore[no-untyped-call]
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
         """As torch's: runs when a reduced gradient has been added to `.grad`, so at the end of a window."""
 
         def arrived(leaf: torch.Tensor) -> None:
-            with torch._C._EnableTorchFunction():
+            with with_torch_function():
                 if self.owner.graph.arrived[self.place]:
                     hook(leaf)
 
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             return super().register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
 
     def full(self) -> torch.Tensor:
@@ -258,7 +265,7 @@ class ShardedParameter(Piece, Leaf, nn.Parameter):
         raw: torch.Tensor | None = raw_grad(self)
         if raw is not None and type(raw) is not ShardedGradient:
             raw = self.like(raw, ShardedGradient)
-            _set_grad(self, raw)
+            set_raw_grad(self, raw)
         return raw
 
     @grad.setter
@@ -268,7 +275,7 @@ class ShardedParameter(Piece, Leaf, nn.Parameter):
             self.owner.flow.forget(self.unit, self.place)
         if value is not None and value.shape == self.slot.shape != self.shape:
             value = self.piece_of(value)
-        _set_grad(self, value)
+        set_raw_grad(self, value)
 
     grad = grad.deleter(lambda self: setattr(self, "grad", None))  # type: ignore[attr-defined]
 
@@ -355,7 +362,7 @@ def _edited(func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
         raise UnsupportedError(f"{name} with a part of a gradient: write x = x + p.grad, or use engine.full_grad(p)")
     full, *rest = _wholes(args, name)
     if full is args[0]:
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             return func(full, *rest, **kwargs)
     getattr(full, name)(*rest, **kwargs)
     return args[0] if isinstance(args[0], ShardedParameter | _Alias) else args[0].copy_(args[0].piece_of(full))

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from retrograde.pages import views
-from retrograde.torch_internals import overloads
+from retrograde.torch_internals import overloads, returns_of
 
 
 class Reads(Enum):
@@ -67,5 +67,5 @@ def reads(name: str, functional: bool = False) -> Reads:
 
 def _computes(overload: Any) -> bool:
     """Makes tensors of its own: not a size."""
-    returned = overload._schema.returns
+    returned = returns_of(overload)
     return bool(returned) and "Tensor" in str(returned[0].type) and returned[0].alias_info is None

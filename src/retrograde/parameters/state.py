@@ -28,7 +28,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from retrograde.errors import StateError
-from retrograde.parameters.pieces import OptimizerState, Piece, ShardedGradient, ShardedParameter, raw_grad
+from retrograde.parameters.pieces import OptimizerState, Piece, ShardedGradient, ShardedParameter
+from retrograde.torch_internals import raw_grad, watch_optimizer_states, without_torch_function
 
 ENTRY = "retrograde"  # of a state dict: index of a parameter -> whose piece of it the state is for
 _COUNTER = "step"  # torch's name, which its own load_state_dict treats apart as well
@@ -78,25 +79,7 @@ class Origin(NamedTuple):
 @functools.cache
 def watch_states() -> None:
     """Wrap the two methods, once for the process."""
-    save, load = Optimizer.state_dict, Optimizer.load_state_dict
-
-    @functools.wraps(save)
-    def state_dict(self: Optimizer) -> dict[str, Any]:
-        hook = self.register_state_dict_post_hook(_say_whose, prepend=True)
-        try:
-            return save(self)
-        finally:
-            hook.remove()
-
-    @functools.wraps(load)
-    def load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
-        hook = self.register_load_state_dict_pre_hook(_fit)
-        try:
-            load(self, state_dict)
-        finally:
-            hook.remove()
-
-    Optimizer.state_dict, Optimizer.load_state_dict = state_dict, load_state_dict  # type: ignore[method-assign]
+    watch_optimizer_states(_say_whose, _fit)
 
 
 def adopt_state(optimizer: Optimizer, leaf: ShardedParameter) -> None:
@@ -216,7 +199,7 @@ def _whole(value: Any, key: str, param: nn.Parameter, origin: Origin) -> Any:
 
 def _vector(value: torch.Tensor) -> torch.Tensor:
     """Also of a piece, which has rows of its own (parameters/pieces.py)."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         return value.as_subclass(torch.Tensor)
 
 

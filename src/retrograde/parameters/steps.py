@@ -14,15 +14,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from retrograde.coordination import Coordinator
 from retrograde.errors import UnsupportedError
-from retrograde.parameters.pieces import ShardedParameter, raw_grad
+from retrograde.parameters.pieces import ShardedParameter
 from retrograde.parameters.state import adopt_state
-from retrograde.torch_internals import before_clipping, before_zero_grad
+from retrograde.torch_internals import before_clipping, before_zero_grad, check_before_first_use, raw_grad
 
 
 @functools.cache
 def watch_steps() -> None:
     """Install the hooks, once for the process."""
-    before_clipping(_bring_gradients)  # first: it may find that torch has changed
+    check_before_first_use()
+    before_clipping(_bring_gradients)
     before_zero_grad(_bring_gradients)
     register_optimizer_step_pre_hook(_before)
     register_optimizer_step_post_hook(_after)

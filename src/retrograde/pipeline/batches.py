@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from retrograde.errors import PipelineError
 from retrograde.pipeline.options import Microbatches
+from retrograde.torch_internals import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 
 @dataclass(frozen=True)

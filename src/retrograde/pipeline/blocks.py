@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from retrograde.arguments import instance, wrong
 from retrograde.engine.materialize import check_resettable, materialize
 from retrograde.errors import PipelineError
 from retrograde.pipeline.partition import balance, cut_before
+from retrograde.torch_internals import tree_leaves, tree_map_only
 
 Model = nn.Module | Sequence[nn.Module]
 RUNS = 3

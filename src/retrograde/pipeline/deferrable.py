@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from retrograde.pages.full_tensor import FullTensor
+from retrograde.torch_internals import base_of
 
 
 class ParamGrads(NamedTuple):
@@ -44,7 +45,7 @@ def parameter_of(tensor: object) -> Tensor | None:
     """The trained parameter that `tensor` is, or is a view of."""
     if type(tensor) is not Tensor:
         return tensor if isinstance(tensor, nn.Parameter | FullTensor) and tensor.requires_grad else None
-    base = tensor._base
+    base = base_of(tensor)
     # A view of a page would keep the page in memory until W, so it is left to torch.
     return base if isinstance(base, nn.Parameter) and tensor.requires_grad else None
 

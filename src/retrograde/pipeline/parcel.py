@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from retrograde.pipeline.trees import constant_of, describe, describe_constant, spec_of
+from retrograde.torch_internals import TreeSpec, alias_without_base, tree_flatten, tree_unflatten
 from retrograde.transport.messages import Form, MessageError, TensorLayout, TreeForm
 
 
@@ -55,7 +55,7 @@ class Parcel:
         """The same memory without a graph. Microbatches are slices of one tensor, whose changes would count for all.
 
         The layout still says which of them require gradients."""
-        alone = [None if t is None else torch.ops.aten._unsafe_view(t.detach(), t.shape) for t in self.tensors]
+        alone = [None if t is None else alias_without_base(t.detach()) for t in self.tensors]
         return Parcel(self.layout, alone)
 
     def copied(self) -> "Parcel":

@@ -45,6 +45,7 @@ from retrograde.pipeline.search import schedule_for
 from retrograde.pipeline.stage import Loss, Stage, WeightedTarget
 from retrograde.pipeline.timeline import Timed
 from retrograde.pipeline.transport import MeshTransport, StageTransport
+from retrograde.torch_internals import check_before_first_use
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,7 @@ class Pipeline:
         self.device = torch.device("cpu")
         self.trace = []
         with together(self._groups, "Pipeline()") as arguments:
+            check_before_first_use()
             count = whole_number("microbatches", microbatches, 1, "a whole number, 1 or more", PipelineError)
             reductions = ("mean", "sum")
             self._loss_reduction = one_of(

@@ -31,8 +31,21 @@ from torch.overrides import TorchFunctionMode
 from retrograde.errors import PipelineError
 from retrograde.pages.full_tensor import FullTensor
 from retrograde.pipeline.deferrable import DeferrableCall, GradientFormulas, ParamGrads, parameter_of, recognise
-
-_executes = torch._C._will_engine_execute_node
+from retrograde.torch_internals import (
+    Fate,
+    alias_without_base,
+    base_of,
+    fate_of,
+    first_gradients,
+    has_hooks,
+    in_transform,
+    is_view,
+    run_backward,
+    storage_id,
+    storage_users,
+    version_of,
+    without_modes_or_torch_function,
+)
 
 
 class _Target:
@@ -68,10 +81,11 @@ class _Pair:
     targets: tuple[_Target, ...]
 
     def compute(self) -> ParamGrads:
-        if self.x._version != self.version:
+        version = version_of(self.x)
+        if version != self.version:
             raise PipelineError(
                 f"the input of a {type(self.formulas).__name__.lower()} ({list(self.x.shape)}) was changed in place "
-                f"between I and W: it is at version {self.x._version}, I saw version {self.version}; do not "
+                f"between I and W: it is at version {version}, I saw version {self.version}; do not "
                 f"write to tensors that a stage computed before the step has ended"
             )
         return self.formulas.param_grads(self.grad, self.x, len(self.targets) > 1)
@@ -119,7 +133,7 @@ class SplitBackward:
     @property
     def waiting_bytes(self) -> int:
         """Bytes that W reads, each once."""
-        storages = {s._cdata: s.nbytes() for p in self._pairs for s in _storages(p)}
+        storages = {storage_id(t): t.untyped_storage().nbytes() for p in self._pairs for t in (p.x, p.grad)}
         return sum(storages.values())
 
     # ---- the mode and the nodes call these
@@ -135,53 +149,42 @@ class SplitBackward:
             return False
         if isinstance(parameter, FullTensor):
             return True  # its leaf is behind nodes that sum however often they run
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        if has_hooks(parameter):
             return False
-        try:
-            return _executes(node if target is parameter else get_gradient_edge(parameter).node)
-        except RuntimeError:  # torch says so when autograd.grad() wants this leaf
-            return False
+        return fate_of(node if target is parameter else get_gradient_edge(parameter).node) is Fate.RUNS
 
     def defer(self, formulas: GradientFormulas, x: Tensor, grad: Tensor, targets: tuple[_Target, ...]) -> None:
-        self._pairs.append(_Pair(formulas, x.detach(), x._version, grad.detach(), targets))
+        self._pairs.append(_Pair(formulas, x.detach(), version_of(x), grad.detach(), targets))
 
     def _compact(self) -> None:
         """A view that keeps a larger storage alive is copied out of it, unless somebody else keeps it anyway."""
         views: dict[int, list[Tensor]] = {}
         for pair in self._pairs:
             for tensor in (pair.x, pair.grad):
-                views.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+                views.setdefault(storage_id(tensor), []).append(tensor)
         loose = set()
         for storage, tensors in views.items():
             distinct = {(t.storage_offset(), t.size(), t.stride()): t.nbytes for t in tensors}
             total = tensors[0].untyped_storage().nbytes()
-            if sum(distinct.values()) < total and torch._C._storage_Use_Count(storage) <= len(tensors) + _PROBES:
+            if sum(distinct.values()) < total and storage_users(tensors[0]) <= len(tensors):
                 loose.add(storage)
         if not loose:
             return
         copies: dict[Any, Tensor] = {}
         for pair in self._pairs:
-            if pair.x.untyped_storage()._cdata in loose:
+            if storage_id(pair.x) in loose:
                 pair.x = _copied(pair.x, copies)
                 pair.version = 0
-            if pair.grad.untyped_storage()._cdata in loose:
+            if storage_id(pair.grad) in loose:
                 pair.grad = _copied(pair.grad, copies)
-
-
-# References to a storage beyond those of the tensors that are counted: the object that asks for its number.
-_PROBES = 1
 
 
 def _copied(view: Tensor, copies: dict[Any, Tensor]) -> Tensor:
     """One copy for equal views; its version starts at 0."""
-    place = (view.untyped_storage()._cdata, view.storage_offset(), view.size(), view.stride())
+    place = (storage_id(view), view.storage_offset(), view.size(), view.stride())
     if place not in copies:
         copies[place] = view.clone()
     return copies[place]
-
-
-def _storages(pair: _Pair) -> tuple[torch.UntypedStorage, torch.UntypedStorage]:
-    return pair.x.untyped_storage(), pair.grad.untyped_storage()
 
 
 class _Recorder(TorchFunctionMode):
@@ -195,7 +198,8 @@ class _Recorder(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling() or _transformed():
+        # Inside torch.func autograd Functions need rules that a routed product does not have.
+        if torch.compiler.is_compiling() or in_transform():
             return func(*args, **kwargs)
         if func is torch.autograd.backward or func is Tensor.backward:
             return _NESTED[func](self, *args, **kwargs)
@@ -217,7 +221,7 @@ class _Recorder(TorchFunctionMode):
         for value in (*args, *kwargs.values()):
             parameter = parameter_of(value)
             # A view is not a use yet; what is done with the view will be.
-            if parameter is not None and not (isinstance(result, Tensor) and result._base is parameter):
+            if parameter is not None and not (isinstance(result, Tensor) and base_of(result) is parameter):
                 self._split.note_use(parameter)
 
 
@@ -233,17 +237,9 @@ def _run_engine(
     roots = (tensors,) if isinstance(tensors, Tensor | GradientEdge) else tuple(tensors)
     given = (grad_tensors,) if isinstance(grad_tensors, Tensor) else tuple(grad_tensors or [None] * len(roots))
     leaves = (inputs,) if isinstance(inputs, Tensor | GradientEdge) else tuple(inputs or ())
-    grads = torch.autograd._make_grads(roots, given, is_grads_batched=False)  # type: ignore[arg-type]
+    seeds = first_gradients(roots, given)
     with mode:
-        torch.autograd.Variable._execution_engine.run_backward(
-            roots,
-            grads,
-            create_graph if retain_graph is None else retain_graph,
-            create_graph,
-            leaves,
-            allow_unreachable=True,
-            accumulate_grad=True,
-        )
+        run_backward(roots, seeds, create_graph if retain_graph is None else retain_graph, create_graph, leaves)
 
 
 def _run_tensor(
@@ -258,11 +254,6 @@ def _run_tensor(
 
 
 _NESTED: dict[Any, Callable[..., None]] = {torch.autograd.backward: _run_engine, Tensor.backward: _run_tensor}
-
-
-def _transformed() -> bool:
-    """Inside torch.func: autograd Functions need rules there that a routed call does not have."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 class _Routed(torch.autograd.Function):
@@ -285,7 +276,7 @@ class _Routed(torch.autograd.Function):
         ctx.save_for_backward(*((x, weight) if x.requires_grad else (x,)))
         out = run()
         # An output that is a view could not be changed in place after a custom Function; torch's own can be.
-        return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out
+        return alias_without_base(out) if is_view(out) else out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
@@ -296,7 +287,7 @@ class _Routed(torch.autograd.Function):
         edges = zip(ctx.next_functions[1:], ctx.needs_input_grad[4:], strict=False)  # no bias, no edge
         nodes = [node for (node, _), needed in edges if needed]
         # The mode has nothing to see in a backward that is not recorded, and asking it takes longer than the formulas.
-        with nullcontext() if torch.is_grad_enabled() else torch._C.DisableTorchFunction():
+        with nullcontext() if torch.is_grad_enabled() else without_modes_or_torch_function():
             x_grad = formulas.input_grad(grad, x, rest[0]) if ctx.needs_input_grad[3] else None
             weight_grad = None
             bias_grad = None

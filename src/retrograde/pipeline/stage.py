@@ -24,6 +24,7 @@ from retrograde.errors import PipelineError
 from retrograde.parameters import Owner, ShardedParameter
 from retrograde.pipeline.parcel import Parcel
 from retrograde.pipeline.split import SplitBackward
+from retrograde.torch_internals import alias_without_base
 from retrograde.transport.messages import TensorLayout
 
 Loss = Callable[..., Tensor]
@@ -73,8 +74,7 @@ class _EnterStage(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
-        entered: Tensor = torch.ops.aten._unsafe_view(leaf, leaf.shape)
-        return entered
+        return alias_without_base(leaf)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:

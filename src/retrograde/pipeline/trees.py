@@ -12,9 +12,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch.utils._pytree import SUPPORTED_NODES, TreeSpec, is_namedtuple_class, treespec_leaf
 
 from retrograde.errors import PipelineError
+from retrograde.torch_internals import TreeSpec, is_named_tuple, known_containers, leaf_spec
 from retrograde.transport.messages import DTYPES, Constant, Group, MessageError, Octets, TreeLeaf, TreeNode
 
 WAY_OUT = (
@@ -108,7 +108,7 @@ def describe(spec: TreeSpec) -> TreeLeaf | TreeNode:
 def spec_of(description: TreeLeaf | TreeNode) -> TreeSpec:
     """Raises `MessageError` for a type that this process does not know."""
     if isinstance(description, TreeLeaf):
-        return treespec_leaf()
+        return leaf_spec()
     children = [spec_of(child) for child in description.children]
     if description.name == _NAMEDTUPLE:
         return TreeSpec(namedtuple, _known_namedtuple(description.context), children)
@@ -120,7 +120,7 @@ def spec_of(description: TreeLeaf | TreeNode) -> TreeSpec:
 
 
 def _known_node(name: str) -> type:
-    for kind in reversed(SUPPORTED_NODES):  # of two with one name, the one that was defined last
+    for kind in known_containers():  # of two with one name, the one that was defined last
         if kind is not namedtuple and _name(kind) == name:
             return kind
     raise MessageError(
@@ -141,7 +141,7 @@ def _known_namedtuple(context: Constant) -> type:
     named = constant_of(context)
     if isinstance(named, tuple) and len(named) == 2 and all(isinstance(part, str) for part in named):
         kind = _find(*named)
-        if isinstance(kind, type) and is_namedtuple_class(kind):
+        if isinstance(kind, type) and is_named_tuple(kind):
             return kind
     raise MessageError(f"{named!r} came from another stage and is not a named tuple of a module imported on this rank")
 

@@ -217,24 +217,26 @@ def _hooks_of_saved_tensors() -> None:
 
 
 # ---- by hand
-_make_grads: Callable[..., tuple[torch.Tensor | None, ...]] = find("torch.autograd:_make_grads")
+Seeds = tuple[torch.Tensor | None, ...]
+_make_grads: Callable[..., Seeds] = find("torch.autograd:_make_grads")
 _run: Callable[..., Any] = find("torch.autograd:Variable._execution_engine.run_backward")
 
 
+def first_gradients(roots: tuple[Any, ...], grads: Seeds) -> Seeds:
+    """What `torch.autograd.backward` starts from: what it was given, checked, or ones for a scalar."""
+    return _make_grads(roots, grads, is_grads_batched=False)
+
+
 def run_backward(
-    roots: tuple[Any, ...],
-    grads: tuple[torch.Tensor | None, ...],
-    retain_graph: bool,
-    create_graph: bool,
-    inputs: tuple[Any, ...],
+    roots: tuple[Any, ...], seeds: Seeds, retain_graph: bool, create_graph: bool, inputs: tuple[Any, ...]
 ) -> None:
     """`torch.autograd.backward` that does not look for torch functions, which would switch modes off while it runs."""
-    seeds = _make_grads(roots, grads, is_grads_batched=False)
     _run(roots, seeds, retain_graph, create_graph, inputs, allow_unreachable=True, accumulate_grad=True)
 
 
 @probe(
     "a backward under a mode",
+    "first_gradients",
     "run_backward",
     needed_for="checkpointed blocks in a pipeline's split backward",
     otherwise="a recompute saves other tensors than the forward, which torch's checkpoint refuses",
@@ -253,8 +255,10 @@ def _backward_by_hand() -> None:
 
     product = leaf * 3
     product.register_hook(lambda grad: grad.abs())
+    total = product.sum()
+    seeds = first_gradients((total,), (None,))
     with Recorder():
-        run_backward((product.sum(),), (None,), False, False, ())
+        run_backward((total,), seeds, False, False, ())
     expect("abs" in seen, True, "whether a mode sees what a hook computes")
     expect(leaf.grad is not None and leaf.grad.tolist(), [3.0, 3.0], "the gradient")
 

@@ -1,15 +1,28 @@
 """Imported by this package's `__init__`: the cheap probes run here, once."""
 
+import functools
 import logging
 
 import torch
 
-from retrograde.torch_internals import backward, memory, tensors, training
+from retrograde.torch_internals import (
+    backends,
+    backward,
+    compiler,
+    groups,
+    memory,
+    modules,
+    tensors,
+    training,
+    trees,
+    wrapping,
+)
 from retrograde.torch_internals.probes import TESTED, When, check
 
 logger = logging.getLogger("retrograde")
 
-WITH_PROBES = (backward, memory, tensors, training)  # imported: their probes are registered
+# Imported, so that their probes are registered.
+WITH_PROBES = (backends, backward, compiler, groups, memory, modules, tensors, training, trees, wrapping)
 
 
 def check_at_import() -> None:
@@ -23,6 +36,12 @@ def check_at_import() -> None:
             torch.__version__,
             held,
         )
+
+
+@functools.cache
+def check_before_first_use() -> None:
+    """For what needs a backward (probes.py, Rule 4). Raises `InternalsChanged`."""
+    check(When.FIRST_USE)
 
 
 check_at_import()

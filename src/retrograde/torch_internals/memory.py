@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from retrograde.torch_internals.probes import expect, find, probe, tiny
+from retrograde.torch_internals.probes import expect, find, measured, probe, tiny
 
 # ---- whose memory it is
 
@@ -40,7 +40,7 @@ def _count_users(tensor: torch.Tensor) -> int:
     return _users(tensor.untyped_storage()._cdata)
 
 
-_ASKING = _count_users(tiny()) - 1
+_ASKING = measured(lambda: _count_users(tiny()) - 1)
 """How many users asking adds: torch makes an object for the storage when it is first asked for it."""
 
 
@@ -76,7 +76,7 @@ def _most_references(tensors: tuple[torch.Tensor, ...]) -> int:
     return max(map(_references, tensors), default=0)
 
 
-_ALONE = _most_references((tiny(), tiny(), tiny()))
+_ALONE = measured(lambda: _most_references((tiny(), tiny(), tiny())))
 """References to a tensor that only its tuple has: how many asking adds depends on the Python, so it is measured."""
 
 
@@ -102,7 +102,9 @@ def _references_are_counted() -> None:
     container = [tensors[0]]
     expect(held_elsewhere(tensors), True, "whether a tensor is held that a list has")
     del container
+    expect(max(map(_owners, tensors)), 1, "the number of owners of tensors that only Python has")
     graph = tensors[1] * tensors[1]
+    expect(_owners(tensors[1]) > 1, True, "whether a tensor that a graph has has more owners")
     expect(held_elsewhere(tensors), True, "whether a tensor is held that a graph has")
     del graph
     expect(held_elsewhere(tensors), False, "whether tensors are held when all else is gone")

@@ -93,7 +93,7 @@ def tiny(size: int = 2, requires_grad: bool = False) -> Any:
 
 
 def find(path: str) -> Any:
-    """What torch calls by a private name, such as "torch._C._current_graph_task_id". Rule 2."""
+    """What torch calls by a private name, given as "module:name", such as "torch._C:_storage_Use_Count". Rule 2."""
     module, _, rest = path.partition(":")
     try:
         found: Any = import_module(module)
@@ -102,6 +102,14 @@ def find(path: str) -> Any:
     except (ImportError, AttributeError):
         return _missing(path.replace(":", "."))
     return found
+
+
+def measured(measure: Callable[[], int]) -> int:
+    """A number that depends on torch or Python. Where it cannot be measured it is -1, and a probe says why."""
+    try:
+        return measure()
+    except InternalsChanged:
+        return -1
 
 
 def _missing(path: str) -> Callable[..., Any]:

@@ -18,9 +18,8 @@ import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-
 from retrograde.errors import DivergenceError
+from retrograde.torch_internals import PrefixStore, Store, TCPStore
 from retrograde.transport.messages import (
     Contact,
     MessageError,

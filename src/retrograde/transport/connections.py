@@ -36,8 +36,8 @@ from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_process_group_store
 
+from retrograde.torch_internals import store_of
 from retrograde.transport import leaving
 from retrograde.transport.connecting import connect
 from retrograde.transport.line import LENGTHS, Line, bytes_of, frame, message_length, unwanted
@@ -109,7 +109,7 @@ class Connections:
         """The group's connections, made at the first call: all ranks must come to it within `timeout` seconds."""
         if group not in cls._by_group:
             rank, world = dist.get_rank(group), dist.get_world_size(group)
-            sockets = connect(_get_process_group_store(group), rank, world, timeout) if world > 1 else ()
+            sockets = connect(store_of(group), rank, world, timeout) if world > 1 else ()
             cls._by_group[group] = made = cls(rank, world, sockets, group)
             weakref.finalize(group, made.say_goodbye).atexit = False  # leaving.py has the end of the process
             if made._lines:

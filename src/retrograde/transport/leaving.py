@@ -32,6 +32,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from retrograde.errors import RetrogradeError
+from retrograde.torch_internals import before_group_shutdown
 
 logger = logging.getLogger("retrograde")
 
@@ -84,15 +85,12 @@ def _register_in(process: int) -> None:
 
 @functools.cache
 def _wrap_shutdown() -> None:
-    shutdown = dist.ProcessGroup.shutdown
-
-    def leave_and_shut_down(group: dist.ProcessGroup) -> None:
+    def leave_group(group: dist.ProcessGroup) -> None:
         mesh = _of_group(group)
         if mesh is not None and mesh in _open:
             leave([mesh], sys.exc_info()[1])
-        shutdown(group)
 
-    dist.ProcessGroup.shutdown = leave_and_shut_down  # type: ignore[method-assign, assignment]
+    before_group_shutdown(leave_group)
 
 
 def _at_exit() -> None:

@@ -8,8 +8,8 @@ stream has freed and may still be using. Whoever writes it from another stream w
 """
 
 import contextlib
+import inspect
 import math
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -123,8 +123,8 @@ class SimulatedDevice(Streams):
 
 def _caller() -> tuple[str, int]:
     """Where the code outside this package is that asked for something."""
-    frame = sys._getframe(1)
-    while frame.f_code.co_filename.startswith(_HERE):
-        assert frame.f_back is not None
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_HERE):
         frame = frame.f_back
+    assert frame is not None
     return Path(frame.f_code.co_filename).name, frame.f_lineno

@@ -1,0 +1,408 @@
+"""What is assumed of torch and Python: every probe passes here, and fails by name where its assumption is broken."""
+
+import ast
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from retrograde import torch_internals
+from retrograde.cli import doctor, main
+from retrograde.errors import InternalsChanged, RetrogradeError
+from retrograde.torch_internals import (
+    backward,
+    checked,
+    groups,
+    memory,
+    modules,
+    probes,
+    tensors,
+    training,
+    trees,
+    wrapping,
+)
+from retrograde.torch_internals.probes import PROBES, FailedProbe, Probe, When, check, describe, expect, find
+
+ROOT = Path(__file__).parents[2]
+QUICK = [probe for probe in PROBES if probe.when is not When.DOCTOR]
+SLOW = [probe for probe in PROBES if probe.when is When.DOCTOR]
+
+
+def named(name: str) -> Probe:
+    return next(probe for probe in PROBES if probe.name == name)
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(["src", ".", os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110)
+
+
+# ---- the assumptions hold here
+@pytest.mark.parametrize("probe", QUICK, ids=lambda probe: probe.name)
+def test_every_assumption_holds(probe: Probe) -> None:
+    assert probe.failure() is None
+
+
+def test_the_doctor_finds_that_all_hold() -> None:
+    """In a process of its own: the slow ones import Dynamo and make a process group."""
+    done = python("-m", "retrograde", "doctor")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"all {len(PROBES)} assumptions hold" in done.stdout
+    assert "failed" not in done.stdout
+
+
+def test_probes_hold_in_other_moods_of_torch() -> None:
+    with torch.inference_mode(), torch.device("meta"):
+        assert [(probe.name, probe.failure()) for probe in QUICK if probe.failure() is not None] == []
+
+
+# ---- each is noticed where it is broken
+Break = Callable[[pytest.MonkeyPatch], None]
+
+
+def becomes(where: Any, name: str, value: Any) -> Break:
+    return lambda patch: patch.setattr(where, name, value, raising=False)
+
+
+class MadeOtherwise:
+    """A wrapper whose constructor is not asked."""
+
+    def __new__(cls, module: nn.Module) -> Any:
+        return object()
+
+    def __init__(self, module: nn.Module) -> None: ...
+
+
+def plainly(roots: Any, *args: Any, **kwargs: Any) -> None:
+    torch.autograd.backward(roots)
+
+
+def no_write_no_alias(overload: Any) -> list[Any]:
+    return [SimpleNamespace(alias_info=None, type="Tensor")]
+
+
+BROKEN: dict[str, list[Break]] = {
+    "the number of a backward": [
+        becomes(backward, "current_backward", lambda: 7),
+        becomes(backward, "current_backward", find("torch._C:_no_such_name")),
+    ],
+    "the end of a backward": [becomes(backward, "at_end_of_backward", lambda call: call())],
+    "what a backward will run": [
+        becomes(backward, "_executes", lambda node: True),
+        becomes(backward, "_executes", lambda node: False),
+    ],
+    "the order of a backward": [
+        becomes(backward, "run_as_soon_as_ready", lambda node: None),
+        becomes(backward, "run_after_all_else", lambda node: None),
+    ],
+    "hooks of saved tensors": [
+        becomes(backward, "_top", lambda also_when_tracing: None),
+        becomes(backward, "_why_forbidden", lambda: None),
+    ],
+    "a backward under a mode": [becomes(backward, "_run", plainly)],
+    "the node of a Function": [becomes(backward, "node_class", lambda function: object)],
+    "what collectives are given": [becomes(groups.dist, "all_reduce", lambda tensor: None)],
+    "the identity of memory": [becomes(memory, "storage_id", id), becomes(memory, "storage_id", lambda tensor: 1)],
+    "users of memory": [becomes(memory, "_users", lambda number: 2), becomes(memory, "_ASKING", 0)],
+    "references to a tensor": [
+        becomes(memory, "_references", lambda tensor: 2),  # Python counts otherwise
+        becomes(memory, "_owners", lambda tensor: 1),  # torch does
+        becomes(memory, "_ALONE", memory._ALONE + 1),  # one that is held passes for alone
+        becomes(memory, "_ALONE", memory._ALONE - 1),  # one that is alone passes for held
+    ],
+    "the version of a tensor": [becomes(memory, "version_of", lambda tensor: 0)],
+    "views and what they are of": [becomes(memory, "_unsafe_view", lambda tensor, shape: tensor.view(shape))],
+    "tables of a module": [becomes(modules, "own_parameters", lambda module: dict(module.named_parameters()))],
+    "how modules are reset": [becomes(modules, "_RESETS", ("reset_parameters",))],
+    "weights of recurrent modules": [becomes(modules, "ReadsWeightsAnew", type("Nothing", (), {}))],
+    "methods that torch calls of a module": [
+        becomes(nn.Module, "state_dict", lambda self: {}),
+        becomes(nn.Module, "load_state_dict", lambda self, state, assign: None),
+        becomes(nn.Module, "to", lambda self, dtype: self),
+    ],
+    "tensors that count as parameters": [becomes(type(nn.Parameter), "__instancecheck__", type.__instancecheck__)],
+    "other memory for a tensor": [
+        becomes(tensors, "set_data", lambda tensor, data: None),
+        becomes(tensors, "set_data", lambda tensor, data: tensor.detach_().set_(data)),
+    ],
+    "a new node for a leaf": [becomes(tensors, "forget_accumulator", lambda leaf: None)],
+    "attributes behind a subclass": [becomes(tensors, "raw_grad", lambda leaf: leaf.grad)],
+    "tensors of a class of ours": [
+        becomes(tensors, "_make", lambda cls, data: data.detach().clone().as_subclass(cls)),
+        becomes(tensors, "_make", lambda cls, data: data.data.as_subclass(cls)),
+    ],
+    "switches of torch functions": [
+        becomes(tensors, name, contextlib.nullcontext)
+        for name in ("without_torch_function", "with_torch_function", "without_modes_or_torch_function")
+    ],
+    "a class without torch functions": [becomes(tensors, "NO_TORCH_FUNCTION", torch.Tensor.__torch_function__)],
+    "hooks of a leaf": [becomes(tensors, "has_hooks", lambda tensor: False)],
+    "schemas of torch's functions": [
+        becomes(tensors, "returns_of", no_write_no_alias),
+        becomes(torch.ops.aten, "mul", None),
+    ],
+    "transforms of torch.func": [
+        becomes(tensors, "_outside", contextlib.nullcontext),
+        becomes(tensors, "_top_transform", lambda: None),
+    ],
+    "how gradients are clipped": [becomes(training.clip_grad, "clip_grad_norm_", lambda parameters, most: None)],
+    "gradients that are clipped together": [becomes(training, "_taken_together", list)],
+    "who zeroes gradients": [
+        becomes(torch.optim.SGD, "zero_grad", lambda self: None),
+        becomes(nn.Linear, "zero_grad", lambda self: None),
+    ],
+    "who saves optimizer states": [
+        becomes(torch.optim.SGD, "state_dict", lambda self: {}),
+        becomes(torch.optim.SGD, "load_state_dict", lambda self, state: None),
+    ],
+    "fans of a parameter": [becomes(training.init, "xavier_normal_", lambda tensor: tensor)],
+    "trees of containers": [
+        becomes(trees, "tree_leaves", lambda tree: [tree]),
+        becomes(trees, "is_named_tuple", lambda kind: False),
+    ],
+    "how DDP is made": [becomes(wrapping, "DistributedDataParallel", MadeOtherwise)],
+    "how parametrizations are made": [
+        becomes(nn.utils.parametrize, "register_parametrization", lambda module, name, made: None)
+    ],
+    "what vmap is given": [becomes(torch.func, "vmap", lambda function: function)],
+}
+CASES = [(name, number) for name, breaks in BROKEN.items() for number in range(len(breaks))]
+
+
+@pytest.mark.parametrize(("name", "number"), CASES)
+def test_a_broken_assumption_is_found(name: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = named(name)
+    BROKEN[name][number](monkeypatch)
+    assert probe.failure() is not None
+    with pytest.raises(InternalsChanged, match=re.escape(f"- {name}: {probe.assumption}")):
+        check(probe.when)
+
+
+def test_every_quick_probe_is_seen_to_fail() -> None:
+    assert sorted(BROKEN) == sorted(probe.name for probe in QUICK)
+
+
+BREAK_THE_SLOW_ONES = """
+import contextlib, types
+from unittest import mock
+import torch
+from retrograde.torch_internals import backends, compiler, groups, training, wrapping
+from retrograde.torch_internals.probes import PROBES, When
+
+handle = types.SimpleNamespace(remove=lambda: None)
+broken = {
+    "frames that are compiled": (compiler, "_frame_callback", lambda: None),
+    "what is not traced": (compiler, "ending_graphs", lambda reason: lambda function: function),
+    "the backends of torch.compile": (backends, "_wrapped", lambda *arguments: len),
+    "what compiled graphs keep": (backends, "READS_DATA", object()),
+    "the life of a process group": (groups, "before_group_shutdown", lambda call: None),
+    "hooks of optimizer states": (
+        torch.optim.Optimizer, "register_state_dict_post_hook", lambda self, hook, prepend: handle
+    ),
+    "how FSDP is made": (wrapping, "_FSDP", "torch.elsewhere"),
+}
+for probe in PROBES:
+    if probe.when is When.DOCTOR:
+        where, name, value = broken[probe.name]
+        with mock.patch.object(where, name, value):
+            first = probe.failure()
+        print(probe.name, "|", first is not None, "|", probe.failure())
+"""
+
+
+def test_a_broken_assumption_is_found_by_the_doctor() -> None:
+    done = python("-c", BREAK_THE_SLOW_ONES)
+    assert done.stdout.splitlines() == [f"{probe.name} | True | None" for probe in SLOW], done.stderr
+
+
+# ---- at import
+GONE = "del torch._C._storage_Use_Count"
+CONSTANT = "torch._C._storage_Use_Count = lambda number: 1"
+NO_COUNTS = "sys.getrefcount = lambda thing: 2"
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "found"),
+    [
+        (GONE, "users of memory", f"torch {torch.__version__} has no torch._C._storage_Use_Count"),
+        (CONSTANT, "users of memory", "the number of users of a tensor, a view and an alias is 1, not 3"),
+        (NO_COUNTS, "references to a tensor", "whether a tensor is held that a variable has is False, not True"),
+        ("torch._functorch.vmap._add_batch_dim = None", "what vmap is given", "'NoneType' object is not callable"),
+    ],
+)
+def test_import_fails_by_name(change: str, name: str, found: str) -> None:
+    done = python("-c", f"import sys, torch, torch._functorch.vmap\n{change}\nimport retrograde")
+    assert done.returncode == 1
+    told = done.stderr[done.stderr.index("retrograde.errors.InternalsChanged: ") :]
+    version = ".".join(map(str, sys.version_info[:3]))
+    assert f"torch {torch.__version__} on Python {version} is built otherwise than retrograde assumes" in told
+    assert f"- {name}: {named(name).assumption} Found: {found}" in told
+    assert named(name).needed_for in told
+    assert "Install torch 2.13" in told
+
+
+def test_another_version_is_told_in_one_line() -> None:
+    done = python("-c", "import torch\ntorch.__version__ = '2.99.0'\nimport retrograde")
+    assert done.returncode == 0
+    held = sum(probe.when is When.IMPORT for probe in PROBES)
+    assert done.stderr == (
+        f"retrograde is tested with torch 2.13, not with 2.99.0: all {held} probes at import passed; run `retrograde "
+        f"doctor` for the others\n"
+    )
+
+
+def test_the_tested_version_is_told_nothing() -> None:
+    done = python("-c", "import retrograde")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_import_is_cheap() -> None:
+    """Counted, not timed: few probes, and none of what takes seconds."""
+    assert sum(probe.when is When.IMPORT for probe in PROBES) == 31
+    heavy = ("torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "sympy")
+    done = python("-c", f"import sys, retrograde\nprint([name for name in {heavy!r} if name in sys.modules])")
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_import_runs_no_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rule 4: torch would start threads for it."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a backward was run")
+
+    for where in (torch.autograd, torch.autograd.graph, torch._tensor.torch.autograd):
+        monkeypatch.setattr(where, "_engine_run_backward", refuse)
+    monkeypatch.setattr(backward, "_run", refuse)
+    assert check(When.IMPORT) == 31
+    with pytest.raises(InternalsChanged, match="a backward was run"):
+        check(When.FIRST_USE)
+
+
+def test_what_needs_a_backward_is_probed_by_the_first_shard() -> None:
+    script = (
+        "import torch, torch.distributed as dist, retrograde as rg\n"
+        "from retrograde.torch_internals import backward\n"
+        "backward.run_after_all_else = lambda node: None\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "rg.shard(torch.nn.Linear(2, 2))\n"
+    )
+    done = python("-c", script)
+    assert done.returncode == 1
+    assert "InternalsChanged" in done.stderr
+    assert "- the order of a backward: " in done.stderr
+
+
+# ---- probes leave nothing behind
+def test_probes_leave_torch_as_it_was() -> None:
+    def state() -> list[Any]:
+        collectives = groups.collectives
+        cells = [training._cell_of(each).cell_contents for each in _clipping()]
+        return [
+            *cells,
+            collectives._check_single_tensor,
+            collectives._check_tensor_list,
+            training.init._calculate_fan_in_and_fan_out,
+            list(training._taken_together()),
+            vars(wrapping.DistributedDataParallel)["__init__"],
+            vars(wrapping.ParametrizationList)["__init__"],
+            wrapping._vmap()._add_batch_dim,
+            backward.top_saved_tensor_hooks(),
+            torch.get_rng_state().tolist(),
+        ]
+
+    before = state()
+    check(When.IMPORT)
+    check(When.FIRST_USE)
+    assert state() == before
+
+
+def _clipping() -> tuple[Any, Any]:
+    return training.clip_grad.clip_grad_norm_, training.clip_grad.clip_grad_value_
+
+
+# ---- the registry
+def test_every_name_has_a_probe() -> None:
+    covered = {name for probe in PROBES for name in probe.covers}
+    not_internals = {"PrefixStore", "Store", "TCPStore", "check_before_first_use"}
+    assert set(torch_internals.__all__) - covered == not_internals
+
+
+def test_probes_cover_names_that_exist() -> None:
+    inside = (torch_internals, *checked.WITH_PROBES)
+    for probe in PROBES:
+        for name in probe.covers:
+            assert any(hasattr(module, name) for module in inside if name != "end_graph_here") or (
+                name == "end_graph_here"
+            ), name
+
+
+def test_all_modules_with_probes_are_imported() -> None:
+    folder = Path(torch_internals.__file__).parent
+    with_probes = {path.stem for path in folder.glob("*.py") if "@probe(" in path.read_text(encoding="utf-8")}
+    assert {module.__name__.rpartition(".")[2] for module in checked.WITH_PROBES} == with_probes
+
+
+def test_names_are_told_apart() -> None:
+    names = [probe.name for probe in PROBES]
+    assert len(set(names)) == len(names)
+
+
+def test_a_probe_must_say_what_it_assumes() -> None:
+    def silent() -> None:
+        """Looks at something."""
+
+    with pytest.raises(ValueError, match="silent does not say what it assumes"):
+        probes.probe("a name", needed_for="x", otherwise="y")(silent)
+
+
+def test_a_fault_is_described_with_the_way_out() -> None:
+    probe = named("users of memory")
+    text = describe([FailedProbe(probe, "nothing")])
+    assert f"- users of memory: {probe.assumption} Found: nothing. Needed for {probe.needed_for}." in text
+    assert issubclass(InternalsChanged, RetrogradeError)
+
+
+# ---- the doctor
+def broken_probe() -> None:
+    expect(1, 2, "the number")
+
+
+def test_the_doctor_fails_if_one_does(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    good = named("users of memory")
+    bad = Probe("a thing", (), "it is so.", "all else", "a crash", When.DOCTOR, broken_probe)
+    monkeypatch.setattr(doctor, "PROBES", [bad, good])
+    assert main(["doctor"]) == 1
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert any(line.startswith("ok users of memory dropping a page") for line in lines)
+    assert "failed a thing all else" in lines
+    assert "- a thing: it is so. Found: the number is 1, not 2. Needed for all else." in lines
+
+
+def test_the_page_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+    """If not: `python -m retrograde doctor --markdown` prints what belongs between the marks."""
+    assert main(["doctor", "--markdown"]) == 0
+    page = (ROOT / "docs" / "design" / "internals.md").read_text(encoding="utf-8")
+    _, _, rest = page.partition("<!-- assumptions:begin -->\n")
+    table, _, _ = rest.partition("<!-- assumptions:end -->")
+    assert table == capsys.readouterr().out
+
+
+def test_the_docstring_is_the_assumption() -> None:
+    folder = Path(torch_internals.__file__).parent
+    said = set()
+    for path in folder.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            text = ast.get_docstring(node) if isinstance(node, ast.FunctionDef) else None
+            if text is not None and text.startswith("Assumes: "):
+                said.add(" ".join(text.removeprefix("Assumes: ").split()))
+    assert said == {probe.assumption for probe in PROBES}
