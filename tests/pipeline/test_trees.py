@@ -188,6 +188,15 @@ def test_a_description_cannot_name_what_is_not_registered(name: str) -> None:
     assert set(sys.modules) == before
 
 
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (2, 0, 3), (0, 0), (5, 0, 0)], ids=str)
+def test_empty_tensors_travel(shape: tuple[int, ...]) -> None:
+    """Also those whose empty dimension is not the first."""
+    whole = torch.empty(shape)
+    for sent in (whole, whole.mT if whole.dim() > 1 else whole, whole.new_empty(7, 7)[:, :0]):
+        (came,) = space_for(form_of([sent]), 0, torch.device("cpu"))
+        assert came is not None and came.shape == sent.shape
+
+
 def test_layouts_are_checked_before_memory_is_taken() -> None:
     cpu = torch.device("cpu")
 
