@@ -81,6 +81,7 @@ TREES: dict[str, Any] = {
     "a named tuple": Pair(torch.ones(2), Old(1, "b")),
     "a dataclass": Box(torch.ones(2)),
     "a model's output": ModelOutput(logits=torch.ones(2), hidden=(torch.zeros(1), torch.ones(1))),
+    "empty tensors": [torch.empty(0, 3), torch.empty(3, 0), torch.empty(2, 0, 3), torch.empty(0)],
     "what torch returns": torch.max(torch.ones(2, 2), 0),
 }
 
