@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -114,6 +115,7 @@ def test_data_parallel_ranks_learn_of_it_too(ranks: Ranks) -> None:
 
 def wrong_arguments(rank: int, world: int) -> list[str]:
     found = []
+    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "pp"))
     calls: list[Callable[[], Any]] = [
         lambda: rg.Pipeline(lin(), schedule="1f1b", microbatches=4),
         lambda: rg.Pipeline(blocks()[:1], schedule="1f1b", microbatches=4),
@@ -121,6 +123,7 @@ def wrong_arguments(rank: int, world: int) -> list[str]:
         lambda: rg.Pipeline(blocks(), schedule="1f1b", microbatches=4).step(torch.randn(3, WIDTH)),
         lambda: rg.Pipeline(blocks(), schedule="1f1b", microbatches=4, cut=rg.Cut(at=["9"])),
         lambda: rg.Pipeline(blocks(), schedule="1f1b", microbatches=4, cut=rg.Cut(costs=[1.0])),
+        lambda: rg.Pipeline(blocks(), schedule="1f1b", microbatches=4, mesh=mesh),
     ]
     for call in calls:
         try:
@@ -139,3 +142,10 @@ def test_wrong_arguments_are_named(ranks: Ranks) -> None:
         assert found[3].startswith("rank 0: args: a tensor of shape [3, 8] cannot be cut into 4 microbatches")
         assert found[4].startswith("split point '9' is not a block")
         assert found[5].startswith("costs has 1 entries for 8 blocks")
+        assert found[6] == "mesh has dimensions ('dp', 'pp'); give one of them, as mesh['pp']"
+
+
+def test_no_process_group() -> None:
+    assert not dist.is_initialized()
+    with pytest.raises(rg.PipelineError, match=r"no process group: call torch\.distributed\.init_process_group\(\)"):
+        rg.Pipeline(blocks(), schedule="1f1b", microbatches=4)

@@ -81,6 +81,7 @@ TREES: dict[str, Any] = {
     "a named tuple": Pair(torch.ones(2), Old(1, "b")),
     "a dataclass": Box(torch.ones(2)),
     "a model's output": ModelOutput(logits=torch.ones(2), hidden=(torch.zeros(1), torch.ones(1))),
+    "empty tensors": [torch.empty(0, 3), torch.empty(3, 0), torch.empty(2, 0, 3), torch.empty(0)],
     "what torch returns": torch.max(torch.ones(2, 2), 0),
 }
 
@@ -195,6 +196,15 @@ def test_a_description_cannot_name_what_is_not_registered(name: str) -> None:
     with pytest.raises(MessageError, match=said):
         spec_of(description)
     assert set(sys.modules) == before
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (2, 0, 3), (0, 0), (5, 0, 0)], ids=str)
+def test_empty_tensors_travel(shape: tuple[int, ...]) -> None:
+    """Also those whose empty dimension is not the first."""
+    whole = torch.empty(shape)
+    for sent in (whole, whole.mT if whole.dim() > 1 else whole, whole.new_empty(7, 7)[:, :0]):
+        (came,) = space_for(form_of([sent]), 0, torch.device("cpu"))
+        assert came is not None and came.shape == sent.shape
 
 
 def test_layouts_are_checked_before_memory_is_taken() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 import torch
 
-from retrograde.layout import Layout
+from retrograde.layout import Layout, is_dense, row_by_row, strides_of
 
 SHAPES = {
     "plain": [(4, 3), (5,), (2, 2, 2)],
@@ -99,3 +100,33 @@ def test_slots() -> None:
         ("p4", 560, 562),
     ]
     assert layout.slots[2].shape == () and layout.slots[2].numel == 1 and layout.slots[3].numel == 0
+
+
+def _some_tensors() -> list[torch.Tensor]:
+    """All sizes of up to three dimensions, in all orders of memory, and with gaps and overlaps."""
+    found = []
+    for dims in range(4):
+        for shape in itertools.product((0, 1, 2, 3), repeat=dims):
+            whole = torch.empty(shape)
+            found += [whole.permute(order) for order in itertools.permutations(range(dims))]
+            found += [torch.empty([2 * size + 1 for size in shape])[tuple(slice(0, size) for size in shape)]]
+            found += [torch.empty(1).expand(shape)] if dims else []
+    return found
+
+
+def test_dense_is_what_torch_says_of_the_dimensions_in_memory_order() -> None:
+    for tensor in _some_tensors():
+        outermost_first = sorted(range(tensor.dim()), key=lambda dim: tensor.stride(dim), reverse=True)
+        expected = tensor.permute(outermost_first).is_contiguous()
+        if tensor.numel():
+            assert is_dense(tensor.shape, tensor.stride()) == expected, (tensor.shape, tensor.stride())
+        assert is_dense(tensor.shape, row_by_row(tensor.shape))
+
+
+def test_strides_are_kept_of_other_orders_only() -> None:
+    assert strides_of(torch.empty(2, 3)) is None
+    assert strides_of(torch.empty(2, 3).t()) == (1, 3)
+    assert strides_of(torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last)) == (60, 1, 15, 3)
+    assert strides_of(torch.empty(4, 6)[:, ::2]) is None, "it has gaps"
+    assert strides_of(torch.empty(1).expand(2, 2)) is None, "elements share a place"
+    assert strides_of(torch.empty(0, 3).t()) == (1, 3)

@@ -1,12 +1,13 @@
 """One word, one meaning: no class or type alias of src/retrograde is defined in two modules."""
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-from tests.unit.house import SOURCE, house, modules
+from tests.unit.house import SOURCE, house, modules, room_of
 
 # Each with its reason.
 EXCEPTIONS: dict[str, str] = {}
@@ -77,3 +78,47 @@ def test_an_exception_that_is_not_needed_is_found(tmp_path: Path) -> None:
     root = house(tmp_path, {"layout/a.py": "class Plan: ...", "pages/b.py": "class Plan: ..."})
     assert faults(root, {"Plan": "two plans"}) == []
     assert faults(root, {"Plan": "two plans", "Map": "two maps"}) == ["Map is an exception that is no longer needed"]
+
+
+# The glossary of the words that one would not guess.
+
+GLOSSARY = Path(__file__).parents[2] / "docs" / "design" / "glossary.md"
+ENTRY = re.compile(r"- \*\*(?P<word>[^*]+)\*\* \((?P<rooms>[\w, ]+)\): \S")
+
+
+def glossary_faults(text: str, rooms: set[str]) -> list[str]:
+    """Entries that cannot be read, stand in the wrong place, come twice, or name a room that is not there."""
+    found = []
+    before = ""
+    for line in text.splitlines():
+        if not line.startswith("- "):
+            continue
+        entry = ENTRY.match(line)
+        if entry is None:
+            found.append(f"{line!r} is not '- **word** (room): what it means'")
+            continue
+        word = entry["word"]
+        if (word.lower(), word.islower()) <= (before.lower(), before.islower()):
+            found.append(f"{word} stands after {before}")
+        found += [f"{word}: there is no room {room}" for room in entry["rooms"].split(", ") if room not in rooms]
+        before = word
+    return found
+
+
+def test_the_glossary() -> None:
+    rooms = {room_of(path, SOURCE) for path in modules(SOURCE)}
+    assert glossary_faults(GLOSSARY.read_text(encoding="utf-8"), rooms) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "- **b** (pages): b.\n- **a** (pages): a.",
+        "- **a** (pages): a.\n- **a** (pages): again.",
+        "- **a** (attic): a.",
+        "- **a** (pages):",
+        "- a: a.",
+    ],
+)
+def test_a_fault_of_the_glossary_is_found(text: str) -> None:
+    assert len(glossary_faults(text, {"pages"})) == 1

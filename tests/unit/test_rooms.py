@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.unit.house import SOURCE, house, modules
+from tests.unit.house import SOURCE, house, modules, room_of
 
 # A room imports only rooms of earlier columns, and of its own column itself alone.
 COLUMNS = (
@@ -39,11 +39,6 @@ FILE_LINES = 500
 class Import(NamedTuple):
     line: int
     module: str  # absolute and dotted; for "from a import b" it is a.b, whether b is a module or a name
-
-
-def room_of(path: Path, root: Path) -> str:
-    """The first folder below the package, or the name of a top-level module."""
-    return path.relative_to(root).with_suffix("").parts[0]
 
 
 def imports(path: Path, root: Path) -> Iterator[Import]:

@@ -28,6 +28,7 @@ from retrograde.layout import Policy, Precision, Units, UnitSpec, find_units, pa
 from retrograde.parameters import ShardedParameter, refuse_pieces_outside, serve_initializers, watch_states, watch_steps
 from retrograde.parameters.access import patch, unpatched
 from retrograde.transport import ProcessRanks, Ranks
+from retrograde.transport.groups import process_group_of
 
 WAIT_FOR_ARGUMENTS = 60.0  # seconds, until the argument `timeout` is known to be one
 
@@ -174,16 +175,8 @@ def _group(process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> 
     if mesh is not None:
         fix = "a DeviceMesh of one dimension, such as mesh['dp']"
         instance("mesh", mesh, DeviceMesh, "is not a device mesh", fix)
-    if not dist.is_initialized():
-        raise ShardingError(
-            "no process group: call torch.distributed.init_process_group() first (torchrun sets the environment; "
-            "one process works too, as a world of 1)"
-        )
-    if mesh is not None:
-        if mesh.ndim != 1:
-            raise ShardingError(f"mesh has dimensions {mesh.mesh_dim_names}; give one of them, as mesh['dp']")
-        return mesh.get_group()
-    return process_group if process_group is not None else dist.group.WORLD  # type: ignore[return-value]
+    ranks = process_group if mesh is None else mesh
+    return process_group_of(ranks, "mesh", "mesh['dp']", ShardingError)
 
 
 def _check_unsharded(model: nn.Module) -> None:

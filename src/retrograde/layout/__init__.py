@@ -1,6 +1,6 @@
 """Pure arithmetic: which parameters form a unit, and where each lies in the flat buffer and the shards."""
 
-from retrograde.layout.flat import Layout, Slot, strides_of
+from retrograde.layout.flat import Layout, Slot, is_dense, row_by_row, strides_of
 from retrograde.layout.policy import Policy, Precision, check_reduce, check_stage, parse_bytes
 from retrograde.layout.units import Units, UnitSpec, check_units, find_units
 
@@ -15,6 +15,8 @@ __all__ = [
     "check_stage",
     "check_units",
     "find_units",
+    "is_dense",
     "parse_bytes",
+    "row_by_row",
     "strides_of",
 ]

@@ -52,10 +52,27 @@ class Slot(NamedTuple):
 def strides_of(param: torch.Tensor) -> Strides | None:
     """The strides to keep: None for a tensor that lies row by row, or has gaps or overlaps in its memory."""
     strides = tuple(param.stride())
-    row_by_row = torch.empty(param.shape, device="meta").stride()
-    outermost_first = sorted(range(param.dim()), key=lambda dim: strides[dim], reverse=True)
-    dense = param.detach().permute(outermost_first).is_contiguous()
-    return strides if dense and strides != row_by_row else None
+    if strides == row_by_row(param.shape) or not is_dense(param.shape, strides):
+        return None
+    return strides
+
+
+def row_by_row(shape: Sequence[int]) -> Strides:
+    """The strides of a tensor that torch has just made."""
+    return tuple(torch.empty(shape, device="meta").stride())
+
+
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether each element has its own place in memory, and there is no place between them.
+
+    A dimension of size 0 counts as one of size 1, as it does when torch computes strides.
+    """
+    expected = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= max(size, 1)
+    return True
 
 
 class Layout:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.profiler import record_function
 
 from retrograde.errors import PipelineError
 from retrograde.pipeline.parcel import Parcel
@@ -21,6 +22,28 @@ from retrograde.pipeline.stage import Stage, WeightedTarget
 from retrograde.pipeline.timeline import Timed
 from retrograde.pipeline.transport import Incoming, SenderFailed, StageTransport, Unreadable
 from retrograde.transport.messages import Address
+
+# What a profiler shows. A label takes a few microseconds when none is running, an action of a real model milliseconds.
+PREFIX = "retrograde::"
+LABELS = {
+    ActionKind.F: "forward",
+    ActionKind.I: "backward of inputs",
+    ActionKind.W: "backward of weights",
+    ActionKind.B: "backward",
+    ActionKind.SEND_F: "send output",
+    ActionKind.RECV_F: "receive input",
+    ActionKind.SEND_B: "send input gradient",
+    ActionKind.RECV_B: "receive output gradient",
+    ActionKind.GATHER: "gather weights",
+    ActionKind.DROP: "drop weights",
+    ActionKind.REDUCE: "reduce gradients",
+}
+
+
+def label_of(action: Action) -> str:
+    """An action in a profile: `retrograde::forward, stage 1, microbatch 2`."""
+    label = f"{PREFIX}{LABELS[action.kind]}, stage {action.stage}"
+    return label if action.microbatch is None else f"{label}, microbatch {action.microbatch}"
 
 
 @dataclass(frozen=True)
@@ -84,6 +107,7 @@ class Executor:
         self.watch = watch
         self._transport = transport
         self._actions = schedule.ranks[rank]
+        self._labels = [label_of(action) for action in self._actions]
         self._split = {(a.stage, a.microbatch) for a in self._actions if a.kind is ActionKind.I}
         self._arriving: dict[Address, Incoming] = {}
         self._here: dict[Address, Any] = {}  # handed over by, or to be sent to, another stage
@@ -124,10 +148,11 @@ class Executor:
 
     def _play(self, started: Outcome) -> Outcome:
         self._outcome = started
-        for action in self._actions:
-            self._started = time.perf_counter()
-            self._do(action)
-            self._outcome.trace.append(Timed(self.rank, action, self._started, time.perf_counter()))
+        for action, label in zip(self._actions, self._labels, strict=True):
+            with record_function(label):
+                self._started = time.perf_counter()
+                self._do(action)
+                self._outcome.trace.append(Timed(self.rank, action, self._started, time.perf_counter()))
             if self.watch is not None:
                 self.watch(action)
         outcome, self._outcome = self._outcome, Outcome()
@@ -219,7 +244,8 @@ class Executor:
         incoming = self._arriving.pop(address, None)
         if incoming is None:
             return self._here.pop(address)
-        content = incoming()
+        with record_function(f"{PREFIX}wait for the {address}"):
+            content = incoming()
         self._started = time.perf_counter()  # waiting for others is not this action's work
         return content
 

@@ -10,8 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from retrograde.arguments import instance, not_negative, sequence, shown, whole_number, wrong
 from retrograde.errors import PipelineError, RetrogradeError, ShardingError
 from retrograde.layout import Units, check_reduce, check_stage, check_units, parse_bytes
-
-GroupOfRanks = DeviceMesh | dist.ProcessGroup | None
+from retrograde.transport.groups import GroupOfRanks, process_group_of
 
 
 @dataclass(frozen=True)
@@ -97,19 +96,10 @@ def check_ranks(name: str, mesh: Any, error: type[RetrogradeError] = PipelineErr
         instance(name, mesh, (DeviceMesh, dist.ProcessGroup), "is not a mesh", fix, error)
 
 
-def group_of(name: str, mesh: GroupOfRanks) -> dist.ProcessGroup:
-    """The ranks that are meant; all of them if none are given."""
+def group_of(name: str, mesh: GroupOfRanks, dimension: str) -> dist.ProcessGroup:
+    """The ranks that are meant; all of them if none are given. An error suggests that `dimension` of the mesh."""
     check_ranks(name, mesh)
-    if isinstance(mesh, DeviceMesh):
-        if mesh.ndim != 1:
-            raise PipelineError(f"{name} has dimensions {mesh.mesh_dim_names}; give one of them, as in mesh['pp']")
-        return mesh.get_group()
-    if mesh is not None:
-        return mesh
-    if not dist.is_initialized():
-        raise PipelineError("there is no process group; start with torchrun and call dist.init_process_group()")
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
+    return process_group_of(mesh, name, f"mesh['{dimension}']", PipelineError)
 
 
 def check_apart(zero: Zero, stages: dist.ProcessGroup, replicas: dist.ProcessGroup) -> None:

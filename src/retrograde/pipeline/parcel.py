@@ -1,21 +1,21 @@
 """What travels between stages: the tensors of any pytree, and a layout that says how to put it together again."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from retrograde.layout import is_dense, row_by_row
 from retrograde.pipeline.trees import constant_of, describe, describe_constant, spec_of
 from retrograde.torch_internals import TreeSpec, alias_without_base, tree_flatten, tree_unflatten
 from retrograde.transport.messages import Form, MessageError, TensorLayout, TreeForm
 
 
 def layout_of(tensor: Tensor) -> TensorLayout:
-    dense = _dense(tensor.shape, tensor.stride())
-    stride = tensor.stride() if dense else torch.empty(tensor.shape, device="meta").stride()
+    """How the receiver makes it: with the same strides, or row by row if it has gaps or overlaps."""
+    stride = tensor.stride() if is_dense(tensor.shape, tensor.stride()) else row_by_row(tensor.shape)
     return TensorLayout(tuple(tensor.shape), tuple(stride), tensor.dtype, tensor.requires_grad)
 
 
@@ -95,7 +95,7 @@ def space_for(form: Form, nbytes: int, device: torch.device) -> list[Tensor | No
     expected = 0
     for layout in form.tensors:
         if layout is not None:
-            if len(layout.size) != len(layout.stride) or not _dense(layout.size, layout.stride):
+            if len(layout.size) != len(layout.stride) or not is_dense(layout.size, layout.stride):
                 raise MessageError(f"a tensor of shape {layout.size} and strides {layout.stride} was announced")
             expected += layout.dtype.itemsize * math.prod(layout.size)
     if expected != nbytes:
@@ -106,16 +106,6 @@ def space_for(form: Form, nbytes: int, device: torch.device) -> list[Tensor | No
 def as_sent(tensor: Tensor) -> Tensor:
     """The bytes of a tensor in memory order, one-dimensional; a copy only if it has gaps or overlaps."""
     tensor = tensor.detach()
-    if not _dense(tensor.shape, tensor.stride()):
+    if not is_dense(tensor.shape, tensor.stride()):
         tensor = tensor.contiguous()
     return tensor.as_strided((tensor.numel(),), (1,))
-
-
-def _dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Does each element have its own place, with no place between them?"""
-    expected = 1
-    for size, stride in sorted(zip(shape, strides, strict=True), key=lambda pair: (pair[1], pair[0])):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True

@@ -108,10 +108,10 @@ class Pipeline:
         `loss_reduction="sum"` it is a sum: losses and gradients of microbatches add up. Without `loss` the model's
         output is the loss.
         """
-        self._group = group_of("mesh", mesh)
+        self._group = group_of("mesh", mesh, "pp")
         self._groups = [self._group]
         if isinstance(zero, Zero):
-            self._groups.append(group_of("zero.mesh", zero.mesh))
+            self._groups.append(group_of("zero.mesh", zero.mesh, "dp"))
         self.rank = dist.get_rank(self._group)
         self.device = torch.device("cpu")
         self.trace = []
@@ -255,7 +255,7 @@ class Pipeline:
             nn.ModuleList(chains),
             zero.stage,
             units=zero.units,
-            process_group=group_of("zero.mesh", zero.mesh),
+            process_group=group_of("zero.mesh", zero.mesh, "dp"),
             reduce=zero.reduce,
             resident=zero.resident,
         )

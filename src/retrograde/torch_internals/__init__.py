@@ -61,6 +61,7 @@ from retrograde.torch_internals.modules import (
     own_parameters,
     reset_of,
 )
+from retrograde.torch_internals.process_end import what_ends_this_process
 from retrograde.torch_internals.tensors import (
     NO_TORCH_FUNCTION,
     forget_accumulator,
@@ -187,6 +188,7 @@ __all__ = [
     "tree_unflatten",
     "version_of",
     "watch_optimizer_states",
+    "what_ends_this_process",
     "with_torch_function",
     "without_modes_or_torch_function",
     "without_torch_function",

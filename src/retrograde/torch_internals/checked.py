@@ -12,6 +12,7 @@ from retrograde.torch_internals import (
     groups,
     memory,
     modules,
+    process_end,
     tensors,
     training,
     trees,
@@ -22,7 +23,7 @@ from retrograde.torch_internals.probes import TESTED, When, check
 logger = logging.getLogger("retrograde")
 
 # Imported, so that their probes are registered.
-WITH_PROBES = (backends, backward, compiler, groups, memory, modules, tensors, training, trees, wrapping)
+WITH_PROBES = (backends, backward, compiler, groups, memory, modules, process_end, tensors, training, trees, wrapping)
 
 
 def check_at_import() -> None:

@@ -14,7 +14,7 @@ import torch
 
 from retrograde.torch_internals.probes import When, expect, find, probe, tiny
 
-Graph = Callable[..., Any]
+Traceable = Callable[..., Any]
 
 # ---- frames and graphs
 _frame_callback: Callable[[], Any] = find("torch._C:_dynamo.eval_frame.get_eval_frame_callback")
@@ -97,15 +97,15 @@ def _frames_have_a_callback() -> None:
 
 
 # ---- what is not traced
-def ending_graphs(reason: str) -> Callable[[Graph], Graph]:
+def ending_graphs(reason: str) -> Callable[[Traceable], Traceable]:
     """Mark a function as `torch.compiler.disable(recursive=False)` does, which would import Dynamo.
 
     Graphs end where it is called, for that reason. (Its own code is to be hidden as well.) What it calls may be
     compiled."""
 
-    def mark(function: Any) -> Graph:
+    def mark(function: Any) -> Traceable:
         function._torchdynamo_disable, function._torchdynamo_disable_msg = True, reason
-        marked: Graph = function
+        marked: Traceable = function
         return marked
 
     return mark

@@ -71,11 +71,11 @@ def _accumulators_can_be_renewed() -> None:
 def _attributes_are_descriptors() -> None:
     """Assumes: `grad` and `requires_grad` are descriptors of torch.Tensor that also serve a subclass with its own."""
 
-    class Probed(torch.Tensor):
+    class ProbedLeaf(torch.Tensor):
         grad = property(lambda self: "own")
         requires_grad = property(lambda self: "own")
 
-    leaf = make_subclass(Probed, tiny())
+    leaf = make_subclass(ProbedLeaf, tiny())
     set_requires_grad(leaf, True)
     expect(get_requires_grad(leaf), True, "requires_grad after it was set")
     grad = tiny()

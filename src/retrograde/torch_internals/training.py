@@ -19,10 +19,10 @@ from retrograde.errors import InternalsChanged
 from retrograde.torch_internals.probes import When, expect, probe, tiny
 
 # ---- clipping
-Look = Callable[[list[torch.Tensor]], None]
+SeeParameters = Callable[[list[torch.Tensor]], None]
 
 
-def before_clipping(call: Look) -> None:
+def before_clipping(call: SeeParameters) -> None:
     """Have `call(parameters)` run before torch clips the gradients of these parameters."""
     cells = [_cell_of(public) for public in (clip_grad.clip_grad_norm_, clip_grad.clip_grad_value_)]
     for cell in cells:
@@ -38,7 +38,7 @@ def _cell_of(public: Any) -> types.CellType:
     return cells[0]
 
 
-def _after_call(inner: Callable[..., Any], call: Look) -> Callable[..., Any]:
+def _after_call(inner: Callable[..., Any], call: SeeParameters) -> Callable[..., Any]:
     @functools.wraps(inner)
     def clip(parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         if isinstance(parameters, torch.Tensor):
@@ -93,21 +93,21 @@ def _taken_together() -> list[type]:
 def _classes_can_be_clipped_together() -> None:
     """Assumes: torch looks into a list for the classes of tensors that its operations over many tensors take."""
 
-    class Gradient(torch.Tensor):
+    class Probed(torch.Tensor):
         pass
 
-    gradient = tiny().as_subclass(Gradient)
+    gradient = tiny().as_subclass(Probed)
     many: Callable[..., bool] = import_module("torch.utils._foreach_utils")._has_foreach_support
     expect(many([gradient], gradient.device), False, "whether a class that is not in the list is taken")
-    clip_together(Gradient)
+    clip_together(Probed)
     try:
         expect(many([gradient], gradient.device), True, "whether a class in the list is taken")
     finally:
-        _taken_together().remove(Gradient)
+        _taken_together().remove(Probed)
 
 
 # ---- zeroing
-def before_zero_grad(call: Look) -> None:
+def before_zero_grad(call: SeeParameters) -> None:
     """Have `call(parameters)` run before any optimizer's or module's `zero_grad()`."""
     of_optimizer, of_module = Optimizer.zero_grad, nn.Module.zero_grad
 

@@ -29,7 +29,7 @@ def known_containers() -> list[type]:
     return list(reversed(import_module("torch.utils._pytree").SUPPORTED_NODES))
 
 
-class _Pair(NamedTuple):
+class _NamedPair(NamedTuple):
     left: Any
     right: Any
 
@@ -50,15 +50,15 @@ class _Pair(NamedTuple):
 def _trees_can_be_rebuilt() -> None:
     """Assumes: `torch.utils._pytree` flattens containers into leaves and a TreeSpec of type, context and children, and
     one can be made from these three; a named tuple's type is `namedtuple` and its context its class."""
-    tree = {"a": [1, _Pair(2, 3)], "b": (4,)}
+    tree = {"a": [1, _NamedPair(2, 3)], "b": (4,)}
     leaves, spec = tree_flatten(tree)
     expect(leaves, [1, 2, 3, 4], "the leaves of a tree")
     expect(tree_leaves(tree), leaves, "its leaves alone")
     expect(tree_unflatten(leaves, _rebuilt(spec)), tree, "the tree, put together again,")
     expect(tree_map_only(int, str, tree)["b"], ("4",), "what is mapped")
     pair = spec.children()[0].children()[1]
-    expect([pair.type, pair.context, pair.num_leaves], [namedtuple, _Pair, 2], "type and context of a named tuple")
-    expect([is_named_tuple(each) for each in (_Pair, tuple)], [True, False], "what is a named tuple")
+    expect([pair.type, pair.context, pair.num_leaves], [namedtuple, _NamedPair, 2], "type and context of a named tuple")
+    expect([is_named_tuple(each) for each in (_NamedPair, tuple)], [True, False], "what is a named tuple")
     expect({dict, list, tuple} <= set(known_containers()), True, "whether Python's containers are known")
 
 

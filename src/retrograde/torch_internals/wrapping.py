@@ -22,10 +22,10 @@ _FULLY_SHARD = "torch.distributed.fsdp._fully_shard._fsdp_param"
 _DTENSOR = "torch.distributed.tensor"
 
 # ---- DDP and FSDP
-Look = Callable[[Any, str], None]
+SeeArgument = Callable[[Any, str], None]
 
 
-def before_ddp_and_fsdp(of_module: Look, of_parameter: Look) -> None:
+def before_ddp_and_fsdp(of_module: SeeArgument, of_parameter: SeeArgument) -> None:
     """Have `of_module(module, wrapper)` or `of_parameter(parameter, wrapper)` run before one of these takes it.
 
     Changes each class once; called again, those that were imported since."""
@@ -36,7 +36,7 @@ def before_ddp_and_fsdp(of_module: Look, of_parameter: Look) -> None:
         _guard(sys.modules[_FULLY_SHARD].FSDPParam, "param", of_parameter, "fully_shard")
 
 
-def _guard(cls: type, argument: str, look: Look, called: str = "") -> None:
+def _guard(cls: type, argument: str, look: SeeArgument, called: str = "") -> None:
     """Let `look` see the constructor's first argument before torch does. `called`: what users know the class as."""
     original: Callable[..., None] = cls.__init__  # type: ignore[misc]
     if getattr(original, "_retrograde_guard", False):

@@ -10,10 +10,9 @@ that fails does not wait: it says what went wrong and goes.
 Ways to leave, and how each is noticed:
 - the program ends, or `sys.exit()`: `atexit`, when all other threads have been joined but for the service threads;
 - it ends because of an exception nobody caught: the same, and the interpreter keeps that exception (`sys.last_value`);
-- a process that was made by `multiprocessing` ends without `atexit`: it has finalizers of its own, which run
-  while the exception that ends it, if any, is being handled;
+- a process that was made by `multiprocessing` has finalizers of its own, and before Python 3.13 ends without `atexit`;
 - `dist.destroy_process_group()`: it shuts each group down, and `ProcessGroup.shutdown` is ours around torch's own;
-- `os._exit()` and signals: nothing runs here, and the others find the connection lost (mesh.py).
+- `os._exit()` and signals: nothing runs here, and the others find the connection lost (connections.py).
 
 In a program that ends by `sys.exit(1)`, Python does not say so to `atexit`: such a rank says goodbye as if it had
 finished.
@@ -32,13 +31,13 @@ from typing import Protocol
 import torch.distributed as dist
 
 from retrograde.errors import RetrogradeError
-from retrograde.torch_internals import before_group_shutdown
+from retrograde.torch_internals import before_group_shutdown, what_ends_this_process
 
 logger = logging.getLogger("retrograde")
 
 
 class Leaver(Protocol):
-    """A mesh, seen from here."""
+    """Connections to other ranks, seen from here."""
 
     rank: int
     process: int
@@ -60,19 +59,19 @@ _open: list[Leaver] = []
 _of_group: Callable[[dist.ProcessGroup], Leaver | None]
 
 
-def watch(mesh: Leaver, of_group: Callable[[dist.ProcessGroup], Leaver | None]) -> None:
-    """From now on this mesh is left properly."""
+def watch(leaver: Leaver, of_group: Callable[[dist.ProcessGroup], Leaver | None]) -> None:
+    """From now on these connections are left properly."""
     global _of_group
     _of_group = of_group
-    _open.append(mesh)
+    _open.append(leaver)
     _register_in(os.getpid())
     _wrap_shutdown()
 
 
-def forget(mesh: Leaver) -> None:
+def forget(leaver: Leaver) -> None:
     """It has been left."""
-    if mesh in _open:
-        _open.remove(mesh)
+    if leaver in _open:
+        _open.remove(leaver)
 
 
 @functools.cache
@@ -80,47 +79,47 @@ def _register_in(process: int) -> None:
     """Once in each process: one that was forked does not run its parent's finalizers."""
     atexit.register(_at_exit)
     if multiprocessing.parent_process() is not None:
-        multiprocessing.util.Finalize(None, _at_end_of_child, exitpriority=100)
+        multiprocessing.util.Finalize(None, _at_exit, exitpriority=100)
 
 
 @functools.cache
 def _wrap_shutdown() -> None:
     def leave_group(group: dist.ProcessGroup) -> None:
-        mesh = _of_group(group)
-        if mesh is not None and mesh in _open:
-            leave([mesh], sys.exc_info()[1])
+        leaver = _of_group(group)
+        if leaver is not None and leaver in _open:
+            leave([leaver], sys.exc_info()[1])
 
     before_group_shutdown(leave_group)
 
 
 def _at_exit() -> None:
-    leave(list(_open), getattr(sys, "last_value", None))
+    leave(list(_open), what_ends_this_process())
 
 
-def _at_end_of_child() -> None:
-    leave(list(_open), sys.exc_info()[1])
-
-
-def leave(meshes: Iterable[Leaver], error: BaseException | None) -> None:
+def leave(leavers: Iterable[Leaver], error: BaseException | None) -> None:
     """Leave all of them: because of an error, or having finished."""
-    mine = [mesh for mesh in meshes if mesh.process == os.getpid()]  # one that was forked leaves its parent's alone
+    mine = [
+        leaver for leaver in leavers if leaver.process == os.getpid()
+    ]  # one that was forked leaves its parent's alone
     failure = _failure(error)
     if failure is not None:
-        for mesh in mine:
-            for text in mesh.unsaid():
-                logger.warning("retrograde: rank %d was told before it ended: %s", mesh.rank, text)
-            mesh.abandon(failure if isinstance(error, RetrogradeError) else f"rank {mesh.rank} ended with {failure}")
-            forget(mesh)
+        for leaver in mine:
+            for text in leaver.unsaid():
+                logger.warning("retrograde: rank %d was told before it ended: %s", leaver.rank, text)
+            leaver.abandon(
+                failure if isinstance(error, RetrogradeError) else f"rank {leaver.rank} ended with {failure}"
+            )
+            forget(leaver)
         return
-    for mesh in mine:
-        mesh.say_goodbye()
-    for mesh in mine:
-        told = mesh.wait_for_goodbyes()
+    for leaver in mine:
+        leaver.say_goodbye()
+    for leaver in mine:
+        told = leaver.wait_for_goodbyes()
         if told is not None:
             logger.warning("retrograde: %s", told)
-        for text in mesh.unsaid():
-            logger.warning("retrograde: rank %d had finished when something went wrong: %s", mesh.rank, text)
-        forget(mesh)
+        for text in leaver.unsaid():
+            logger.warning("retrograde: rank %d had finished when something went wrong: %s", leaver.rank, text)
+        forget(leaver)
 
 
 def _failure(error: BaseException | None) -> str | None:

@@ -26,7 +26,7 @@ _PARTS = 64  # pieces of memory for one system call
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     plain = tensor.detach().resolve_conj().resolve_neg()  # torch may have left a conjugation to be done when it is read
-    return memoryview(plain.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    return plain.reshape(-1).view(torch.uint8).numpy().data
 
 
 def frame(message: Message, data: Sequence[torch.Tensor] = ()) -> list[memoryview]:
