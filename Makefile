@@ -21,11 +21,12 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE
 N ?= 1000
 SEED ?= 0
 
-.PHONY: help demo test test-all lint fuzz patterns bench clean
+.PHONY: help demo quick test test-all lint fuzz patterns bench clean
 
 help:
 	@echo "make demo      train a small GPT on 2 ranks, stage 3, and compare it with plain torch"
-	@echo "make test      lint, strict types, all tests"
+	@echo "make quick     something of every kind of test, in less than two minutes on two cores"
+	@echo "make test      lint, strict types, all tests, in less than fifteen minutes on two cores"
 	@echo "make test-all  the same, 1,000 random programs and the whole backward matrix"
 	@echo "make lint      ruff (rules, format, branches), lengths of functions, mypy"
 	@echo "make fuzz      random models and programs against plain torch: N=1000 of them, from SEED=0 on"
@@ -67,7 +68,10 @@ lint: $(READY)
 	@echo "lengths of functions, exemptions"; $(PY) tools/check_functions.py; $(PY) tools/check_exemptions.py
 	@echo "mypy"; $(PY) -m mypy
 
-# Two at a time: much of a test is one rank waiting for another.
+# Two at a time: much of a test is one rank waiting for another. `quick` is chosen by tests/quick.py.
+quick: $(READY)
+	@$(PY) -m pytest -n 2 --dist worksteal -m quick
+
 test: lint
 	@$(PY) -m pytest -n 2 --dist worksteal
 

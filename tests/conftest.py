@@ -1,4 +1,4 @@
-"""Pools of ranks, shared by all tests of a session."""
+"""Pools of ranks, shared by all tests of a session, and the marker of `make quick`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.quick import is_quick
+
 torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if is_quick(item):
+            item.add_marker(pytest.mark.quick)
 
 
 @pytest.fixture(scope="session")

@@ -1,41 +1,86 @@
-"""What `make quick` runs: a part of every kind of test, in less than two minutes.
+"""What `make quick` runs: something of every kind of test, mostly at stage 3 and world 2, in less than two minutes.
 
-The table names files, and of some files which tests. What is not here runs with `make test`."""
+A test is quick if its file or its folder is in the table, and every choice beside it takes it. Whatever sleeps,
+compiles for long or starts other worlds of ranks is left to `make test`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.patterns.cells import is_quick
+from tests.patterns.cells import Cell, quick_cells
 
+TESTS = Path(__file__).parent
 Choice = Callable[[pytest.Item], bool]
 
 
-def _given(item: pytest.Item) -> dict[str, object]:
-    """The arguments of a parametrized test."""
+def _arguments(item: pytest.Item) -> dict[str, Any]:
+    """What a parametrized test is given."""
     callspec = getattr(item, "callspec", None)
     return {} if callspec is None else callspec.params
 
 
-def everything(item: pytest.Item) -> bool:
-    return True
-
-
 def at(**wanted: object) -> Choice:
-    """Tests with these arguments; those that do not have one of them run too."""
+    """Tests with these arguments, and those that do not have them."""
 
     def chosen(item: pytest.Item) -> bool:
-        given = _given(item)
+        given = _arguments(item)
         return all(given.get(name, value) == value for name, value in wanted.items())
 
     return chosen
 
 
 def only(*names: str) -> Choice:
-    return lambda item: item.name.partition("[")[0] in names
+    """With all their arguments, or with those in brackets."""
+    return lambda item: item.name in names or item.name.partition("[")[0] in names
+
+
+def without(*names: str) -> Choice:
+    return lambda item: item.name.partition("[")[0] not in names
 
 
 def one_model_per_row(item: pytest.Item) -> bool:
-    return is_quick(**_given(item))  # type: ignore[arg-type]
+    return Cell(**_arguments(item)) in quick_cells()
+
+
+USUAL = at(stage=3, world=2)
+
+QUICK: dict[str, tuple[Choice, ...]] = {
+    "unit": (),
+    "streams": (),
+    "memory": (USUAL,),
+    "patterns/test_matrix.py": (one_model_per_row,),
+    "patterns/test_oracle.py": (only("test_means_are_those_of_the_joint_batch", "test_differences_are_seen"),),
+    "fuzz/test_fuzz.py": (at(world=2, delay=None),),
+    "multiproc/test_arguments.py": (),
+    "multiproc/test_divergence.py": (
+        USUAL,
+        only("test_ranks_that_ask_for_different_things", "test_random_units_orders_and_counts_per_rank"),
+    ),
+    "multiproc/test_gradients.py": (USUAL, without("test_empty_pieces")),
+    "multiproc/test_idioms.py": (USUAL,),
+    "multiproc/test_nested.py": (at(stage=3, late=0), without("test_four_ranks_that_nest_differently")),
+    "multiproc/test_semantics.py": (USUAL,),
+    "multiproc/test_state.py": (USUAL,),
+    "multiproc/test_windows.py": (USUAL, without("test_exact_at_every_world")),
+    "transport/test_counts.py": (USUAL,),
+    "transport/test_hostile.py": (),
+    "transport/test_wire.py": (USUAL,),
+    "compile/test_exact.py": (only("test_exact[15b-retained-compile-straight-units-aot_eager-3-2]"),),
+    "pipeline/test_pipeline.py": (only("test_two_ranks"), at(schedule="zb-v")),
+    "pipeline/test_schedules_dryrun.py": (),
+    "pipeline/test_schedules_lowering.py": (),
+    "pipeline/test_schedules_text.py": (),
+    "pipeline/test_split.py": (),
+}
+
+
+def is_quick(item: pytest.Item) -> bool:
+    path = item.path.relative_to(TESTS)
+    for place in (path, *path.parents):
+        if place.as_posix() in QUICK:
+            return all(choice(item) for choice in QUICK[place.as_posix()])
+    return False

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
-from pathlib import Path
+import functools
 
 import pytest
 
-TESTS = Path(__file__).parents[1]
+from tests.quick import QUICK, TESTS
+
 FILE_LINES, FUNCTION_LINES = 500, 40
 
 # Tests of programs, which are started as users start them. Ranks are started by processes.py alone.
@@ -21,9 +21,10 @@ PROGRAMS = {
 }
 
 
-def trees() -> Iterator[tuple[str, ast.Module]]:
-    for path in sorted(TESTS.rglob("*.py")):
-        yield path.relative_to(TESTS).as_posix(), ast.parse(path.read_text(encoding="utf-8"), str(path))
+@functools.cache
+def trees() -> list[tuple[str, ast.Module]]:
+    paths = sorted(TESTS.rglob("*.py"))
+    return [(path.relative_to(TESTS).as_posix(), ast.parse(path.read_text(encoding="utf-8"))) for path in paths]
 
 
 def imports_of_tests(tree: ast.Module) -> list[str]:
@@ -82,6 +83,10 @@ def test_nothing_is_too_long() -> None:
     assert {name: found for name, tree in trees() if (found := long_functions(tree))} == {}
     lines = {path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in TESTS.rglob("*.py")}
     assert {name: count for name, count in lines.items() if count > FILE_LINES} == {}
+
+
+def test_what_is_quick_is_there() -> None:
+    assert [name for name in QUICK if not (TESTS / name).exists()] == []
 
 
 @pytest.mark.parametrize(
