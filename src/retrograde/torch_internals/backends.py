@@ -7,20 +7,22 @@ from typing import Any
 
 import torch
 
-from retrograde.torch_internals.compiler import Graph, traceable
+from retrograde.torch_internals.compiler import Traceable, traceable
 from retrograde.torch_internals.probes import When, expect, find, probe, tiny
 
 # ---- the backends
-_wrapped: Callable[..., Graph] = find("torch:_TorchCompileWrapper")
-_inductor: Callable[..., Graph] = find("torch:_TorchCompileInductorWrapper")
+_wrapped: Callable[..., Traceable] = find("torch:_TorchCompileWrapper")
+_inductor: Callable[..., Traceable] = find("torch:_TorchCompileInductorWrapper")
 
 
-def backend_with(backend: str | Graph, mode: str | None, options: dict[str, Any] | None, dynamic: bool | None) -> Graph:
+def backend_with(
+    backend: str | Traceable, mode: str | None, options: dict[str, Any] | None, dynamic: bool | None
+) -> Traceable:
     """A backend other than Inductor, by name or itself, as torch.compile would call it with these arguments."""
     return _wrapped(backend, mode, options, dynamic)
 
 
-def inductor_with(mode: str | None, options: dict[str, Any] | None, dynamic: bool | None) -> Graph:
+def inductor_with(mode: str | None, options: dict[str, Any] | None, dynamic: bool | None) -> Traceable:
     """Inductor, as torch.compile would call it with these arguments. RuntimeError: an option of another type."""
     return _inductor(mode, options, dynamic)
 
