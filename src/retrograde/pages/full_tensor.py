@@ -9,7 +9,14 @@ import torch
 from torch import nn
 
 from retrograde.errors import UnsupportedError
-from retrograde.torch_internals import NO_TORCH_FUNCTION, get_requires_grad, make_subclass, overloads, storage_id
+from retrograde.torch_internals import (
+    NO_TORCH_FUNCTION,
+    get_requires_grad,
+    make_subclass,
+    overloads,
+    returns_of,
+    storage_id,
+)
 
 T = TypeVar("T")
 
@@ -157,7 +164,7 @@ def _aliasing(method: Callable[..., Any]) -> Callable[..., Any]:
 @functools.cache
 def views(name: str) -> bool:
     """Does torch's method of this name return a view of its tensor? Its schema says so."""
-    returned = [overload._schema.returns for overload in overloads(name)]
+    returned = [returns_of(overload) for overload in overloads(name)]
     return name == "__getitem__" or any(r and r[0].alias_info and not r[0].alias_info.is_write for r in returned)
 
 

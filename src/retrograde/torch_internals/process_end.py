@@ -1,5 +1,6 @@
 """The exception that ends a process, where Python's own finalizers can no longer see it."""
 
+import contextlib
 import functools
 import multiprocessing
 import multiprocessing.process
@@ -40,7 +41,7 @@ def what_ends_this_process() -> BaseException | None:
 @probe(
     "what ends a process",
     "what_ends_this_process",
-    needed_for="telling other ranks why a process that multiprocessing made has failed",
+    needed_for="telling other ranks why a process that multiprocessing made has ended",
     otherwise="a rank that fails is said to have finished",
 )
 def _children_run_our_run() -> None:
@@ -50,9 +51,10 @@ def _children_run_our_run() -> None:
         raise LookupError("probe")
 
     before = list(_ended_by)
+    _ended_by.clear()
     try:
-        multiprocessing.Process(target=fail).run()
-    except LookupError:
+        with contextlib.suppress(LookupError):
+            multiprocessing.Process(target=fail).run()
         expect([str(error) for error in _ended_by], ["probe"], "what is known of a process that failed")
     finally:
         _ended_by[:] = before
