@@ -108,7 +108,7 @@ BROKEN: dict[str, list[Break]] = {
         becomes(backward, "run_after_all_else", lambda node: None),
     ],
     "hooks of saved tensors": [
-        becomes(backward, "_top", lambda also_when_tracing: None),
+        becomes(backward, "top_saved_tensor_hooks", lambda: None),
         becomes(backward, "_why_forbidden", lambda: None),
     ],
     "a backward under a mode": [becomes(backward, "_run", plainly)],
@@ -140,8 +140,8 @@ BROKEN: dict[str, list[Break]] = {
     "a new node for a leaf": [becomes(tensors, "forget_accumulator", lambda leaf: None)],
     "attributes behind a subclass": [becomes(tensors, "raw_grad", lambda leaf: leaf.grad)],
     "tensors of a class of ours": [
-        becomes(tensors, "_make", lambda cls, data: data.detach().clone().as_subclass(cls)),
-        becomes(tensors, "_make", lambda cls, data: data.data.as_subclass(cls)),
+        becomes(tensors, "make_subclass", lambda cls, data: data.detach().clone().as_subclass(cls)),
+        becomes(tensors, "make_subclass", lambda cls, data: data.data.as_subclass(cls)),
     ],
     "switches of torch functions": [
         becomes(tensors, name, contextlib.nullcontext)

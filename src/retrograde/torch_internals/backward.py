@@ -1,5 +1,6 @@
 """The backward that runs: which one it is, what it will do, in which order, and where it ends."""
 
+import functools
 from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any
@@ -174,13 +175,11 @@ push_saved_tensor_hooks: Callable[[Callable[[torch.Tensor], Any], Callable[[Any]
 pop_saved_tensor_hooks: Callable[[], None] = find("torch._C._autograd:_pop_saved_tensors_default_hooks")
 """Undo the last push."""
 
-_top: Callable[[bool], tuple[Any, Any] | None] = find("torch._C._autograd:_top_saved_tensors_default_hooks")
+top_saved_tensor_hooks: Callable[[], tuple[Any, Any] | None] = functools.partial(
+    find("torch._C._autograd:_top_saved_tensors_default_hooks"), True
+)
+"""The pair that was pushed last, also while something is traced; None if there is none."""
 _why_forbidden: Callable[[], str | None] = find("torch._C._autograd:_saved_tensors_hooks_get_disabled_error_message")
-
-
-def top_saved_tensor_hooks() -> tuple[Any, Any] | None:
-    """The pair that was pushed last, also while something is traced."""
-    return _top(True)
 
 
 def saved_tensor_hooks_forbidden() -> bool:

@@ -137,9 +137,8 @@ def _writes_are_counted() -> None:
 
 
 # ---- what a view is a view of
-def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor that this one is a view of, as autograd sees it; None if it is no view."""
-    return tensor._base
+base_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")
+"""The tensor that this one is a view of, as autograd sees it; None if it is no view."""
 
 
 def is_view(tensor: torch.Tensor) -> bool:

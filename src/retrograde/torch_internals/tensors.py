@@ -86,13 +86,8 @@ def _attributes_are_descriptors() -> None:
 
 # ---- subclasses
 T = TypeVar("T", bound=torch.Tensor)
-_make: Callable[..., Any] = find("torch:Tensor._make_subclass")
-
-
-def make_subclass(cls: type[T], data: torch.Tensor) -> T:
-    """A tensor of this class on the same memory and version counter, in no graph."""
-    made: T = _make(cls, data)
-    return made
+make_subclass: Callable[[type[T], torch.Tensor], T] = find("torch:Tensor._make_subclass")
+"""A tensor of this class on the same memory and version counter, in no graph."""
 
 
 @probe(
