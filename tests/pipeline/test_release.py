@@ -21,7 +21,7 @@ from retrograde.pipeline import Action, ActionKind, generate, lower
 from retrograde.pipeline.executor import Batch, Executor
 from retrograde.pipeline.parcel import Parcel
 from retrograde.pipeline.stage import Stage, WeightedTarget
-from retrograde.pipeline.transport import MeshTransport
+from retrograde.transport.channel import ConnectedChannel
 from retrograde.transport.messages import Address
 from tests.harness import RankPool
 from tests.live import live_storages
@@ -144,7 +144,7 @@ def between_ranks(rank: int, world: int, schedule: str) -> dict[str, Any]:
     blocks: list[nn.Module] = [nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)]
     pipe = rg.Pipeline(blocks, schedule=schedule, microbatches=MICROBATCHES, loss=F.mse_loss)
     x = torch.randn(MICROBATCHES * BATCH, TOKENS, WIDTH)
-    transport = cast(MeshTransport, pipe._transport)
+    channel = cast(ConnectedChannel, pipe._transport.channel)
     pipe.step(x, target=x)  # gradients exist from here on
     dist.barrier()
     before, alive, unsent = live_storages(), [], []
@@ -152,9 +152,9 @@ def between_ranks(rank: int, world: int, schedule: str) -> dict[str, Any]:
         pipe.step(x, target=x)
         dist.barrier()
         alive.append({at: n for at, n in live_storages().items() if at not in before and n != AGREED})
-        unsent.append(sum(len(line._out) for line in transport._mesh._lines.values()))
+        unsent.append(sum(len(line._out) for line in channel._connections._lines.values()))
         dist.barrier()
-    waiting = sum(map(len, transport._arrived.values())) + len(transport._filling)
+    waiting = sum(map(len, channel._arrived.values())) + len(channel._filling)
     grads = all(p.grad is not None for p in pipe.parameters())
     return {"alive": alive, "unsent": unsent, "waiting": waiting, "grads": grads}
 

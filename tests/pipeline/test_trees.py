@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import retrograde as rg
-from retrograde.pipeline.parcel import Parcel, content_of, form_of, space_for
+from retrograde.pipeline.parcel import Parcel, content_of, form_of
 from retrograde.pipeline.trees import constant_of, describe, describe_constant, spec_of
 from retrograde.transport.messages import (
     Address,
@@ -30,6 +30,7 @@ from retrograde.transport.messages import (
     decode,
     encode,
 )
+from retrograde.transport.tensors import space_for
 from tests.harness import RankPool
 from tests.pipeline.cases import WIDTH, Fn, lin
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from retrograde.errors import UnsupportedError
 from retrograde.pages import FullTensor
+from retrograde.parameters import ShardedParameter
 from retrograde.torch_internals import before_parametrizing
 
 
@@ -20,8 +21,8 @@ def refuse_parametrizations() -> None:
     """Wrap the class's constructor, once for the process."""
 
     def refuse(parametrized: Any) -> None:
-        if isinstance(parametrized, FullTensor):
-            leaf: Any = parametrized.leaf
+        leaf = parametrized.leaf if isinstance(parametrized, FullTensor) else None
+        if isinstance(leaf, ShardedParameter):
             raise UnsupportedError(
                 f"rank {leaf.unit.rank}: parametrizing parameter {leaf.slot.name}, which is sharded: register "
                 f"parametrizations (weight_norm, spectral_norm, orthogonal, your own) before rg.shard(), which then "

@@ -7,7 +7,7 @@ pages the unit in; `forward` runs with the saved-tensor hooks active; what a sha
 import functools
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -15,28 +15,31 @@ from torch import nn
 from retrograde.errors import UnsupportedError
 from retrograde.pages.full_tensor import FullTensor
 from retrograde.pages.saved_tensors import SavedTensors
-from retrograde.parameters.copies import Copied
+from retrograde.parameters.pieces import ShardedParameter
 from retrograde.torch_internals import ReadsWeightsAnew, own_parameters
 
 MADE = "_retrograde_made"  # marks a generated class
 
 
-class Leaf(Copied):
-    """A sharded parameter, as modules see it (parameters/pieces.py)."""
+class Sharding(Protocol):
+    """The engine, as modules see it."""
 
-    __slots__ = ()
-    full: Callable[[], torch.Tensor]
+    saved: SavedTensors
+
+    @property
+    def grow(self) -> Callable[[], None]:
+        """Shards parameters that have joined the model."""
 
 
-def leaves(module: nn.Module) -> dict[str, Any]:
+def leaves(module: nn.Module) -> dict[str, ShardedParameter]:
     """The sharded parameters that a module has itself."""
-    return {name: leaf for name, leaf in own_parameters(module).items() if isinstance(leaf, Leaf)}
+    return {name: leaf for name, leaf in own_parameters(module).items() if isinstance(leaf, ShardedParameter)}
 
 
 class Sharded(nn.Module):
     """What a module with sharded parameters does otherwise than a plain one; ahead of its own class."""
 
-    _retrograde_engine: Any  # so that it lives as long as the model
+    _retrograde_engine: Sharding  # so that it lives as long as the model
 
     def get_parameter(self, target: str) -> nn.Parameter:
         """As torch's, which looks for a Parameter by reading the attribute."""
@@ -49,7 +52,7 @@ class Sharded(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         for name, leaf in self.named_parameters(recurse=recurse):
-            if isinstance(leaf, Leaf):
+            if isinstance(leaf, ShardedParameter):
                 _refuse_conversion(self, fn, name, leaf)
         own = dict(own_parameters(self))
         own_parameters(self).clear()  # nothing to change in the leaves; buffers are the module's own
@@ -94,7 +97,9 @@ class Sharded(nn.Module):
         )
 
 
-def _refuse_conversion(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], name: str, leaf: Any) -> None:
+def _refuse_conversion(
+    module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], name: str, leaf: ShardedParameter
+) -> None:
     """What `module.to()` would do to a parameter, seen on a small tensor in its place."""
     probe = torch.empty([2] * leaf.dim(), dtype=leaf.dtype, device=leaf.device)
     in_place = leaf.slot.strides
@@ -116,7 +121,7 @@ def unpatched(module: nn.Module) -> bool:
     return not all(isinstance(getattr(type(module), name, None), property) for name in leaves(module))
 
 
-def patch(module: nn.Module, engine: Any) -> None:
+def patch(module: nn.Module, engine: Sharding) -> None:
     """Give `module` the generated class: properties for its own parameters, hooks around `forward`.
 
     Hooks only where parameters are: torch.func refuses to start while any are active, and what a module without
@@ -147,8 +152,8 @@ def _property(name: str) -> property:
     def get(self: nn.Module) -> Any:
         own = own_parameters(self)
         if name in own:
-            leaf: Any = own[name]
-            return leaf.full() if isinstance(leaf, Leaf) else leaf
+            leaf = own[name]
+            return leaf.full() if isinstance(leaf, ShardedParameter) else leaf
         return self.__dict__[name] if name in self.__dict__ else nn.Module.__getattr__(self, name)
 
     # nn.Module takes Parameters itself; this is `del m.w; m.w = tensor`, as torch's old weight_norm does.

@@ -18,7 +18,7 @@ Full tensors do not come through here, so forward and backward pay nothing.
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from types import EllipsisType
 from typing import Any, cast
 
@@ -28,8 +28,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from retrograde.errors import UnsupportedError
 from retrograde.pages import RESHAPES, Aliased, FullTensor, edits, views
-from retrograde.parameters.access import Leaf
 from retrograde.parameters.answers import OVER_ALL
+from retrograde.parameters.copies import StateDictCopies
 from retrograde.parameters.filled import Markable, mark_filled
 from retrograde.parameters.owner import Owner
 from retrograde.parameters.part import JOINED, pieces_in, plain, whole
@@ -43,6 +43,7 @@ from retrograde.torch_internals import (
     take_hooks,
     tree_flatten,
     tree_unflatten,
+    version_of,
     with_torch_function,
     without_torch_function,
 )
@@ -147,7 +148,7 @@ class Piece(Markable):
             gates.enter_context(without_torch_function())
             result = func(*args, **kwargs)
         if pieces and (mixed or not foreach) and (edits(name) or "out" in kwargs):
-            from_gradients = not all(isinstance(piece, Leaf | _Alias) for piece in pieces)
+            from_gradients = not all(isinstance(piece, ShardedParameter | _Alias) for piece in pieces)
             mark_filled(name, args, kwargs, pieces, from_gradients)
         return _keep(result, name, kind, given)
 
@@ -197,8 +198,10 @@ class ShardedGradient(Piece):
 clip_together(ShardedGradient)  # so that clipping is one meeting
 
 
-class ShardedParameter(Piece, Leaf, nn.Parameter):
+class ShardedParameter(Piece, nn.Parameter):
     """The class of a parameter after sharding. `p.full()` is the whole of it; `p` itself is this rank's piece."""
+
+    copies: StateDictCopies | None
 
     @staticmethod
     def adopt(param: nn.Parameter, owner: Owner, place: int) -> None:
@@ -252,9 +255,25 @@ class ShardedParameter(Piece, Leaf, nn.Parameter):
         with without_torch_function():
             return super().register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
 
+    @torch.inference_mode(mode=False)
+    def copy_for(self, destination: Mapping[str, object]) -> torch.Tensor:
+        """What `state_dict()` has of it (copies.py)."""
+        full = self.full()
+        if self.copies is None:
+            self.copies = StateDictCopies(self.slot.name, self.unit.rank, full.dtype, full.device)
+        return self.copies.copy(full, version_of(self.unit.pieces[self.place]), destination)
+
+    def check_copies(self) -> None:
+        if self.copies is not None:
+            self.copies.check()
+
+    def forget_writes_to_copies(self) -> None:
+        if self.copies is not None:
+            self.copies.forget_writes()
+
     def full(self) -> torch.Tensor:
         if self.copies is not None:
-            self.check_copies()
+            self.copies.check()
         owner = self.owner
         return owner.pager.full(owner.unit, self.place)
 
@@ -358,7 +377,9 @@ def _takes_wholes(name: str, args: Any) -> bool:
 
 def _edited(func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
     """An edit that asks where in the whole an element is, or one of a plain tensor by a piece."""
-    if not isinstance(args[0], Aliased | Piece) and not all(isinstance(p, Leaf | _Alias) for p in pieces_in(args)):
+    if not isinstance(args[0], Aliased | Piece) and not all(
+        isinstance(p, ShardedParameter | _Alias) for p in pieces_in(args)
+    ):
         raise UnsupportedError(f"{name} with a part of a gradient: write x = x + p.grad, or use engine.full_grad(p)")
     full, *rest = _wholes(args, name)
     if full is args[0]:

@@ -20,7 +20,7 @@ from retrograde.pipeline.parcel import Parcel
 from retrograde.pipeline.schedule import Action, ActionKind, Schedule
 from retrograde.pipeline.stage import Stage, WeightedTarget
 from retrograde.pipeline.timeline import Timed
-from retrograde.pipeline.transport import Incoming, SenderFailed, StageTransport, Unreadable
+from retrograde.pipeline.transport import ReceiveContent, SenderFailed, StageTransport, Unreadable
 from retrograde.transport.messages import Address
 
 # What a profiler shows. A label takes a few microseconds when none is running, an action of a real model milliseconds.
@@ -109,7 +109,7 @@ class Executor:
         self._actions = schedule.ranks[rank]
         self._labels = [label_of(action) for action in self._actions]
         self._split = {(a.stage, a.microbatch) for a in self._actions if a.kind is ActionKind.I}
-        self._arriving: dict[Address, Incoming] = {}
+        self._arriving: dict[Address, ReceiveContent] = {}
         self._here: dict[Address, Any] = {}  # handed over by, or to be sent to, another stage
         self._table: dict[ActionKind, Callable[[Action], None]] = {
             ActionKind.F: self._forward,

@@ -1,26 +1,21 @@
 """What travels between stages: the tensors of any pytree, and a layout that says how to put it together again."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from retrograde.layout import is_dense, row_by_row
 from retrograde.pipeline.trees import constant_of, describe, describe_constant, spec_of
 from retrograde.torch_internals import TreeSpec, alias_without_base, tree_flatten, tree_unflatten
 from retrograde.transport.messages import Form, MessageError, TensorLayout, TreeForm
+from retrograde.transport.tensors import empty
 
 
 def layout_of(tensor: Tensor) -> TensorLayout:
     """How the receiver makes it: with the same strides, or row by row if it has gaps or overlaps."""
     stride = tensor.stride() if is_dense(tensor.shape, tensor.stride()) else row_by_row(tensor.shape)
     return TensorLayout(tuple(tensor.shape), tuple(stride), tensor.dtype, tensor.requires_grad)
-
-
-def empty(layout: TensorLayout, device: torch.device) -> Tensor:
-    return torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=device)
 
 
 @dataclass(frozen=True)
@@ -88,24 +83,3 @@ def content_of(form: Form, tensors: list[Tensor | None]) -> Parcel | Gradients:
     if not spec.num_leaves == len(constants) == len(tensors):
         raise MessageError(f"a tree of {spec.num_leaves} leaves came with {len(tensors)} tensors or constants")
     return Parcel(TreeLayout(spec, form.tensors, constants), tensors)
-
-
-def space_for(form: Form, nbytes: int, device: torch.device) -> list[Tensor | None]:
-    """Memory for the tensors of a message, if they have that many bytes."""
-    expected = 0
-    for layout in form.tensors:
-        if layout is not None:
-            if len(layout.size) != len(layout.stride) or not is_dense(layout.size, layout.stride):
-                raise MessageError(f"a tensor of shape {layout.size} and strides {layout.stride} was announced")
-            expected += layout.dtype.itemsize * math.prod(layout.size)
-    if expected != nbytes:
-        raise MessageError(f"{nbytes} bytes of tensors with a layout of {expected}")
-    return [None if layout is None else empty(layout, device) for layout in form.tensors]
-
-
-def as_sent(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor in memory order, one-dimensional; a copy only if it has gaps or overlaps."""
-    tensor = tensor.detach()
-    if not is_dense(tensor.shape, tensor.stride()):
-        tensor = tensor.contiguous()
-    return tensor.as_strided((tensor.numel(),), (1,))

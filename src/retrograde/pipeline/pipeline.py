@@ -6,7 +6,6 @@ rank is one error on all of them and leaves nobody waiting.
 """
 
 import contextlib
-import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,16 +17,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from retrograde.arguments import Said, flag, function, instance, one_of, said, shown, whole_number, wrong
+from retrograde.devices import device_of, streams_of
 from retrograde.engine import Engine, shard
 from retrograde.errors import PipelineError
-from retrograde.parameters import ShardedParameter
-from retrograde.pipeline.agreement import all_gather_text, together
+from retrograde.pipeline.agreement import exchange, together
 from retrograde.pipeline.batches import CallerGradients, copied, microbatches, size
 from retrograde.pipeline.blocks import (
     Block,
     Chain,
     Model,
-    Tie,
     accepted,
     blocks_of,
     divide,
@@ -43,9 +41,11 @@ from retrograde.pipeline.options import Cut, Zero, check_apart, group_of
 from retrograde.pipeline.schedule import Action, Schedule
 from retrograde.pipeline.search import schedule_for
 from retrograde.pipeline.stage import Loss, Stage, WeightedTarget
+from retrograde.pipeline.ties import TiedParameters, TieSums
 from retrograde.pipeline.timeline import Timed
-from retrograde.pipeline.transport import MeshTransport, StageTransport
+from retrograde.pipeline.transport import StageTransport
 from retrograde.torch_internals import check_before_first_use
+from retrograde.transport import ProcessRanks
 
 
 @dataclass(frozen=True)
@@ -69,16 +69,14 @@ class StepArguments(NamedTuple):
     options: dict[str, Any]
 
 
+PATIENCE = 1800.0  # seconds: another rank's first step may compile
+
+
 class Agreed(NamedTuple):
     """What all ranks know at the end of a step: the failures of all of them, and the loss if the last stage has one."""
 
     failures: list[str]
     loss: Tensor | None
-
-
-# The loss travels as a number of 64 bits, which all of these fit into, and the position of its dtype here.
-LOSS_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-NO_LOSS = -1
 
 
 class Pipeline:
@@ -112,10 +110,12 @@ class Pipeline:
         self._groups = [self._group]
         if isinstance(zero, Zero):
             self._groups.append(group_of("zero.mesh", zero.mesh, "dp"))
-        self.rank = dist.get_rank(self._group)
-        self.device = torch.device("cpu")
+        ranks = [ProcessRanks(group, PATIENCE) for group in self._groups]
+        self._tied = TiedParameters()
+        self._transports = [each.transport(self._tied, PATIENCE) for each in ranks]
+        self.rank = ranks[0].rank
         self.trace = []
-        with together(self._groups, "Pipeline()") as arguments:
+        with together(self._transports, "Pipeline()") as arguments:
             check_before_first_use()
             count = whole_number("microbatches", microbatches, 1, "a whole number, 1 or more", PipelineError)
             reductions = ("mean", "sum")
@@ -123,13 +123,16 @@ class Pipeline:
                 "loss_reduction", loss_reduction, reductions, '"mean" or "sum"', PipelineError
             )
             self._check_parts(loss, zero, cut)
-            self.schedule = schedule_for(_named(schedule), dist.get_world_size(self._group), count)
+            self.schedule = schedule_for(_named(schedule), ranks[0].world, count)
             blocks = blocks_of(model)
+            self.device = _device_of(blocks)
             costs = self._measured(blocks, cut)
             arguments.append(said("loss_reduction", loss_reduction, loss_reduction))
             arguments += _arguments(schedule, self.schedule, zero, cut)
+        channel = ranks[0].channel(self.device, PATIENCE)
+        self._transport = StageTransport(channel, self.rank, streams_of(self.device))
         self._take_stages(blocks, self._divide(blocks, cut, costs), loss, zero)
-        dist.barrier(self._group)  # messages come only when everybody can receive them
+        exchange(self._transports[0], "Pipeline() is done", None)  # messages come when everybody can receive them
 
     # ---- what users hold
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -212,7 +215,7 @@ class Pipeline:
 
     def _divide(self, blocks: list[Block], cut: Cut | None, costs: list[float] | None) -> list[list[Block]]:
         """The blocks of each stage. All ranks agree that they are the same."""
-        with together(self._groups, "Pipeline()") as arguments:
+        with together(self._transports, "Pipeline()") as arguments:
             at = None if cut is None else cut.at
             by_stage = divide(blocks, self.schedule.stages, at, self._same_costs(costs, cut))
             starts = [group[0].name for group in by_stage[1:]]
@@ -226,7 +229,7 @@ class Pipeline:
         mine = {stage: by_stage[stage] for stage in self.schedule.stages_of(self.rank)}
         own = [block for group in mine.values() for block in group]
         self._accepted = accepted([block.module for block in blocks])
-        self._ties = [tie for tie in find_ties(by_stage, self.schedule.placement) if self.rank in tie.ranks]
+        self._ties = TieSums(find_ties(by_stage, self.schedule.placement), self._tied, self._transports[0])
         materialize_stages(blocks, [block.module for block in own], self.device)
         self._names = dict(_names(own))
         chains = {stage: Chain([block.module for block in group]) for stage, group in mine.items()}
@@ -234,7 +237,6 @@ class Pipeline:
         self.stages = {number: Stage(number, chain) for number, chain in chains.items()}
         if self.schedule.last_stage in self.stages:
             self.stages[self.schedule.last_stage].loss = loss or _itself
-        self._transport: StageTransport = MeshTransport(self._group, self.device)
         self._executor = self._make_executor(self.schedule, zero)
         self._evaluator = self._make_executor(forward_only(self.schedule), zero)
 
@@ -244,8 +246,8 @@ class Pipeline:
             return None
         if cut.sample is None:
             return cut.costs
-        for group in self._groups:
-            costs = json.loads(all_gather_text(json.dumps(costs), group)[0])  # all replicas are cut alike
+        for transport in self._transports:
+            costs = exchange(transport, "costs of blocks", costs)[0]  # all replicas are cut alike
         return costs
 
     def _shard(self, zero: Zero | None, chains: list[Chain]) -> Engine | None:
@@ -268,8 +270,8 @@ class Pipeline:
     # ---- a step
     def _summed_ties(self) -> contextlib.AbstractContextManager[None]:
         if self.engine is None:
-            return _summed_once(self._ties, self._group, self.rank)
-        return _summed_unreduced(self._ties, self._group, self.rank, self.engine)
+            return self._ties.of_plain()
+        return self._ties.of_sharded(self.engine)
 
     def _one_reduction(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.engine is None else self.engine.coalesce()
@@ -326,27 +328,23 @@ class Pipeline:
     def _agree(self, outcome: Outcome, loss: Tensor | None) -> Agreed:
         """The rank of the last stage tells the others the loss; a rank that has failed tells them why."""
         failures = [] if outcome.failure is None else [str(outcome.failure)]
-        void = outcome.void
         told = None
-        for group in self._groups:
-            own = loss if group is self._group else None  # replicas have losses of their own
-            number = NO_LOSS if own is None else _dtype_number(own.dtype)
-            mine = torch.tensor([float(void), number, 0.0 if own is None else float(own)], dtype=torch.float64)
-            everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(everyone, mine, group=group)
-            void = any(bool(theirs[0]) for theirs in everyone)
-            for theirs in everyone:
-                _, dtype, value = theirs.tolist()
-                if dtype != NO_LOSS:
-                    told = torch.tensor(value, dtype=LOSS_DTYPES[int(dtype)])
-            if void:
-                texts = [json.loads(text) for text in all_gather_text(json.dumps(failures), group)]
-                failures = sorted({text for by_rank in texts for text in by_rank})
+        for transport in self._transports:
+            own = loss if transport is self._transports[0] else None  # replicas have losses of their own
+            everyone = exchange(transport, "the end of a step", (failures, own))
+            failures = sorted({text for theirs, _ in everyone for text in theirs})
+            told = next((theirs for _, theirs in everyone if theirs is not None), told)
         return Agreed(failures, told)
 
 
-def _dtype_number(dtype: torch.dtype) -> int:
-    return LOSS_DTYPES.index(dtype) if dtype in LOSS_DTYPES else 0
+def _device_of(blocks: list[Block]) -> torch.device:
+    named = [pair for block in blocks for pair in block.module.named_parameters(prefix=block.name)]
+    for name, parameter in named:
+        if parameter.device.type not in ("cpu", "meta"):
+            raise PipelineError(
+                f"parameter {name} is on {parameter.device}; this version wants it on the CPU or on meta"
+            )
+    return device_of(parameter for _, parameter in named)
 
 
 def _named(schedule: Any) -> str | Schedule:
@@ -391,74 +389,3 @@ def _names(blocks: list[Block]) -> Iterator[tuple[str, nn.Parameter]]:
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield name, parameter
-
-
-@contextlib.contextmanager
-def _summed_once(ties: list[Tie], group: dist.ProcessGroup, rank: int) -> Iterator[None]:
-    """Gradients of parameters that several ranks hold: what this step adds is summed over them, in stage order."""
-    before = [tie.parameter.grad for tie in ties]
-    for tie in ties:
-        tie.parameter.grad = None
-    try:
-        yield
-        for tie in ties:
-            tie.parameter.grad = _sum_tie(tie, tie.parameter.grad, tie.parameter.shape, group, rank)
-    finally:
-        for tie, old in zip(ties, before, strict=True):
-            if old is not None:
-                new = tie.parameter.grad
-                tie.parameter.grad = old if new is None else old.add_(new)
-
-
-@contextlib.contextmanager
-def _summed_unreduced(ties: list[Tie], group: dist.ProcessGroup, rank: int, engine: Engine) -> Iterator[None]:
-    """The same for sharded parameters, in each replica, before replicas are reduced: the order of plain torch."""
-    if ties:
-        engine.coordinator.flush_pending_gradients(
-            "a pipeline step with tied parameters"
-        )  # what waits after it is this step's
-    yield
-    for tie in ties:
-        leaf = tie.parameter
-        assert isinstance(leaf, ShardedParameter)
-        own = engine.flow.waiting_for(leaf.unit, leaf.place)
-        total = _sum_tie(tie, own, torch.Size([leaf.slot.numel]), group, rank)  # in memory order on all ranks
-        if own is not None and total is not None:
-            own.copy_(total)
-        elif total is not None:
-            grads = [leaf.slot.full(total) if other is leaf else None for other in leaf.unit.leaves]
-            engine.flow.keep(leaf.unit, grads)
-
-
-def _sum_tie(tie: Tie, own: Tensor | None, shape: torch.Size, group: dist.ProcessGroup, rank: int) -> Tensor | None:
-    """The first rank adds up and sends the sum to the others. None if no rank has a gradient."""
-    lead, *others = tie.ranks
-    own = None if own is None else own.view(shape)
-    if rank != lead:
-        _send_if_any(own, lead, group)
-        return _receive_if_any(shape, tie.parameter.dtype, lead, group)
-    for other in others:
-        part = _receive_if_any(shape, tie.parameter.dtype, other, group)
-        if part is not None:
-            own = part if own is None else own + part
-    for other in others:
-        _send_if_any(own, other, group)
-    return own
-
-
-def _send_if_any(tensor: Tensor | None, peer: int, group: dist.ProcessGroup) -> None:
-    """Says first whether there is a tensor."""
-    dist.send(torch.tensor([tensor is not None], dtype=torch.int64), group=group, group_dst=peer)
-    if tensor is not None:
-        dist.send(tensor.contiguous(), group=group, group_dst=peer)
-
-
-def _receive_if_any(shape: torch.Size, dtype: torch.dtype, peer: int, group: dist.ProcessGroup) -> Tensor | None:
-    """The other end of `_send_if_any`."""
-    flag = torch.zeros(1, dtype=torch.int64)
-    dist.recv(flag, group=group, group_src=peer)
-    if not flag.item():
-        return None
-    received = torch.empty(shape, dtype=dtype)
-    dist.recv(received, group=group, group_src=peer)
-    return received

@@ -29,7 +29,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from retrograde.errors import PipelineError
-from retrograde.pages.full_tensor import FullTensor
+from retrograde.pages import FullTensor, Unit
 from retrograde.pipeline.deferrable import DeferrableCall, GradientFormulas, ParamGrads, parameter_of, recognise
 from retrograde.torch_internals import (
     Fate,
@@ -56,7 +56,7 @@ class _Target:
     def __init__(self, tensor: Tensor) -> None:
         paged = isinstance(tensor, FullTensor)
         self._tensor = None if paged else tensor
-        self._unit: weakref.ref[Any] | None = tensor._unit if isinstance(tensor, FullTensor) else None
+        self._unit: weakref.ref[Unit] | None = tensor._unit if isinstance(tensor, FullTensor) else None
         self._slot = tensor._slot if isinstance(tensor, FullTensor) else 0
 
     @property
@@ -66,8 +66,7 @@ class _Target:
         unit = self._unit() if self._unit is not None else None
         if unit is None:
             raise PipelineError("W of a stage whose sharded model is gone; keep the model until the step has ended")
-        found: Tensor = unit.outs[self._slot]
-        return found
+        return unit.page.full_tensors[self._slot]
 
 
 @dataclass(slots=True)

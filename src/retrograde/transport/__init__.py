@@ -3,14 +3,29 @@
 from retrograde.transport.fake import FakeRanks
 from retrograde.transport.messages import Key, Offers, Reason, Stamp, Use, Uses, Value
 from retrograde.transport.processes import ProcessRanks
-from retrograde.transport.protocol import Memory, Position, Ranks, ShardServer, Transport, Work
+from retrograde.transport.protocol import (
+    Channel,
+    Incoming,
+    Memory,
+    Parts,
+    PipelineRanks,
+    Position,
+    Ranks,
+    ShardServer,
+    Transport,
+    Work,
+)
 from retrograde.transport.threads import ThreadRanks
 
 __all__ = [
+    "Channel",
     "FakeRanks",
+    "Incoming",
     "Key",
     "Memory",
     "Offers",
+    "Parts",
+    "PipelineRanks",
     "Position",
     "ProcessRanks",
     "Ranks",

@@ -1,14 +1,16 @@
 """Ranks that are processes: those of a process group of torch.distributed."""
 
+import torch
 import torch.distributed as dist
 
+from retrograde.transport.channel import ConnectedChannel
 from retrograde.transport.connections import TIMEOUT, Connections
 from retrograde.transport.one_sided import OneSidedTransport
 from retrograde.transport.protocol import ShardServer
 
 
 class ProcessRanks:
-    """The ranks of a process group, connected. Implements `Ranks`."""
+    """The ranks of a process group, connected. Implements `PipelineRanks`."""
 
     def __init__(self, group: dist.ProcessGroup, timeout: float = TIMEOUT) -> None:
         """All ranks of the group come here, within `timeout` seconds."""
@@ -18,6 +20,9 @@ class ProcessRanks:
 
     def transport(self, shards: ShardServer, timeout: float) -> OneSidedTransport:
         return OneSidedTransport(self._connections, shards, timeout)
+
+    def channel(self, device: torch.device, patience: float) -> ConnectedChannel:
+        return ConnectedChannel(self._connections, device, patience)
 
     def say_goodbye(self) -> None:
         self._connections.say_goodbye()

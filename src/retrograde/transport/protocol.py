@@ -142,6 +142,13 @@ class Parts(NamedTuple):
     tensors: list[torch.Tensor | None]
 
 
+class Incoming(Protocol):
+    """A message that is to come."""
+
+    def wait(self, stream: Stream) -> Parts | None:
+        """Its content, which what is issued on `stream` from now on finds there; None if its sender has failed."""
+
+
 class Channel(Protocol):
     """A pipeline's way between its stages."""
 
@@ -150,8 +157,8 @@ class Channel(Protocol):
     def send_void(self, peer: int, address: Address) -> None:
         """There will be no content: this rank has failed."""
 
-    def receive(self, peer: int, address: Address) -> Parts | None:
-        """Wait for the content at an address; None where its sender has failed."""
+    def receive(self, peer: int, address: Address) -> Incoming:
+        """What is to come to an address."""
 
 
 class Ranks(Protocol):
@@ -168,3 +175,10 @@ class Ranks(Protocol):
 
     def say_goodbye(self) -> None:
         """This rank has finished. It goes on serving those that have not."""
+
+
+class PipelineRanks(Ranks, Protocol):
+    """Ranks that can also hold stages of a pipeline."""
+
+    def channel(self, device: torch.device, patience: float) -> Channel:
+        """For one pipeline. All ranks make theirs in the same order."""

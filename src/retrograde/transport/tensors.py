@@ -1,0 +1,34 @@
+"""Tensors as they travel in a pipeline: their bytes in memory order, and memory to receive them in."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from retrograde.layout import is_dense
+from retrograde.transport.messages import Form, MessageError, TensorLayout
+
+
+def as_sent(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor in memory order, one-dimensional; a copy only if it has gaps or overlaps."""
+    tensor = tensor.detach()
+    if not is_dense(tensor.shape, tensor.stride()):
+        tensor = tensor.contiguous()
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def empty(layout: TensorLayout, device: torch.device) -> Tensor:
+    return torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=device)
+
+
+def space_for(form: Form, nbytes: int, device: torch.device) -> list[Tensor | None]:
+    """Memory for the tensors of a message, if they have that many bytes."""
+    expected = 0
+    for layout in form.tensors:
+        if layout is not None:
+            if len(layout.size) != len(layout.stride) or not is_dense(layout.size, layout.stride):
+                raise MessageError(f"a tensor of shape {layout.size} and strides {layout.stride} was announced")
+            expected += layout.dtype.itemsize * math.prod(layout.size)
+    if expected != nbytes:
+        raise MessageError(f"{nbytes} bytes of tensors with a layout of {expected}")
+    return [None if layout is None else empty(layout, device) for layout in form.tensors]
