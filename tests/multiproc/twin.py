@@ -32,8 +32,11 @@ class Twin:
     ) -> None:
         self.rank, self.world, self.stage = rank, world, stage
         self.plain, self.model = make(), make()
-        self.engine = rg.shard(self.model, stage, **options)
+        self.engine = self._shard(options)
         self.optimizers: list[torch.optim.Optimizer] = []
+
+    def _shard(self, options: dict[str, Any]) -> rg.Engine:
+        return rg.shard(self.model, self.stage, **options)
 
     @property
     def both(self) -> tuple[nn.Module, nn.Module]:

@@ -5,6 +5,7 @@ give each unit its memory and values on this rank, `Engine.enlist` makes units w
 `patch` makes `module.weight` reach the page. From then on everything is driven by access and by autograd.
 """
 
+import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ from retrograde.parameters.access import patch, unpatched
 from retrograde.transport import ProcessRanks, Ranks
 from retrograde.transport.groups import process_group_of
 
+_preparing = threading.Lock()
 WAIT_FOR_ARGUMENTS = 60.0  # seconds, until the argument `timeout` is known to be one
 
 
@@ -114,13 +116,14 @@ def shard_over(ranks: Ranks, model: nn.Module, options: Options) -> Engine:
 
 
 def _prepare_torch() -> None:
-    """What torch does with sharded parameters elsewhere: once for the process."""
-    watch_steps()
-    watch_states()
-    serve_initializers()
-    refuse_pieces_outside()
-    refuse_ddp_and_fsdp()
-    refuse_parametrizations()
+    """What torch does with sharded parameters elsewhere: once for the process, of which ranks may be threads."""
+    with _preparing:
+        watch_steps()
+        watch_states()
+        serve_initializers()
+        refuse_pieces_outside()
+        refuse_ddp_and_fsdp()
+        refuse_parametrizations()
 
 
 def _connecting_time(timeout: float) -> float:
