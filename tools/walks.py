@@ -1,9 +1,10 @@
-"""The two walks through the house, from a trace of a real run: python -m tools.walks
+"""The two walks through the house, from a trace of a real run: python tools/walks.py
 
 One step of a small model on two ranks, which are threads of this process. Rank 0's calls are recorded while
-`module.weight` is read for the first time after a step, and while a backward brings its gradient to `.grad`. A *hop* is a
-call from one room of src/retrograde into another, or from the user's code or autograd into a room. Each hop is listed
-once, where it first came. Rooms that serve all others (`SERVANTS`) are not walked through, and constructors are not hops.
+`module.weight` is read for the first time after a step, and while a backward brings its gradient to `.grad`. A *hop* is
+a call from one room of src/retrograde into another, or from the user's code or autograd into a room. Each function is
+listed once, where it was first entered. Rooms that serve all others (`SERVANTS`) are not walked through, and
+constructors are not hops. docs/design/walks.md has the result; tests/unit/test_walks.py compares the two.
 """
 
 import sys
@@ -18,11 +19,12 @@ import torch
 import torch._dynamo  # torch imports it with the first optimizer, and two threads that import it deadlock
 from torch import nn
 
+import retrograde
 from retrograde.engine.shard import Options, shard_over
 from retrograde.transport import ThreadRanks
 from retrograde.transport.threads import ThreadGroup
 
-SOURCE = Path(__file__).parents[1] / "src" / "retrograde"
+SOURCE = Path(retrograde.__file__).parent
 SERVANTS = {"torch_internals", "errors", "arguments", "ledger", "labels", "layout", "devices"}
 HELPERS = {"alive"}  # follows a weak reference
 OUTSIDE = "outside"

@@ -1,0 +1,48 @@
+"""docs/design/walks.md says what a run does: the same hops, in the same order."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tools.walks import OUTSIDE, Hop, Place, Walks, walks
+
+PAGE = Path(__file__).parents[2] / "docs" / "design" / "walks.md"
+PLACE = rf"{OUTSIDE}|`[^`]+` `[^`]+`"
+HOP = re.compile(rf"^\d+\. ({PLACE}) → ({PLACE})\.$", re.MULTILINE)
+
+
+def written(page: str, name: str) -> list[str]:
+    """The hops of one walk, as the page has them."""
+    between = page.partition(f"<!-- {name}:begin -->")[2].partition(f"<!-- {name}:end -->")[0]
+    return [f"{caller} → {called}" for caller, called in HOP.findall(between)]
+
+
+@pytest.fixture(scope="module")
+def traced() -> Walks:
+    return walks()
+
+
+@pytest.mark.parametrize("name", Walks._fields)
+def test_the_page_has_the_hops_of_a_run(traced: Walks, name: str) -> None:
+    hops: list[Hop] = getattr(traced, name)
+    assert written(PAGE.read_text(encoding="utf-8"), name) == [str(hop) for hop in hops]
+
+
+@pytest.mark.parametrize("name", Walks._fields)
+def test_every_hop_has_a_sentence(name: str) -> None:
+    between = (
+        PAGE.read_text(encoding="utf-8").partition(f"<!-- {name}:begin -->")[2].partition(f"<!-- {name}:end -->")[0]
+    )
+    items = re.split(r"^\d+\. ", between, flags=re.MULTILINE)[1:]
+    assert len(items) == len(written(PAGE.read_text(encoding="utf-8"), name))
+    assert all(len(item.strip().splitlines()) > 1 for item in items)
+
+
+def test_a_weight_reaches_the_pager_in_three_hops(traced: Walks) -> None:
+    assert traced.weight[2].called == Place("pages/pager.py", "Pager.full")
+
+
+def test_hops_are_between_rooms(traced: Walks) -> None:
+    for hop in (*traced.weight, *traced.gradient):
+        assert hop.caller.room != hop.called.room
