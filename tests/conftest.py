@@ -11,13 +11,21 @@ os.environ.update(WORKER_ENVIRONMENT)
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.quick import is_quick
+from tests.quick import choices, is_quick
 
 torch.set_num_threads(1)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m quick`, files without a quick test are not even imported: that takes as long as some tests."""
+    if config.option.markexpr == "quick" and collection_path.name.startswith("test_"):
+        return choices(collection_path) is None or None
+    return None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
