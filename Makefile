@@ -7,6 +7,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(VENV)/bin/pip --disable-pip-version-check
 TORCH := torch==2.13.0
+# Another interpreter than the first that is new enough: make PYTHON=python3.14 test
+PYTHON ?=
 # An index for torch alone, e.g. https://download.pytorch.org/whl/cpu for the small CPU build.
 TORCH_INDEX ?=
 READY := $(VENV)/.ready
@@ -36,7 +38,7 @@ help:
 
 # The first interpreter that runs and is new enough; a name on PATH alone may be a shim that does not.
 define find_python
-for p in python3.11 python3; do \
+for p in $(PYTHON) python3.11 python3; do \
 	if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$p; exit 0; fi; \
 done; \
 echo "Python 3.11 or newer is needed (python3.11 or python3 on PATH)" >&2; exit 1

@@ -31,21 +31,17 @@ def test_saying_it_twice_is_saying_it_once() -> None:
     assert order.ready(A, 1, 0) == [] and order.ready(A, 1, 0) == []
 
 
-def test_nothing_starts_during_a_meeting() -> None:
+def test_nothing_from_before_a_meeting_starts_after_it_was_counted() -> None:
     order = StartOrder(2)
     order.ready(A, 0, 0)
-    order.close()
     assert order.ready(A, 1, 1) == []
-    assert order.open(1) == []  # it is from before that meeting, at which ranks said who has what
-    assert order.ready(A, 1, 1) == []
+    assert order.ready(A, 0, 1) == []
 
 
 def test_what_is_for_after_the_meeting_may_come_before_its_end() -> None:
     """Another rank has left the meeting already."""
     order = StartOrder(2)
-    order.close()
     assert order.ready(LATER, 1, 1) == []
-    assert order.open(1) == []
     assert order.ready(LATER, 0, 1) == [LATER]
 
 

@@ -11,6 +11,7 @@ from retrograde.arguments import flag, instance, not_negative, number, wrong
 from retrograde.coordination import Coordinator, WriteFence
 from retrograde.coordination.meetings import Meetings
 from retrograde.devices import streams_of
+from retrograde.engine.growth import growth
 from retrograde.engine.units import UnitMemory
 from retrograde.errors import ShardingError
 from retrograde.gradients import BackendSum, GradientFlow, OrderedSum, UnitGraph
@@ -27,13 +28,18 @@ from retrograde.transport import Memory, Reason, Transport
 class Engine:
     """Made by `shard()`. The model's modules hold it, so it lives as long as the model."""
 
-    grow: Callable[[], None]  # shards parameters that have joined the model since it was last called
-
     def __init__(
-        self, model: nn.Module, policy: Policy, device: torch.device, transport: Transport, fence: WriteFence
+        self,
+        model: nn.Module,
+        policy: Policy,
+        device: torch.device,
+        transport: Transport,
+        fence: WriteFence,
+        enlist_added: Callable[["Engine"], None],
     ) -> None:
         """The only place that knows which class stands behind which door."""
         self.model = model
+        self.grow = growth(lambda: enlist_added(self))  # shards parameters that have joined the model meanwhile
         self.policy = policy
         self.device = device
         self.transport = transport

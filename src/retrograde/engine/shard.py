@@ -7,6 +7,7 @@ give each unit its memory and values on this rank, `Engine.enlist` makes units w
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,6 @@ from retrograde.coordination import WriteFence
 from retrograde.devices import device_of
 from retrograde.engine.ddp_and_fsdp import check_unwrapped, refuse_ddp_and_fsdp
 from retrograde.engine.engine import Engine
-from retrograde.engine.growth import growth
 from retrograde.engine.materialize import check_resettable
 from retrograde.engine.parametrizing import refuse_parametrizations
 from retrograde.engine.units import allocate, fill, make_same
@@ -109,8 +109,8 @@ def shard_over(ranks: Ranks, model: nn.Module, options: Options) -> Engine:
         _check_plain(specs)
         _prepare_torch()
         device = device_of(param for spec in specs for _, param in spec.params)
-        engine = Engine(model, policy, device, transport, fence)
-    engine.grow = growth(lambda: _enlist(engine, _added(model, options.units, least)))
+        added = partial(_added, model, options.units, least)
+        engine = Engine(model, policy, device, transport, fence, lambda engine: _enlist(engine, added()))
     _enlist(engine, specs, arguments)
     return engine
 

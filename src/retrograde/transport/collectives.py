@@ -8,10 +8,10 @@ have said it and decides that it is the next (`start`), and every rank starts it
     rank 0   ready(a) ─────────────┐ all are ready: start(a)    looks: reduce_scatter(a)
     rank 1         ready(a) ───────┴─────────> start(a)         looks: reduce_scatter(a)
 
-Rule 1: rank 0 starts nothing after it has said that it comes to a meeting, until the meeting is over. Its messages
-        arrive in the order in which they were sent, so at the end of a meeting all ranks know of the same starts.
-Rule 2: what is not started before a meeting is never started afterwards: the meeting says who has what, and all ranks
-        conclude the same from that (gradients/strategy.py).
+Rule 1: what is not started when rank 0 comes to a meeting is never started: the meeting says who has what, and all
+        ranks conclude the same from that (gradients/strategy.py). Rank 0 counts the meeting before it says that it
+        comes, and its messages arrive in the order in which they were sent: so at the end of a meeting all ranks
+        know of the same starts.
 """
 
 from collections.abc import Callable
@@ -32,28 +32,15 @@ class StartOrder:
     def __init__(self, world: int) -> None:
         self._world = world
         self._ready: dict[Key, set[int]] = {}  # on rank 0: who is ready for what is not started yet
-        self._closed = False  # rank 0 has come to a meeting that is not over
         self._started: list[Key] = []
 
     def ready(self, key: Key, rank: int, meetings: int) -> list[Key]:
-        """On rank 0, which has been to so many meetings: a rank is ready. Returns what can start now."""
+        """On rank 0, which has come to so many meetings: a rank is ready. Returns what can start now."""
         self._ready.setdefault(key, set()).add(rank)
-        return [] if self._closed else self._complete(meetings)
-
-    def close(self) -> None:
-        """Rule 1."""
-        self._closed = True
-
-    def open(self, meetings: int) -> list[Key]:
-        """The meeting is over. Returns what can start now."""
-        self._closed = False
-        return self._complete(meetings)
-
-    def _complete(self, meetings: int) -> list[Key]:
-        self._ready = {key: ranks for key, ranks in self._ready.items() if key.meeting >= meetings}  # Rule 2
+        self._ready = {key: ranks for key, ranks in self._ready.items() if key.meeting >= meetings}  # Rule 1
         complete = [key for key, ranks in self._ready.items() if len(ranks) == self._world]
-        for key in complete:
-            del self._ready[key]
+        for each in complete:
+            del self._ready[each]
         return complete
 
     def start(self, key: Key) -> None:

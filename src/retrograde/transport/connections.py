@@ -340,8 +340,9 @@ class Connections:
             if self._cause is not None:
                 return
             self._cause = cause
-            for peer in self.peers if tell else ():  # before the main thread can leave because of it
-                self.tell(peer, FirstCause(cause.rank, cause.text))
+            if tell:  # before the main thread can leave because of it
+                for peer in self.peers:
+                    self.tell(peer, FirstCause(cause.rank, cause.text))
             for reference in self._receivers:
                 if (receiver := reference()) is not None:
                     receiver.on_lost(cause.text, cause.error)

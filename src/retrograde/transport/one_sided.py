@@ -166,8 +166,7 @@ class OneSidedTransport:
 
     # ---- agreement
     def meet(self, position: Position) -> list[Position]:
-        with self.connections.changed:
-            self._order.close()  # rank 0 starts nothing between saying that it has come and the end of the meeting
+        with self.connections.changed:  # before any rank is told (collectives.py, Rule 1)
             self.meetings += 1
         number = self.meetings
         what = f"{position.reason} ({position.label})"
@@ -183,8 +182,6 @@ class OneSidedTransport:
 
         self.wait_for(absent, what, for_main_threads=True)
         self._where = f"outside retrograde, after {what}"
-        with self.connections.changed:
-            self._start(self._order.open(self.meetings))
         met = self._met.pop(number, {}) | {self.rank: position}
         return [met[rank] for rank in range(self.world)]
 

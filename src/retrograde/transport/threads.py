@@ -182,7 +182,6 @@ class ThreadTransport:
     # ---- agreement
     def meet(self, position: Position) -> list[Position]:
         with self._shared.changed:
-            self._order.close()
             self.meetings += 1
             met = self._shared.met[self.meetings]
             met[self.rank] = position
@@ -190,8 +189,6 @@ class ThreadTransport:
         self._wait(lambda: len(met) == self.world, f"{position.reason} ({position.label})")
         with self._shared.changed:
             self._shared.met.pop(self.meetings - 1, None)  # everybody has left the one before
-            if self.rank == 0:
-                self._start(self._order.open(self.meetings))
         return [met[rank] for rank in range(self.world)]
 
     def _wait(self, done: Callable[[], bool], what: str) -> None:
