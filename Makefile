@@ -32,8 +32,8 @@ help:
 	@echo "make test-all  the same, 1,000 random programs and the whole backward matrix"
 	@echo "make lint      ruff (rules, format, branches), lengths of functions, mypy"
 	@echo "make fuzz      random models and programs against plain torch: N=1000 of them, from SEED=0 on"
-	@echo "make patterns  run the free-form backward matrix and put its table into README.md"
-	@echo "make bench     time retrograde and its peers, and put the table into README.md"
+	@echo "make patterns  run the free-form backward matrix and put its table into docs/matrix.md"
+	@echo "make bench     time retrograde and its peers, and fill docs/benchmarks.md and README.md"
 	@echo "make clean     remove the virtual environment and everything built"
 
 # The first interpreter that runs and is new enough; a name on PATH alone may be a shim that does not.
@@ -88,11 +88,11 @@ fuzz: $(READY)
 patterns: $(READY)
 	@mkdir -p build
 	@$(PY) -m tests.patterns.table | tee build/patterns.md
-	@$(PY) tools/fill_readme.py patterns build/patterns.md
+	@$(PY) tools/fill_tables.py patterns build/patterns.md
 
 bench: $(PEERS)
 	@$(PY) -m benchmarks.run
-	@$(PY) tools/fill_readme.py benchmarks benchmarks/results/latest.md
+	@$(PY) tools/fill_tables.py benchmarks benchmarks/results
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,103 @@
+"""Put tables from runs between their markers: fill_tables.py patterns FILE, or fill_tables.py benchmarks FOLDER.
+
+`patterns`: FILE is the output of `python -m tests.patterns.table`; it goes into docs/matrix.md.
+`benchmarks`: FOLDER has latest.md, which goes into docs/benchmarks.md, and latest.json, from which the five figures on
+the README's first screen are made.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+MATRIX = ROOT / "docs" / "matrix.md"
+BENCHMARKS = ROOT / "docs" / "benchmarks.md"
+
+
+class Block(NamedTuple):
+    page: Path
+    name: str  # of its markers
+
+
+BLOCKS = {
+    "patterns": Block(MATRIX, "patterns"),
+    "benchmarks": Block(BENCHMARKS, "benchmarks"),
+    "figures": Block(README, "figures"),
+}
+
+
+def filled(page: str, name: str, text: str) -> str:
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    if page.count(begin) != 1 or page.count(end) != 1:
+        raise ValueError(f"the page must hold {begin} and {end} once each")
+    head, _, rest = page.partition(begin)
+    _, _, tail = rest.partition(end)
+    return f"{head}{begin}\n{text.strip()}\n{end}{tail}"
+
+
+def fill(which: str, text: str) -> None:
+    page, name = BLOCKS[which]
+    page.write_text(filled(page.read_text(encoding="utf-8"), name, text), encoding="utf-8")
+    print(f"{page.relative_to(ROOT)}: {name} filled")
+
+
+# ---- the README's five figures
+class Figure(NamedTuple):
+    name: str
+    contenders: tuple[str, str, str, str]  # retrograde's, FSDP2's, DeepSpeed's, DDP's; none: ""
+    measure: Callable[[dict[str, Any]], str]
+
+
+def _over_alone(record: dict[str, Any]) -> str:
+    return f"{record['over_alone']['median']:.2f}"
+
+
+def _peak(record: dict[str, Any]) -> str:
+    return f"{record['peak_rss'] / 2**20:.0f}"
+
+
+def _sent(record: dict[str, Any]) -> str:
+    return f"{record['sent_bytes_per_step'] / 2**20:.0f}"
+
+
+_STAGE_3 = ("retrograde-3", "fsdp2-reshard", "deepspeed-3", "ddp")
+FIGURES = (
+    Figure("step at stage 3 ÷ the same work alone", _STAGE_3, _over_alone),
+    Figure(
+        "step at stage 3, compiled",
+        ("retrograde-3-compiled", "fsdp2-reshard-compiled", "", "ddp-compiled"),
+        _over_alone,
+    ),
+    Figure("step at stage 2", ("retrograde-2", "fsdp2", "deepspeed-2", "ddp"), _over_alone),
+    Figure("peak memory of a rank, MiB, stage 3", _STAGE_3, _peak),
+    Figure("sent per step and rank, MiB, stage 3", _STAGE_3, _sent),
+)
+
+
+def figures(results: dict[str, Any]) -> str:
+    """A row for each figure. FSDP2 at stage 3 reshards after forward; DDP shards nothing."""
+    records = results["contenders"]
+    lines = [
+        "| measured (2 CPU ranks, one machine) | retrograde | FSDP2 | DeepSpeed | DDP |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for figure in FIGURES:
+        cells = [figure.measure(records[name]) if name in records else "" for name in figure.contenders]
+        lines.append(f"| {figure.name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    which, source = sys.argv[1], Path(sys.argv[2])
+    if which == "patterns":
+        fill("patterns", source.read_text(encoding="utf-8"))
+        return
+    fill("benchmarks", (source / "latest.md").read_text(encoding="utf-8"))
+    fill("figures", figures(json.loads((source / "latest.json").read_text(encoding="utf-8"))))
+
+
+if __name__ == "__main__":
+    main()
