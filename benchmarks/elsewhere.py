@@ -1,6 +1,6 @@
 """What breaks elsewhere: a few ways to use backward on DDP, FSDP2 and retrograde, each beside plain torch.
 
-    python -m benchmarks.elsewhere          the table in docs/elsewhere.md
+    python -m benchmarks.elsewhere          the table in README.md
 
 Two ranks on gloo, fp32, default arguments, one backward pattern each. The reference is plain torch: the ranks' programs
 one after the other in one process, gradients averaged. Each cell runs in processes of its own, so that one that hangs

@@ -66,10 +66,12 @@ def _trained_plainly(world: int, lr: float) -> nn.Module:
 
 
 def _first_example(rank: int, world: int, source: str) -> list[str]:
-    names = {"torch": torch, "model": MyModel(), "batches": batches(rank), "losses": losses}
+    model = MyModel()
+    optimizer = torch.optim.AdamW(model.parameters())
+    names = {"model": model, "optimizer": optimizer, "batches": batches(rank), "losses": losses}
     exec(source, names)
     plain = _trained_plainly(world, lr=1e-3).state_dict()
-    trained = names["model"].state_dict()
+    trained = model.state_dict()
     reduced = [entry.unit for entry in names["engine"].ledger.entries if entry.kind == "reduce"]
     dist.barrier()
     assert len(reduced) == STEPS * len(set(reduced)) > 0, "one reduction per unit and window"
