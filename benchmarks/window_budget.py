@@ -1,6 +1,6 @@
 """`python -m benchmarks.window_budget`: reductions and bytes of a window against the memory it may use.
 
-Counts and bytes only, so it does not matter how busy the machine is. The table is in docs/design/reduction.md.
+Counts and bytes only, so it does not matter how busy the machine is. The table is in docs/design/gradients.md.
 """
 
 from __future__ import annotations
