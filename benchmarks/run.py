@@ -192,7 +192,7 @@ def main(argv: list[str] | None = None) -> int:
     report.show(results, console)
     stem = f"{'tiny-' if options.tiny else ''}{now:%Y%m%d-%H%M%S}"
     saved = [report.save(results, options.out, stem)]
-    # What the README shows is a complete run; a failed or partial one must not replace it.
+    # What docs/benchmarks.md and the README show is a complete run; a failed or partial one must not replace it.
     if not options.tiny and options.contenders is None and not results.failed:
         saved.append(report.save(results, options.out, "latest"))
     console.print(f"written: {', '.join(str(path) for path in saved)} and .json beside", highlight=False)

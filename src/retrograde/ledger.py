@@ -1,6 +1,6 @@
 """The ledger: what was paged in, dropped, exchanged and agreed, in order, with bytes.
 
-One record serves the tests, the planner's checks, traces and error messages. `bytes` of an event is what
+One record serves the tests, the planner's checks, traces and error messages. `bytes` of an entry is what
 crossed the wire *into or out of this rank* for it; `resident` and `peak` count bytes of pages in memory
 beyond the shards.
 """
@@ -29,7 +29,7 @@ class Entry(NamedTuple):
 
 
 class Ledger:
-    """An append-only list of entries with running totals. Events beyond `HISTORY` keep only their totals."""
+    """An append-only list of entries with running totals. Entries beyond `HISTORY` keep only their totals."""
 
     def __init__(self) -> None:
         self.entries: deque[Entry] = deque(maxlen=HISTORY)

@@ -209,7 +209,7 @@ def test_ranks_that_use_other_parameters_of_the_unit(ranks: Ranks) -> None:
 
 
 def _ends(rank: int, world: int) -> str:
-    """A graph made in new threads may bring a unit after the end at which the others brought it (reducer.py)."""
+    """A graph made in new threads may bring a unit after the end at which the others brought it (gradients/flow.py)."""
     model = net()
     rg.shard(model, 3, timeout=5.0)
 

@@ -1,4 +1,4 @@
-"""Programs for the simulated device, made of the engine's own buckets, exchange, pool and units."""
+"""Programs for the simulated device, made of the engine's own buckets, strategy, pool and pages."""
 
 from __future__ import annotations
 

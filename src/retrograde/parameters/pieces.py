@@ -10,7 +10,7 @@ Three things do, and all are seen in `__torch_function__`:
   computed elementwise from a piece is a piece again, so `p.grad.abs().max()` is no trap either (reads.py);
 - a parameter in a computation that autograd records stands for the whole: a penalty over `model.parameters()` is
   part of a loss like any other;
-- what writes a parameter must first know that no rank still reads it (pages/gate.py).
+- what writes a parameter must first know that no rank still reads it (coordination/fences.py).
 
 Full tensors do not come through here, so forward and backward pay nothing.
 """

@@ -51,7 +51,7 @@ class Key(Record, frozen=True, order=True):
     """Names a gradient that is put. Ranks that do the same things since a meeting come to the same keys.
 
     `meeting`: the last one before it. `attempt`: counts what was given up since then. `turn`: counts the unit's
-    gradients since then (gradients/exchange.py).
+    gradients since then (gradients/keys.py).
     """
 
     unit: Count
