@@ -62,7 +62,7 @@ def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def backward_that_raises(model: Small, ids: Tensor, raises: bool = True) -> None:
-    """Through all blocks; what comes before them raises a ZeroDivisionError, when gradients of blocks have been sent."""
+    """What comes before the blocks raises a ZeroDivisionError, when the blocks' gradients have been sent."""
     hidden = model.embed(ids)
     if raises:
         hidden.register_hook(_fail)
