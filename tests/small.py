@@ -59,3 +59,17 @@ def backwards(*steps: int) -> Program:
 
 def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
     return F.cross_entropy(model(ids).flatten(0, 1), ids.roll(-1, 1).flatten())
+
+
+def backward_that_raises(model: Small, ids: Tensor, raises: bool = True) -> None:
+    """What comes before the blocks raises a ZeroDivisionError, when the blocks' gradients have been sent."""
+    hidden = model.embed(ids)
+    if raises:
+        hidden.register_hook(_fail)
+    for block in model.blocks:
+        hidden = block(hidden)
+    hidden.sum().backward()
+
+
+def _fail(grad: Tensor) -> None:
+    raise ZeroDivisionError

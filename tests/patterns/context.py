@@ -83,18 +83,12 @@ class Context(ABC):
         """How often each unit was reduced since the last call; None on plain torch, where nothing is."""
 
 
-class EngineContext(Context):
-    """The side under test."""
+class ModelContext(Context):
+    """A side whose gradients are in its model."""
 
-    def __init__(self, spec: Spec, rank: int, world: int, model: nn.Module, engines: Sequence[Any]) -> None:
+    def __init__(self, spec: Spec, rank: int, world: int, model: nn.Module) -> None:
         super().__init__(spec, rank, world)
         self._model = model
-        self._engines = engines
-
-    @property
-    def engine(self) -> Any:
-        (engine,) = self._engines
-        return engine
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._model.zero_grad(set_to_none=set_to_none)
@@ -103,6 +97,19 @@ class EngineContext(Context):
         for name, leaf in self._model.named_parameters():
             if name in grads:
                 leaf.grad = grads[name]
+
+
+class EngineContext(ModelContext):
+    """The side under test."""
+
+    def __init__(self, spec: Spec, rank: int, world: int, model: nn.Module, engines: Sequence[Any]) -> None:
+        super().__init__(spec, rank, world, model)
+        self._engines = engines
+
+    @property
+    def engine(self) -> Any:
+        (engine,) = self._engines
+        return engine
 
     def coalesce(self) -> AbstractContextManager[Any]:
         return self.engine.coalesce()
@@ -126,20 +133,11 @@ class EngineContext(Context):
         return counts
 
 
-class NaturalContext(Context):
+class NaturalContext(ModelContext):
     """Plain torch on one rank, with torch's own gradients: what the oracle must agree with at world 1."""
 
     def __init__(self, spec: Spec, model: nn.Module) -> None:
-        super().__init__(spec, 0, 1)
-        self._model = model
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self._model.zero_grad(set_to_none=set_to_none)
-
-    def assign_grads(self, grads: dict[str, Tensor | None]) -> None:
-        for name, leaf in self._model.named_parameters():
-            if name in grads:
-                leaf.grad = grads[name]
+        super().__init__(spec, 0, 1, model)
 
     def coalesce(self) -> AbstractContextManager[Any]:
         return contextlib.nullcontext()

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import retrograde as rg
 from retrograde.gradients.strategy import BackendSum
 from tests.harness import RankPool
 from tests.reference import play
-from tests.small import BLOCKS, Small, backwards, batch, build, loss_of
+from tests.small import BLOCKS, Small, backward_that_raises, backwards, batch, build, loss_of
 from tests.stages import REDUCING_STAGES, WITH_OTHERS
 from tests.transport.delays import delayed
 
@@ -116,22 +115,14 @@ def _all_give_up(rank: int, world: int) -> list[str]:
     """A backward that raises on all ranks, after reductions were agreed on; the next one is right."""
     plain, model = build(), build()
     engine = rg.shard(model, 3, exact=False, timeout=20.0)
-    hidden = model.embed(batch(rank))
-    hidden.register_hook(_fail)
-    for block in model.blocks:
-        hidden = block(hidden)
     with pytest.raises(ZeroDivisionError):
-        hidden.sum().backward()
+        backward_that_raises(model, batch(rank))
     backwards(1)(model, rank)
     play(plain, world, backwards(1), 3)
     wrong = _off(model, engine, plain)
     if engine.buckets.used:
         wrong.append(f"{engine.buckets.used} bytes of buckets")
     return wrong
-
-
-def _fail(grad: Tensor) -> None:
-    raise ZeroDivisionError
 
 
 def test_a_backward_that_all_gave_up(ranks: Ranks) -> None:
@@ -141,15 +132,10 @@ def test_a_backward_that_all_gave_up(ranks: Ranks) -> None:
 def _one_gives_up(rank: int, world: int) -> str:
     model = build()
     rg.shard(model, 3, exact=False, timeout=20.0)
-    hidden = model.embed(batch(rank))
-    if rank == 1:
-        hidden.register_hook(_fail)
     for block in model.blocks:
         block.register_full_backward_hook(lambda *args: dist.barrier())
-    for block in model.blocks:
-        hidden = block(hidden)
     try:
-        hidden.sum().backward()
+        backward_that_raises(model, batch(rank), raises=rank == 1)
         model.zero_grad()
     except ZeroDivisionError:
         with pytest.raises(rg.DivergenceError) as caught:

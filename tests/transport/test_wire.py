@@ -14,7 +14,7 @@ from torch import Tensor
 import retrograde as rg
 from tests.harness import RankPool
 from tests.reference import mean
-from tests.small import BLOCKS, Block, batch, build, loss_of
+from tests.small import BLOCKS, Block, backward_that_raises, batch, build, loss_of
 from tests.stages import EACH_STAGE, EACH_WORLD
 
 Ranks = Callable[[int], RankPool]
@@ -167,12 +167,8 @@ def _raises_then_trains(rank: int, world: int) -> tuple[int, int]:
     model = build()
     engine = rg.shard(model, 3, exact=False)
     for _ in range(3):
-        hidden = model.embed(batch(rank))
-        hidden.register_hook(_fail)
-        for block in model.blocks:
-            hidden = block(hidden)
         with pytest.raises(ZeroDivisionError):
-            hidden.sum().backward()
+            backward_that_raises(model, batch(rank))
         model.zero_grad()
     left = engine.buckets.used
     loss_of(model, batch(rank)).backward()

@@ -57,6 +57,11 @@ class Engine:
         self._fence = fence
         self._owners: list[Owner] = []
 
+    def open(self) -> None:
+        """All ranks have agreed on how the model is sharded: make what they can only make together."""
+        if not self.policy.exact:
+            self.transport.open_collectives()
+
     def enlist(self, made: Sequence[UnitMemory]) -> None:
         """These have their values: make units of them, with a graph, and make their parameters leaves of it."""
         for memory in made:

@@ -141,6 +141,8 @@ def _enlist(engine: Engine, specs: list[UnitSpec], arguments: Sequence[Said] = (
         with engine.transport.shared_fate("making room for units"):
             made = allocate(specs, engine.policy, engine.transport, engine.pages)
         _check_same(engine, specs, arguments)
+        if at_first:
+            engine.open()
         check_resettable(engine.model)
         _make_same_values(engine, specs, with_buffers=at_first)
         fill(engine.model, made, engine.transport.rank, engine.device)

@@ -9,7 +9,7 @@ from retrograde.layout import is_dense, row_by_row
 from retrograde.pipeline.trees import constant_of, describe, describe_constant, spec_of
 from retrograde.torch_internals import TreeSpec, alias_without_base, tree_flatten, tree_unflatten
 from retrograde.transport.messages import Form, MessageError, TensorLayout, TreeForm
-from retrograde.transport.tensors import empty
+from retrograde.transport.tensors import copy_of
 
 
 def layout_of(tensor: Tensor) -> TensorLayout:
@@ -56,7 +56,7 @@ class Parcel:
     def copied(self) -> "Parcel":
         """What a stage on another rank would receive: the same values in memory of its own."""
         made = [
-            None if layout is None or tensor is None else empty(layout, tensor.device).copy_(tensor.detach())
+            None if layout is None or tensor is None else copy_of(tensor, layout, tensor.device)
             for layout, tensor in zip(self.layout.tensors, self.tensors, strict=True)
         ]
         return Parcel(self.layout, list(made))

@@ -106,14 +106,8 @@ class Pipeline:
         `loss_reduction="sum"` it is a sum: losses and gradients of microbatches add up. Without `loss` the model's
         output is the loss.
         """
-        self._group = group_of("mesh", mesh, "pp")
-        self._groups = [self._group]
-        if isinstance(zero, Zero):
-            self._groups.append(group_of("zero.mesh", zero.mesh, "dp"))
-        ranks = [ProcessRanks(group, PATIENCE) for group in self._groups]
-        self._tied = TiedParameters()
-        self._transports = [each.transport(self._tied, PATIENCE) for each in ranks]
-        self.rank = ranks[0].rank
+        own = self._connect(mesh, zero)
+        self.rank = own.rank
         self.trace = []
         with together(self._transports, "Pipeline()") as arguments:
             check_before_first_use()
@@ -123,13 +117,13 @@ class Pipeline:
                 "loss_reduction", loss_reduction, reductions, '"mean" or "sum"', PipelineError
             )
             self._check_parts(loss, zero, cut)
-            self.schedule = schedule_for(_named(schedule), ranks[0].world, count)
+            self.schedule = schedule_for(_named(schedule), own.world, count)
             blocks = blocks_of(model)
             self.device = _device_of(blocks)
             costs = self._measured(blocks, cut)
             arguments.append(said("loss_reduction", loss_reduction, loss_reduction))
             arguments += _arguments(schedule, self.schedule, zero, cut)
-        channel = ranks[0].channel(self.device, PATIENCE)
+        channel = own.channel(self.device, PATIENCE)
         self._transport = StageTransport(channel, self.rank, streams_of(self.device))
         self._take_stages(blocks, self._divide(blocks, cut, costs), loss, zero)
         exchange(self._transports[0], "Pipeline() is done", None)  # messages come when everybody can receive them
@@ -198,6 +192,16 @@ class Pipeline:
         return self.train(False)
 
     # ---- making it
+    def _connect(self, mesh: DeviceMesh | dist.ProcessGroup | None, zero: Zero | None) -> ProcessRanks:
+        """To the ranks of this pipeline, which are returned, and to the replicas of this rank."""
+        self._groups = [group_of("mesh", mesh, "pp")]
+        if isinstance(zero, Zero):
+            self._groups.append(group_of("zero.mesh", zero.mesh, "dp"))
+        ranks = [ProcessRanks(group, PATIENCE) for group in self._groups]
+        self._tied = TiedParameters()
+        self._transports = [each.transport(self._tied, PATIENCE) for each in ranks]
+        return ranks[0]
+
     def _check_parts(self, loss: Any, zero: Any, cut: Any) -> None:
         if loss is not None:
             function("loss", loss, "a function of output and target, or None", PipelineError)

@@ -32,3 +32,8 @@ def space_for(form: Form, nbytes: int, device: torch.device) -> list[Tensor | No
     if expected != nbytes:
         raise MessageError(f"{nbytes} bytes of tensors with a layout of {expected}")
     return [None if layout is None else empty(layout, device) for layout in form.tensors]
+
+
+def copy_of(tensor: Tensor, layout: TensorLayout, device: torch.device) -> Tensor:
+    """The same values in memory of their own, in the order in which they would be received."""
+    return empty(layout, device).copy_(tensor.detach())

@@ -6,7 +6,7 @@ copy. What ranks share is one `_Shared`, under one lock.
 
 import contextlib
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn, TypeVar
@@ -14,10 +14,11 @@ from typing import NoReturn, TypeVar
 import torch
 
 from retrograde.devices import Stream
-from retrograde.errors import DivergenceError
+from retrograde.errors import DivergenceError, PipelineError
 from retrograde.transport.collectives import StartOrder
-from retrograde.transport.messages import Key, Stamp
-from retrograde.transport.protocol import Memory, Position, ShardServer, Work
+from retrograde.transport.messages import Address, Key, Stamp
+from retrograde.transport.protocol import Memory, Parts, Position, ShardServer, Work
+from retrograde.transport.tensors import copy_of
 
 T = TypeVar("T")
 
@@ -35,6 +36,14 @@ class _Shared:
     failure: str | None = None
 
 
+@dataclass(eq=False)
+class _Mail:
+    """What the channels of one pipeline, one on each rank, have in common: messages by address and receiver."""
+
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    arrived: dict[tuple[Address, int], deque[Parts | None]] = field(default_factory=lambda: defaultdict(deque))
+
+
 class ThreadGroup:
     """As many ranks as there are to be threads. Each thread takes its own: `group.rank(0)`."""
 
@@ -42,6 +51,7 @@ class ThreadGroup:
         self.world = world
         self._lock = threading.Lock()
         self._engines: dict[int, _Shared] = {}  # by the order in which ranks make them
+        self._pipelines: dict[int, _Mail] = {}
 
     def rank(self, number: int) -> "ThreadRanks":
         return ThreadRanks(self, number)
@@ -50,20 +60,30 @@ class ThreadGroup:
         with self._lock:
             return self._engines.setdefault(number, _Shared(self.world))
 
+    def pipeline(self, number: int) -> _Mail:
+        with self._lock:
+            return self._pipelines.setdefault(number, _Mail())
+
 
 class ThreadRanks:
-    """One thread's view of the ranks. Implements `Ranks`."""
+    """One thread's view of the ranks. Implements `PipelineRanks`."""
 
     def __init__(self, group: ThreadGroup, rank: int) -> None:
         self.rank = rank
         self.world = group.world
         self._group = group
-        self._made = 0
+        self._made = 0  # transports
+        self._channels = 0
 
     def transport(self, shards: ShardServer, timeout: float) -> "ThreadTransport":
         shared = self._group.engine(self._made)
         self._made += 1
         return ThreadTransport(shared, self.rank, shards, timeout)
+
+    def channel(self, device: torch.device, patience: float) -> "ThreadChannel":
+        mail = self._group.pipeline(self._channels)
+        self._channels += 1
+        return ThreadChannel(mail, self.rank, device, patience)
 
     def say_goodbye(self) -> None:
         """The others read this rank's memory themselves, also when its thread has ended."""
@@ -222,3 +242,50 @@ class ThreadTransport:
             if not isinstance(error, DivergenceError):
                 self._announce(f"rank {self.rank}: {what} raised {type(error).__name__}: {error}")
             raise
+
+
+@dataclass(frozen=True, slots=True)
+class _ToCome:
+    """Implements `Incoming`."""
+
+    channel: "ThreadChannel"
+    address: Address
+
+    def wait(self, stream: Stream) -> Parts | None:
+        return self.channel.take(self.address)
+
+
+class ThreadChannel:
+    """Implements `Channel`. What is sent is copied: stages of one process would otherwise share memory."""
+
+    def __init__(self, mail: _Mail, rank: int, device: torch.device, patience: float) -> None:
+        self._mail = mail
+        self._rank = rank
+        self._device = device
+        self._patience = patience
+
+    def send(self, peer: int, address: Address, content: Parts) -> None:
+        copies = [
+            None if tensor is None or layout is None else copy_of(tensor, layout, self._device)
+            for tensor, layout in zip(content.tensors, content.form.tensors, strict=True)
+        ]
+        self._post(peer, address, Parts(content.form, copies))
+
+    def send_void(self, peer: int, address: Address) -> None:
+        self._post(peer, address, None)
+
+    def _post(self, peer: int, address: Address, content: Parts | None) -> None:
+        with self._mail.changed:
+            self._mail.arrived[address, peer].append(content)
+            self._mail.changed.notify_all()
+
+    def receive(self, peer: int, address: Address) -> _ToCome:
+        return _ToCome(self, address)
+
+    def take(self, address: Address) -> Parts | None:
+        """Wait for what comes to an address of this rank."""
+        mail = self._mail.arrived[address, self._rank]
+        with self._mail.changed:
+            if not self._mail.changed.wait_for(lambda: bool(mail), self._patience):
+                raise PipelineError(f"rank {self._rank} waits for the {address}: nothing came in {self._patience:g} s")
+            return mail.popleft()
