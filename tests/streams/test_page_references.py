@@ -26,6 +26,6 @@ def test_views_of_a_receiving_thread_are_not_the_units_own() -> None:
     unit.finish_loading()
     received.clear()
     view = unit.page.memory[:2]
-    assert not unit.drop()
+    assert not unit.drop_unless_held()
     del view
-    assert unit.drop()
+    assert unit.drop_unless_held()

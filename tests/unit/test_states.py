@@ -26,6 +26,9 @@ class Done:
     def wait(self, stream: Stream) -> None:
         pass
 
+    def done(self) -> bool:
+        return True
+
 
 class Alone:
     """Coherence of pages that nobody else has."""
@@ -61,7 +64,7 @@ def test_the_life_of_a_page() -> None:
     states.append(made.page.state)
     made.load()  # it is stale, and somebody holds it
     made.finish_loading()
-    assert made.drop()
+    assert made.drop_unless_held()
     states.append(made.page.state)
     assert states == [PageState.ABSENT, PageState.LOADING, PageState.READY, PageState.ABSENT]
 
@@ -73,7 +76,7 @@ def test_the_life_of_a_page_that_stays() -> None:
         made.load()
         made.finish_loading()
         assert made.page.state is PageState.AT_HOME
-        assert not made.drop()
+        assert not made.drop_unless_held()
 
 
 def test_what_a_page_shows() -> None:
@@ -85,7 +88,7 @@ def test_what_a_page_shows() -> None:
     made.finish_loading()
     assert full.untyped_storage().data_ptr() == made.page.memory.untyped_storage().data_ptr()
     del full
-    assert made.drop()
+    assert made.drop_unless_held()
     assert made.page.full_tensors[0].untyped_storage().nbytes() == 4
 
 
@@ -94,9 +97,9 @@ def test_a_page_that_is_held_is_not_dropped() -> None:
     made.load()
     made.finish_loading()
     held = made.page.full_tensors[0][:2]
-    assert not made.drop() and made.page.state is PageState.READY
+    assert not made.drop_unless_held() and made.page.state is PageState.READY
     del held
-    assert made.drop()
+    assert made.drop_unless_held()
 
 
 def test_illegal_transitions_of_a_page_raise() -> None:

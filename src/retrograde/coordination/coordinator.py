@@ -9,13 +9,16 @@ has sent before the meeting are added up at it (gradients/flow.py, Rule 1).
 | some rank is at       | the others                                                        |
 |-----------------------|-------------------------------------------------------------------|
 | the end of a backward | join its reductions with what they have (nothing counts as zero)  |
-| an edit               | note that the weights change (the clock moves) and wait           |
+| an edit               | may edit from now on as well: all have read what they wanted      |
 | a flush               | bring their own pending gradients                                 |
 | a step                | all must be here                                                  |
 | a value over ranks    | all must be here, for the same value                              |
 
 Rule 1: reading `.grad` waits for nobody. Ranks meet before something is computed from gradients or written to `.grad`,
-        if some have come: the backwards of a rank that did more come before it.
+        if some have come: the backwards of a rank that did more come before it. (What waits in a window is flushed
+        when `.grad` is read; that does wait.)
+Rule 2: an edit and a flush are concluded at one meeting. Otherwise the rank that edits could go on to read a page whose
+        owner has yet to make the same edit, while the owner waits for it at another meeting.
 """
 
 import contextlib
@@ -59,30 +62,37 @@ class Coordinator:
         """Meet for `reason`, and for what others came for before it; returns the positions of the last meeting."""
         flow = self._flow
         while True:
+            self._pager.finish_reads()  # at this meeting another rank may get leave to write
             mine = Position(reason, label, flow.sent_offers(), flow.pending_offers(), value())
             positions = self._meetings.meet(mine)
             first = min((position.reason for position in positions), key=tuple(Reason).index)
             if first in (Reason.STEP, Reason.TOTAL):
                 self._require_same(positions)
             flow.sum_sent({rank: position.launched for rank, position in enumerate(positions)})
-            self._conclude(first, reason, positions)
-            if first is reason:
+            concluded = self._conclude(first, positions)
+            if reason in concluded:
                 if reason in (Reason.STEP, Reason.TOTAL):
                     flow.fresh = False
                 return positions
 
-    def _conclude(self, first: Reason, mine: Reason, positions: list[Position]) -> None:
-        """Do what the most urgent reason asks of every rank."""
+    def _conclude(self, first: Reason, positions: list[Position]) -> set[Reason]:
+        """Do what the most urgent reason asks of every rank; returns for what this meeting was enough."""
         pending = {rank: position.pending for rank, position in enumerate(positions)}
+        concluded = {first}
         match first:
             case Reason.FENCE:
-                self._advance(WritePhase.EDITED if mine is Reason.FENCE else WritePhase.READ)
+                self._advance(WritePhase.EDITED)
+                if any(position.reason is Reason.FLUSH for position in positions):
+                    # At once: a rank that edits may next read what one that flushes has yet to edit (Rule 2).
+                    self._flow.flush(pending)
+                    concluded.add(Reason.FLUSH)
             case Reason.FLUSH:
                 self._flow.flush(pending)
             case Reason.STEP:
                 self._flow.flush(pending)
                 self._flow.pass_step()
                 self._advance(WritePhase.STEPPED)
+        return concluded
 
     def _require_same(self, positions: list[Position]) -> None:
         kinds = {(p.reason, p.label if p.reason is Reason.TOTAL else "") for p in positions}

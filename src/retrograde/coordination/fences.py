@@ -86,7 +86,7 @@ class WriteFence:
             unit.version_at_rest += version_of(piece) - version  # it was reported
 
     def advance(self, phase: WritePhase) -> None:
-        """All ranks have passed a fence; this one is about to write, or not."""
+        """All ranks have passed a fence, and may write from now on, whatever each came for."""
         with self._lock:
             self.clock += 1
             for unit in self._units:

@@ -145,7 +145,8 @@ def _enlist(engine: Engine, specs: list[UnitSpec], arguments: Sequence[Said] = (
             engine.open()
         check_resettable(engine.model)
         _make_same_values(engine, specs, with_buffers=at_first)
-        fill(engine.model, made, engine.transport.rank, engine.device)
+        with engine.transport.shared_fate("making shards of parameters"):
+            fill(engine.model, made, engine.transport.rank, engine.device)
         engine.enlist(made)
     for module in engine.model.modules():
         if unpatched(module) or (module is engine.model and at_first):

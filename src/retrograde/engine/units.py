@@ -112,4 +112,4 @@ def make_same(tensors: Sequence[torch.Tensor], coordinator: Coordinator, rank: i
 
 def _checksum(tensor: torch.Tensor) -> int:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return zlib.crc32(bytes(flat.view(torch.uint8).numpy()))
+    return zlib.crc32(flat.view(torch.uint8).numpy().data)

@@ -111,7 +111,7 @@ class GradientFlow:
             return self._to_pack(self._send_now(unit, grads, uses), fates)
         waits = self._may_wait(unit)
         if waits:
-            waits = self._make_space(unit)
+            waits = self._make_space(unit)  # others may have to go for it, or it does not fit
         if waits:
             self.keep(unit, grads)
             return None
@@ -219,7 +219,9 @@ class GradientFlow:
             if gradient is None:
                 deliveries.append(Delivery(unit, self._sum_of_others(unit, key, ranks), wanted))
                 continue
-            self._check_in_time(gradient)
+            if Use.CAPTURED in gradient.uses:
+                self._check_in_time(gradient)
+                self._check_same_attempt(gradient, by_rank)
             total = self._strategy.total(gradient, ranks)
             gradient.sum_up(wanted)
             if any(gradient.left_over):
@@ -239,10 +241,20 @@ class GradientFlow:
             if gradient in backward.sent
             for delivery in backward.deliveries
         ]
-        if Use.CAPTURED in gradient.uses and gradient.unit in came:
+        if gradient.unit in came:
             self._transport.fail(
                 f"rank {gradient.unit.rank}: others ended this backward before unit {gradient.unit.name} came; "
                 f"make graphs for torch.autograd.grad in the same thread on all ranks"
+            )
+
+    def _check_same_attempt(self, gradient: Gradient, offered: Mapping[Key, object]) -> None:
+        """For the same reason: ranks that gave up differently before it have sent under other keys."""
+        attempts = {key.attempt for key in offered if key.same_but_for_attempt(gradient.key)}
+        if len(attempts) > 1:
+            self._transport.fail(
+                f"rank {gradient.unit.rank}: ranks gave up different parts of backwards before torch.autograd.grad of "
+                f"unit {gradient.unit.name}, so what they send now cannot be told apart from what they gave up; give "
+                f"up at the same place on all ranks, or call zero_grad() or step() on all of them in between"
             )
 
     def _close(self, number: int) -> None:

@@ -12,6 +12,7 @@ Another way to add up (in another precision, in blocks, compressed) is another c
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, NoReturn, Protocol
 
@@ -177,12 +178,19 @@ class OrderedSum:
         del self._sums[gradient.key]
 
 
-class _Reducing(NamedTuple):
+@dataclass(slots=True)
+class _Reducing:
     """A reduce-scatter that was started."""
 
     gradient: Gradient
     work: Work
     part: torch.Tensor  # of this rank, when the work is done
+    holds_bucket: bool = True
+
+    def release(self, read: Event) -> None:
+        if self.holds_bucket:
+            self.holds_bucket = False
+            self.gradient.bucket.release(read)
 
 
 class BackendSum:
@@ -192,6 +200,8 @@ class BackendSum:
             rank that has given up the gradient since: the others may not know, and would wait for it.
     Rule 2: at a meeting those that all ranks offer and that were not agreed on before are started, in the order of
             their keys. Where some ranks have nothing, parts travel one by one and are added up in rank order.
+    Rule 3: nothing waits for a reduction before the end of the backward, so as many buckets are held as there are
+            gradients that some rank does not have yet: up to the whole model's, where one rank is far behind.
     """
 
     passes_through = False  # the backend takes one piece of memory
@@ -213,6 +223,9 @@ class BackendSum:
     def advance(self, gradients: Sequence[Gradient]) -> None:
         for key in self._transport.agreed():
             self._start(key)
+        for reducing in self._started.values():  # their memory serves the next ones
+            if reducing.work.done():
+                reducing.release(self._streams.reducing.record())
 
     def _start(self, key: Key) -> None:
         gradient = self._waiting.pop(key)
@@ -255,11 +268,11 @@ class BackendSum:
         return gradient.own
 
     def _finish(self, key: Key) -> torch.Tensor:
-        gradient, work, part = self._started.pop(key)
-        with labelled("wait for reduce-scatter of", gradient.unit.name):
-            work.wait(self._streams.reducing)
-        gradient.bucket.release(self._streams.reducing.record())
-        return part
+        reducing = self._started.pop(key)
+        with labelled("wait for reduce-scatter of", reducing.gradient.unit.name):
+            reducing.work.wait(self._streams.reducing)
+        reducing.release(self._streams.reducing.record())
+        return reducing.part
 
     def total_of_others(self, unit: Unit, key: Key, offers: Contributors) -> torch.Tensor:
         return self._ordered.total_of_others(unit, key, offers)
@@ -280,6 +293,9 @@ class _All:
     def wait(self, stream: Stream) -> None:
         for work in self._works:
             work.wait(stream)
+
+    def done(self) -> bool:
+        return bool(self._works) and all(work.done() for work in self._works)
 
 
 def others(transport: Transport) -> list[int]:

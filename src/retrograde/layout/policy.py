@@ -31,15 +31,17 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Precision:
-    """`reduce`: the dtype in which gradients travel (their own, if None); they are added up in fp32 whatever it is."""
+    """`reduce`: the dtype in which gradients travel (their own, if None). They are added up in fp32 or wider; with
+    `exact=False` the backend adds them up in that dtype."""
 
     reduce: str | torch.dtype | None = None
 
     def __post_init__(self) -> None:
         wire = _DTYPES.get(self.reduce) if isinstance(self.reduce, str) else self.reduce
-        if self.reduce is None or (isinstance(wire, torch.dtype) and wire.is_floating_point):
+        if self.reduce is None or wire in (*_DTYPES.values(), torch.float64):
             return
-        raise wrong("precision.reduce", self.reduce, "is not known", f"{', '.join(_DTYPES)} or a dtype")
+        known = ", ".join(_DTYPES)
+        raise wrong("precision.reduce", self.reduce, "is not known", f"{known}, their dtypes or torch.float64")
 
     @property
     def wire(self) -> torch.dtype | None:

@@ -2,13 +2,15 @@
 
 [Note: the life of a page]
 
-                 load              finish
-    ABSENT ──────────────> LOADING ──────────> READY ──┐
-       ^                     ^  ^                │ │   │
-       │        drop         │  └── load again ──┘ │   │  stale: after a step, or an edit elsewhere
-       └─────────────────────┼─────────────────────┘   │
-                             │                         │
-    AT_HOME <────── finish ──┘  (world 1, stages 1 and 2: the shard lies in the page, which is never dropped)
+    a page that comes and goes:    ABSENT ── load ──> LOADING ── finish ──> READY ── drop ──> ABSENT
+                                                        ^                     │
+                                                        └──── load again ─────┘   (it is stale)
+
+    a page that stays:             ABSENT ── load ──> LOADING ── finish ──> AT_HOME
+                                                        ^                     │
+                                                        └──── load again ─────┘
+
+A page that stays (stages 1 and 2, or one rank) has the shard inside it. A page is stale after a step, or an edit.
 
 The full tensors that users hold are permanent; what changes is the memory behind them. They show the page while it is
 READY or AT_HOME, and a stub of one element while it is ABSENT. While a page that somebody holds is loaded again they
@@ -122,14 +124,19 @@ class Page:
         return held_elsewhere(self.full_tensors)
 
     # ---- transitions
-    def _become(self, state: PageState) -> None:
+    def _check(self, state: PageState) -> None:
         if state not in _NEXT[self.state]:
             now = self.state.name
             raise RuntimeError(f"the page of unit {self._name} cannot become {state.name}: it is {now}")
+
+    def _become(self, state: PageState) -> None:
+        self._check(state)
         self.state = state
 
     def load(self, shard: torch.Tensor, read: ReadShards) -> None:
         """Start making it whole: this rank's shard is copied, the others' are read."""
+        self._check(PageState.LOADING)
+        self._edits_seen = None  # until it is there: another thread may look meanwhile
         fetching = self._streams.fetching
         with labelled("page-in of", self._name):
             if self._memory is None:

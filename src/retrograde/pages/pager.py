@@ -4,6 +4,11 @@ The pager learns, for every pair of units used one after the other, which unit c
 backward apart; forecast.py). Following those successors gives the next page to prefetch and, with a resident budget,
 the order in which pages will be needed again, so that the one needed last is evicted (Belady's rule).
 
+[Note: who may stop a page from being dropped]
+The budget (`resident`), a page that is coming or expected (`_make_space`), graphs that hold handles of frozen weights
+(`retire`), and whoever holds a full tensor or a view of one: `Unit.drop_unless_held` looks at that last. An edit that
+nobody reported is written back first, which is a fence: ranks meet.
+
 [Note: when a backward lets go of a page]
 Rule 1: when the gradients of the unit's trained parameters have all arrived, unless graphs still hold handles of its
         frozen ones: a backward that passes through a frozen weight reads it after that, or without it.
@@ -106,18 +111,18 @@ class Pager:
         if self._used:
             return  # another is around it, which will go on
         self._forecast.break_off()
-        for unit in self._guesses:  # about what this backward would need
+        guesses, self._guesses = self._guesses, set()
+        for unit in guesses:  # about what this backward would need
             self._drop_if_over(unit)
-        self._guesses.clear()
 
     def _drop_if_over(self, unit: Unit) -> None:
-        if unit in self._resident and self._idle_bytes(set()) > self._policy.resident:
+        if not unit.stays and unit in self._resident and self._idle_bytes(set()) > self._policy.resident:
             self._drop(unit)
 
     def _drop(self, unit: Unit) -> None:
         self._finish_loading(unit)
         storage = unit.page.storage
-        if storage is None or not unit.drop():
+        if storage is None or not unit.drop_unless_held():
             return
         del self._resident[unit]
         del self._shown[storage]
@@ -125,10 +130,15 @@ class Pager:
             self._current = None
 
     # ---- around a step
-    def quiesce(self) -> None:
-        """Before the weights change: no read may be under way."""
-        for unit in self._resident:
+    def finish_reads(self) -> None:
+        """No read is under way after this."""
+        for unit in list(self._resident):
             self._finish_loading(unit)
+
+    def quiesce(self) -> None:
+        """Before the weights change: what was read is here, and what was edited is known."""
+        self.finish_reads()
+        for unit in list(self._resident):  # ranks may meet, and what others bring may run hooks that read weights
             unit.write_back_edits()
         self._forecast.break_off()
 

@@ -34,14 +34,17 @@ class BufferPool:
 
     def take(self, numel: int, dtype: torch.dtype) -> Loan:
         need = numel * dtype.itemsize
-        self._used += need
         for index, (buffer, _) in enumerate(self._free):
             if buffer.numel() == numel and buffer.dtype == dtype:
+                self._used += need
                 return self._free.pop(index)
-        self.trim(self.limit)
-        self.ledger.hold(need)
+        self.trim(self.limit - need)  # what is there and what comes fit together
         stream = self.streams.current()
-        return Loan(self._allocator.allocate(self._memory, numel, dtype, stream), stream.record())
+        buffer = self._allocator.allocate(self._memory, numel, dtype, stream)
+        assert buffer.storage_offset() == 0, "a buffer is found again by its storage, which it has for itself"
+        self._used += need
+        self.ledger.hold(need)
+        return Loan(buffer, stream.record())
 
     def give(self, buffer: torch.Tensor, free: Event) -> None:
         self._used -= buffer.nbytes

@@ -120,7 +120,7 @@ class Unit:
     def finish_loading(self) -> None:
         self.page.finish()
 
-    def drop(self) -> bool:
+    def drop_unless_held(self) -> bool:
         """Let go of the page, which is not under way, if nobody else refers to it; says whether it did."""
         if not self.page.ready or self.stays:
             return False

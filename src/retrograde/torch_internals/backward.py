@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from retrograde.errors import InternalsChanged
 from retrograde.torch_internals.probes import When, expect, find, probe, tiny
 
 # ---- which
@@ -91,6 +92,8 @@ def fate_of(node: Any) -> Fate:
     """Asked inside a backward."""
     try:
         runs = _executes(node)
+    except InternalsChanged:
+        raise
     except RuntimeError:
         if current_backward() == NO_BACKWARD:
             raise

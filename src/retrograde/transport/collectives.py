@@ -62,6 +62,9 @@ class _Reduction:
         except RuntimeError as error:
             self.fail(f"a reduce-scatter of torch.distributed failed: {error}", error)
 
+    def done(self) -> bool:
+        return bool(self.work.is_completed())
+
 
 class Collectives:
     """A process group of our own: the user's collectives may come between ours in any order."""

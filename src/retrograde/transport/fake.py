@@ -23,6 +23,9 @@ class _Done:
     def wait(self, stream: Stream) -> None:
         pass
 
+    def done(self) -> bool:
+        return True
+
 
 class FakeRanks:
     """Implements `Ranks`."""

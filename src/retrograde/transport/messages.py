@@ -59,6 +59,9 @@ class Key(Record, frozen=True, order=True):
     attempt: Count
     turn: Count
 
+    def same_but_for_attempt(self, other: "Key") -> bool:
+        return (self.unit, self.meeting, self.turn) == (other.unit, other.meeting, other.turn)
+
 
 Uses = tuple[Use, ...]  # for each parameter of a unit
 Offers = dict[Key, Uses]  # what a rank says at a meeting about the gradients it has put, or would put

@@ -60,6 +60,9 @@ class _RankWork:
         """Memory is the host's, so nothing is left to be ordered on a stream when the bytes are there."""
         self.transport.wait_for(self.missing, self.what)
 
+    def done(self) -> bool:
+        return not self.missing()
+
 
 class OneSidedTransport:
     """Reads, puts and meetings over connections. Implements `Transport`, and `Receiver` for the connections."""
@@ -263,9 +266,7 @@ class OneSidedTransport:
     def on_message(self, src: int, message: ToReceiver, data: Sequence[torch.Tensor]) -> None:
         match message:
             case Read():
-                request = _Request(src, message.unit, message.stamp)
-                if not self._answer(request):
-                    self._requests.append(request)
+                self._serve(_Request(src, message.unit, message.stamp))
                 return  # the main thread does not wait for that
             case ShardData():
                 self._reading.pop((message.unit, src), None)
@@ -280,6 +281,12 @@ class OneSidedTransport:
             case _:
                 self._on_trouble(src, message)
         self.connections.changed.notify_all()
+
+    def _serve(self, request: _Request) -> None:
+        """Noted before it is looked at: the main thread looks at what is noted when it has changed something."""
+        self._requests.append(request)
+        if self._answer(request):
+            self._requests.remove(request)
 
     def _on_trouble(self, src: int, message: ToReceiver) -> None:
         match message:

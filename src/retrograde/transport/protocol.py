@@ -43,6 +43,9 @@ class Work(Protocol):
     def wait(self, stream: Stream) -> None:
         """What is issued on `stream` from now on finds it done. The host may have to wait for that."""
 
+    def done(self) -> bool:
+        """Would `wait` return at once, and is the memory that was given free again?"""
+
 
 class Position(NamedTuple):
     """What a rank brings to a meeting: why it came, and what it has for the others.
@@ -84,7 +87,7 @@ class Transport(Protocol):
     timeout: float
 
     def allocate(self, memory: Memory, numel: int, dtype: torch.dtype, stream: Stream) -> torch.Tensor:
-        """Memory of the stream's device, not initialized."""
+        """Memory of the stream's device, not initialized: all of a storage that nothing else has."""
 
     # ---- shards
     def read(self, unit: int, name: str, stamp: Stamp, into: Callable[[int], torch.Tensor]) -> Work:
@@ -100,7 +103,7 @@ class Transport(Protocol):
     def arrived(self, key: Key, src: int) -> bool: ...
 
     def take(self, key: Key, src: int, unit: str) -> torch.Tensor:
-        """What `src` put under `key`: it said so at a meeting, so it is there or on its way."""
+        """What `src` put under `key`: it said so at a meeting, so it is there or on its way. It is the caller's."""
 
     def discard_parts(self) -> None:
         """Forget what was put before the last meeting and never taken."""

@@ -91,12 +91,16 @@ class ThreadRanks:
 
 @dataclass(frozen=True, slots=True)
 class _Deferred:
-    """Done when `finish` has been called."""
+    """Done when `finish` has been called, which need not wait once `can_finish`."""
 
     finish: Callable[[], None]
+    can_finish: Callable[[], bool]
 
     def wait(self, stream: Stream) -> None:
         self.finish()
+
+    def done(self) -> bool:
+        return self.can_finish()
 
 
 class ThreadTransport:
@@ -138,7 +142,7 @@ class ThreadTransport:
 
         with self._shared.changed:
             copy_those_there()
-        return _Deferred(lambda: self._wait(copy_those_there, f"reading unit {name}"))
+        return _Deferred(lambda: self._wait(copy_those_there, f"reading unit {name}"), lambda: not missing)
 
     def shards_changed(self) -> None:
         with self._shared.changed:
@@ -150,7 +154,7 @@ class ThreadTransport:
             for dst, pieces in parts.items():
                 self._shared.parts[key, self.rank, dst] = torch.cat(list(pieces))
             self._shared.changed.notify_all()
-        return _Deferred(lambda: None)
+        return _Deferred(lambda: None, lambda: True)
 
     def arrived(self, key: Key, src: int) -> bool:
         return (key, src, self.rank) in self._shared.parts
@@ -197,7 +201,7 @@ class ThreadTransport:
             mine = slice(self.rank * own.numel(), (self.rank + 1) * own.numel())
             torch.sum(torch.stack([given[rank][mine] for rank in sorted(given)]), 0, out=own)
 
-        return _Deferred(finish)
+        return _Deferred(finish, lambda: len(given) == self.world)
 
     # ---- agreement
     def meet(self, position: Position) -> list[Position]:
