@@ -218,3 +218,28 @@ def test_a_reduction_sends_each_byte_once(ranks: Callable[[int], RankPool], worl
         assert len(events) == BLOCKS + 1
         for nbytes, bucket, n in events:
             assert nbytes * n == bucket * (n - 1)
+
+
+def _after_a_step(rank: int, world: int, stage: int) -> tuple[list[str], list[str]]:
+    """The units whose pages are fetched by a step itself: where nobody holds a weight, and where somebody does."""
+    model = build()
+    engine = rg.shard(model, stage)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    held: list[torch.Tensor] = []
+    fetched = []
+    for _ in range(2):
+        loss_of(model, batch(rank)).backward()
+        engine.ledger.clear()
+        optimizer.step()
+        fetched.append([entry.unit for entry in engine.ledger.entries if entry.kind == "gather"])
+        held.append(model.blocks[1].up.weight)
+    dist.barrier()
+    return fetched[0], fetched[1]
+
+
+@EACH_STAGE
+@WITH_OTHERS
+def test_a_step_fetches_only_what_is_held(ranks: Callable[[int], RankPool], stage: int, world: int) -> None:
+    """Whoever holds a weight sees it change; all else is fetched when it is used, while the forward computes."""
+    for nobody, somebody in ranks(world).run(_after_a_step, stage):
+        assert nobody == [] and somebody == ["blocks.1"]

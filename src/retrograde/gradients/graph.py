@@ -51,6 +51,8 @@ class UnitGraph:
         self._accumulators: list[Any] = []
         if unit.layout.dtype.is_floating_point or unit.layout.dtype.is_complex:
             self._make_nodes()
+        if unit.stays:
+            unit.page.count_own_references()  # the flat shard of the graph is one of them
 
     def _make_nodes(self) -> None:
         with self._accepting(), torch.enable_grad():  # edges for all: a frozen parameter may be unfrozen at any time

@@ -93,8 +93,6 @@ class Page:
         nothing = torch.empty((), dtype=layout.dtype, device=pool.streams.device)
         self._stubs = [nothing.expand(slot.shape) for slot in layout.slots]
         self._show(self._stubs)
-        if home is not None:
-            self._count_references()
 
     # ---- questions
     @property
@@ -142,7 +140,7 @@ class Page:
             if self._memory is None:
                 self._memory, free = self._pool.take(self._layout.padded_numel, self._layout.dtype)
                 fetching.wait(free)
-                self._count_references()  # not when it is ready: a thread that received it may hold views longer
+                self.count_own_references()  # not when it is ready: a thread that received it may hold views longer
             fetching.wait(self._streams.current().record())  # a step may have written the shard there
             memory = self._memory
             if not self.home:
@@ -177,7 +175,8 @@ class Page:
         for full, data in zip(self.full_tensors, memory, strict=True):
             set_data(full, data)  # its place in the autograd graph stays
 
-    def _count_references(self) -> None:
+    def count_own_references(self) -> None:
+        """Who refers to the memory now is nobody else. Of a page that stays: its shard, pieces and graph, once made."""
         self._own_references = storage_users(self.memory) + len(self.full_tensors)
 
     # ---- edits through full tensors
