@@ -76,7 +76,7 @@ def _with_data(message: object, nbytes: int) -> bytes:
 
 
 def _meet(value: object) -> Meet:
-    return Meet(0, 1, Reason.TOTAL, "a value", {}, {}, value)  # type: ignore[arg-type]
+    return Meet(0, 1, Reason.VALUE, "a value", {}, {}, value)  # type: ignore[arg-type]
 
 
 NESTED = b"\x91" * 1_000_000
@@ -176,7 +176,7 @@ def test_what_nobody_asked_for_takes_no_memory(pair: Pair) -> None:
         there.sendall(part)
     for part in frame(_meet(3)):
         there.sendall(part)
-    assert transport.meet(Position(Reason.TOTAL, "a value", {}, {}, 2))[1].value == 3
+    assert transport.meet(Position(Reason.VALUE, "a value", {}, {}, 2))[1].value == 3
 
 
 # ---- values of meetings
@@ -189,10 +189,10 @@ def test_values_come_as_they_went(pair: Pair) -> None:
     values = [*VALUES, VALUES, [], [["a", 1], ["b", [None]]], torch.empty(0)]
     for number, value in enumerate(values, 1):
         packed, tensors = pack(value)  # type: ignore[arg-type]
-        for part in frame(Meet(0, number, Reason.TOTAL, "a value", {}, {}, packed), tensors):
+        for part in frame(Meet(0, number, Reason.VALUE, "a value", {}, {}, packed), tensors):
             there.sendall(part)
     for value in values:
-        came = transport.meet(Position(Reason.TOTAL, "a value", {}, {}))[1].value
+        came = transport.meet(Position(Reason.VALUE, "a value", {}, {}))[1].value
         assert type(came) is type(value)
         for one, other in zip(came, value, strict=True) if isinstance(value, list) else [(came, value)]:  # type: ignore[arg-type]
             assert type(one) is type(other)

@@ -196,7 +196,7 @@ def _forks(rank: int, world: int) -> list[str]:
         os._exit(0)
     os.waitpid(child, 0)
     dist.barrier()
-    return [position.label for position in transport.meet(Position(Reason.TOTAL, f"rank {rank}", {}, {}))]
+    return [position.label for position in transport.meet(Position(Reason.VALUE, f"rank {rank}", {}, {}))]
 
 
 def test_a_forked_process_ends_without_its_parents_connections(ranks: Ranks) -> None:
@@ -340,7 +340,7 @@ def test_a_host_is_known_where_there_is_a_kernel_to_ask(monkeypatch: pytest.Monk
 
 
 def _position(number: int) -> Meet:
-    return Meet(0, number, Reason.TOTAL, "a value", {}, {}, None)
+    return Meet(0, number, Reason.VALUE, "a value", {}, {}, None)
 
 
 def _answering(transport: OneSidedTransport, *messages: Message) -> list[Message]:
@@ -357,7 +357,7 @@ def _answering(transport: OneSidedTransport, *messages: Message) -> list[Message
 
     alone.send = sent
     with ThreadPoolExecutor(1) as pool:
-        meeting = pool.submit(transport.meet, Position(Reason.TOTAL, "a value", {}, {}))
+        meeting = pool.submit(transport.meet, Position(Reason.VALUE, "a value", {}, {}))
         assert came.wait(10.0)
         for message in messages:
             _hears(transport, 1, message)

@@ -123,7 +123,7 @@ def test_a_rank_that_does_not_come_is_missed() -> None:
         if ranks.rank:
             return ""
         with pytest.raises(rg.DivergenceError) as caught:
-            transport.meet(Position(Reason.TOTAL, "a value", {}, {}))
+            transport.meet(Position(Reason.VALUE, "a value", {}, {}))
         return str(caught.value)
 
     assert threads.run(2, program)[0].startswith("rank 0 waited 0.2 s at a value over all ranks (a value)")
@@ -141,15 +141,15 @@ def test_reads_wait_for_the_state_they_need() -> None:
     def program(ranks: ThreadRanks) -> list[float]:
         shards = Late(4)
         transport = ranks.transport(shards, 10.0)
-        transport.meet(Position(Reason.TOTAL, "both are here", {}, {}))
+        transport.meet(Position(Reason.VALUE, "both are here", {}, {}))
         into = torch.zeros(4)
         if ranks.rank == 0:
             work = transport.read(0, "a unit", Stamp(0, 0, 0), lambda rank: into)
             assert into.tolist() == [0.0] * 4
-            transport.meet(Position(Reason.TOTAL, "it was asked for", {}, {}))
+            transport.meet(Position(Reason.VALUE, "it was asked for", {}, {}))
             work.wait(HOST)
         else:
-            transport.meet(Position(Reason.TOTAL, "it was asked for", {}, {}))
+            transport.meet(Position(Reason.VALUE, "it was asked for", {}, {}))
             shards.there = True
             transport.shards_changed()
         return into.tolist()

@@ -402,7 +402,8 @@ def test_a_probe_must_say_what_it_assumes() -> None:
 def test_a_fault_is_described_with_the_way_out() -> None:
     probe = named("users of memory")
     text = describe([FailedProbe(probe, "nothing")])
-    assert f"- users of memory: {probe.assumption} Found: nothing. Needed for {probe.needed_for}." in text
+    assert f"- users of memory: {probe.assumption} Found: nothing. Needed for {probe.needed_for}; otherwise " in text
+    assert f"otherwise {probe.otherwise}." in text
     assert issubclass(InternalsChanged, RetrogradeError)
 
 
@@ -419,7 +420,7 @@ def test_the_doctor_fails_if_one_does(monkeypatch: pytest.MonkeyPatch, capsys: p
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert any(line.startswith("ok users of memory dropping a page") for line in lines)
     assert "failed a thing all else" in lines
-    assert "- a thing: it is so. Found: the number is 1, not 2. Needed for all else." in lines
+    assert "- a thing: it is so. Found: the number is 1, not 2. Needed for all else; otherwise a crash." in lines
 
 
 def test_the_page_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:

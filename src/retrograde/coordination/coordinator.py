@@ -3,8 +3,9 @@
 [Note: meetings]
 Ranks come to a meeting for different reasons: one ends its third backward, another is already at the step. The
 most urgent reason goes first; ranks that came for another take part as far as they are needed and meet again.
-All ranks see the same positions, so all go through the same sequence. Whatever the reasons are, gradients that any rank
-has sent before the meeting are added up at it (gradients/flow.py, Rule 1).
+All ranks see the same positions, so all go through the same sequence, in the order of `Reason` and of this table.
+Whatever the reasons are, gradients that any rank has sent before the meeting are added up at it (gradients/flow.py,
+Rule 1).
 
 | some rank is at       | the others                                                        |
 |-----------------------|-------------------------------------------------------------------|
@@ -53,7 +54,7 @@ class Coordinator:
     # ---- meetings
     def values(self, label: str, value: Callable[[], V]) -> list[V]:
         """Everybody's value, by rank. Asked for anew if a flush changed gradients while this rank waited."""
-        return [position.value for position in self.attend(Reason.TOTAL, label, value)]  # type: ignore[misc]
+        return [position.value for position in self.attend(Reason.VALUE, label, value)]  # type: ignore[misc]
 
     def tensors(self, label: str, value: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
         return self.values(label, value)
@@ -66,12 +67,12 @@ class Coordinator:
             mine = Position(reason, label, flow.sent_offers(), flow.pending_offers(), value())
             positions = self._meetings.meet(mine)
             first = min((position.reason for position in positions), key=tuple(Reason).index)
-            if first in (Reason.STEP, Reason.TOTAL):
+            if first in (Reason.STEP, Reason.VALUE):
                 self._require_same(positions)
-            flow.sum_sent({rank: position.launched for rank, position in enumerate(positions)})
+            flow.sum_sent({rank: position.sent for rank, position in enumerate(positions)})
             concluded = self._conclude(first, positions)
             if reason in concluded:
-                if reason in (Reason.STEP, Reason.TOTAL):
+                if reason in (Reason.STEP, Reason.VALUE):
                     flow.fresh = False
                 return positions
 
@@ -95,7 +96,7 @@ class Coordinator:
         return concluded
 
     def _require_same(self, positions: list[Position]) -> None:
-        kinds = {(p.reason, p.label if p.reason is Reason.TOTAL else "") for p in positions}
+        kinds = {(p.reason, p.label if p.reason is Reason.VALUE else "") for p in positions}
         if len(kinds) > 1:
             places = "; ".join(f"rank {r} is at {p.reason} ({p.label})" for r, p in enumerate(positions))
             self._transport.fail(f"rank {self._transport.rank}: ranks cannot be reconciled: {places}")
@@ -112,7 +113,7 @@ class Coordinator:
         come before it (Rule 1)."""
         self._flow.recover()
         if self._flow.fresh and current_backward() == NO_BACKWARD:
-            self.attend(Reason.TOTAL, why)
+            self.attend(Reason.VALUE, why)
 
     def wait_for_gradients(self, why: str) -> None:
         """This rank is about to use gradients and has none: the others' backwards, up to the same place, come first."""

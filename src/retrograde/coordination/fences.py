@@ -18,7 +18,8 @@ Rule 3: the first edit after a step needs a fence; so does editing a parameter a
         and a rank that counted it would wait at a fence for others that have no reason to come. So from the first
         edit to the next step owners send copies.
 Rule 4: an edit nobody reported (through an alias of a leaf) still moves the leaf's version counter: readers
-        and owners compare how many such stray edits they saw.
+        and owners compare how many such stray edits they saw. (Not between an edit and the next step, where owners
+        send copies: reported and stray edits cannot be told apart there.)
 Rule 5: an edit of a full tensor that nobody reported (`torch._foreach_mul_`, `out=`) moves the full tensor's counter.
         It becomes a reported one when its rank next looks (pages/unit.py). Until then, where pages stay, the shard is
         not served: its old values are gone, and who still needs them is told so.

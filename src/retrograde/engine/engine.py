@@ -47,7 +47,7 @@ class Engine:
         self.ledger = Ledger()
         streams = streams_of(device)
         self.pages = BufferPool(Memory.PAGE, transport, streams, self.ledger)
-        self.buckets = BufferPool(Memory.BUCKET, transport, streams, Ledger())
+        self.buckets = BufferPool(Memory.BUCKET, transport, streams, Ledger())  # the user's ledger is about pages
         meetings = Meetings(transport, self.ledger)
         strategy = (OrderedSum if policy.exact else BackendSum)(transport, policy, self.buckets)
         self.flow = GradientFlow(transport, strategy, policy, self.buckets, meetings.meet, self.ledger)
@@ -138,7 +138,9 @@ class Engine:
         return modules or (self.model,)
 
     def iter_full_params(self, budget: int | str = "1GiB") -> Iterator[tuple[str, torch.Tensor]]:
-        """Stream (name, full tensor), a unit at a time; a tensor is valid until the next one is asked for."""
+        """Stream (name, full tensor), a unit at a time; a tensor is valid until the next one is asked for.
+
+        `budget`: what a unit's page may take at most. The page that is expected next comes beside it."""
         return self._stream(budget, parse_bytes(budget, "iter_full_params(budget)"))
 
     def _stream(self, budget: int | str, limit: float) -> Iterator[tuple[str, torch.Tensor]]:

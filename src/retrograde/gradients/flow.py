@@ -67,7 +67,10 @@ class _Backward:
 
 
 class GradientFlow:
-    """Owns every gradient of an engine until it is in `.grad`."""
+    """Owns every gradient of an engine until it is in `.grad`.
+
+    One thread of the user's uses an engine at a time: a backward that is known here, and is not the one that runs in
+    the thread that asks, has raised."""
 
     def __init__(
         self,
@@ -167,7 +170,7 @@ class GradientFlow:
         backward = self._current()
         gradient = backward.for_pack[unit.index]
         if gradient.state is GradientState.SENT:
-            self._end(backward)
+            self._meet_at_end(backward)
         gradient.deliver()
         return gradient.packed
 
@@ -178,7 +181,7 @@ class GradientFlow:
         self._note(uses)
         gradient = self._send_now(unit, grads, uses)
         own = gradient.own if fates is None else self._to_pack(gradient, fates)
-        offered = self._end(self._current())
+        offered = self._meet_at_end(self._current())
         theirs = [of_rank.get(gradient.key) for of_rank in offered.values()]
         if None in theirs or (fates is None and any(each != uses for each in theirs)):
             self._transport.fail(
@@ -197,13 +200,13 @@ class GradientFlow:
             at_end_of_backward(lambda: self._close(number))
         return self._backwards[number]
 
-    def _end(self, backward: _Backward) -> dict[int, Offers]:
+    def _meet_at_end(self, backward: _Backward) -> dict[int, Offers]:
         """All ranks meet. Returns what each has sent before it."""
         self._strategy.finish_sending()
         self._ended += 1
         label = f"backward {self._ended} since the last step"
         positions = self._meet(Position(Reason.BACKWARD, label, self.sent_offers(), {}))
-        offers = {rank: position.launched for rank, position in enumerate(positions)}
+        offers = {rank: position.sent for rank, position in enumerate(positions)}
         backward.deliveries += self._sum_up(offers)
         return offers
 
@@ -263,7 +266,7 @@ class GradientFlow:
         if backward is None:
             return  # it raised, and the next entry has cleaned up
         if backward.unsummed:  # of what had only to make room no Pack runs
-            self._end(backward)
+            self._meet_at_end(backward)
         del self._backwards[number]
         for delivery in backward.deliveries:
             self._deliver(delivery)

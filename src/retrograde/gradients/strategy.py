@@ -8,7 +8,7 @@ without a gradient is left out.
 `BackendSum`: torch.distributed's reduce-scatter, in the backend's own order, of which it says nothing (a ring, on those
 that have one). It starts as soon as all ranks have the gradient, while backward goes on.
 
-Another way to add up (in another precision, in blocks, compressed) is another class with these methods.
+To add another way (in another precision, in blocks, compressed): another class with these methods.
 """
 
 from collections.abc import Mapping, Sequence

@@ -49,5 +49,5 @@ def _agree(transports: Sequence[Transport], what: str, arguments: list[Said], fa
 
 def exchange(transport: Transport, label: str, value: V) -> list[V]:
     """Everybody's value, by rank."""
-    positions = transport.meet(Position(Reason.TOTAL, label, {}, {}, value))
+    positions = transport.meet(Position(Reason.VALUE, label, {}, {}, value))
     return [position.value for position in positions]  # type: ignore[misc]

@@ -91,11 +91,11 @@ class TieSums:
         keys = {index: Key(index, meeting, 0, _GRADIENT) for index in flat}
         works = [self._put_to_first(keys[index], self._mine[index], grad) for index, grad in flat.items()]
         offers: Offers = dict.fromkeys(keys.values(), (Use.ACCUMULATED,))
-        positions = self._transport.meet(Position(Reason.TOTAL, "gradients of tied parameters", offers, {}))
+        positions = self._transport.meet(Position(Reason.VALUE, "gradients of tied parameters", offers, {}))
         sums: dict[int, Tensor | None] = {}
         for index, tie in self._mine.items():
             key = Key(index, meeting, 0, _GRADIENT)
-            having = [rank for rank in tie.ranks if key in positions[rank].launched]
+            having = [rank for rank in tie.ranks if key in positions[rank].sent]
             sums[index] = self._sum(key, tie, having, flat.get(index)) if having else None
         for work in works:
             if work is not None:

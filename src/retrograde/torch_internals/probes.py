@@ -10,6 +10,8 @@ Rule 3: probes leave nothing behind: no random number is drawn, no patch stays, 
 Rule 4: importing starts no threads. A backward makes torch start one for each accelerator, after which a process may
         not fork, so probes that need one wait for the first model that is sharded.
 Rule 5: what fails is an error, never a different behaviour.
+
+All of them are listed in docs/design/internals.md, which `retrograde doctor --markdown` prints.
 """
 
 import platform
@@ -138,9 +140,11 @@ def describe(failed: Sequence[FailedProbe]) -> str:
     where = f"torch {torch.__version__} on Python {platform.python_version()}"
     lines = [f"{where} is built otherwise than retrograde assumes (it is tested with torch {TESTED}):"]
     for one, found in failed:
-        lines.append(f"- {one.name}: {one.assumption} Found: {found}. Needed for {one.needed_for}.")
+        lines.append(
+            f"- {one.name}: {one.assumption} Found: {found}. Needed for {one.needed_for}; otherwise {one.otherwise}."
+        )
     lines.append(
         f'Install torch {TESTED} (pip install "torch=={TESTED}.*") or a version of retrograde made for this torch; '
-        f"`retrograde doctor` lists everything that is assumed"
+        f"docs/design/internals.md lists everything that is assumed"
     )
     return "\n".join(lines)

@@ -75,7 +75,7 @@ class Reason(StrEnum):
     FENCE = "an edit of the weights"
     FLUSH = "a reduction of pending gradients"
     STEP = "an optimizer step"
-    TOTAL = "a value over all ranks"
+    VALUE = "a value over all ranks"
 
 
 class TensorForm(Struct, frozen=True, tag="tensor", forbid_unknown_fields=True):
@@ -200,7 +200,7 @@ class Meet(Record, frozen=True, tag="meet"):
     number: Count
     reason: Reason
     label: str
-    launched: Offers
+    sent: Offers
     pending: Offers
     value: PackedValue
 

@@ -175,8 +175,8 @@ class OneSidedTransport:
         what = f"{position.reason} ({position.label})"
         self._where = f"waiting for the other ranks at {what}"
         value, tensors = pack(position.value)
-        launched, pending = position.launched, position.pending
-        message = Meet(self.number, number, position.reason, position.label, launched, pending, value)
+        sent, pending = position.sent, position.pending
+        message = Meet(self.number, number, position.reason, position.label, sent, pending, value)
         for peer in self.connections.peers:
             self._send(peer, message, data=tensors)
 
@@ -335,4 +335,4 @@ class OneSidedTransport:
 
 def _position(message: Meet, data: Sequence[torch.Tensor]) -> Position:
     value = unpack(message.value, data)
-    return Position(message.reason, message.label, message.launched, message.pending, value)
+    return Position(message.reason, message.label, message.sent, message.pending, value)

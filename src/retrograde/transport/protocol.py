@@ -10,6 +10,9 @@ get there is the affair of what stands behind this door:
 | `threads.py`                | threads of one process        | from tensor to tensor, in the same memory |
 | `fake.py`                   | this one, and as many imagined | nowhere: they are counted                 |
 
+To add another: a class for `Transport` and one for `Ranks`, which `shard_over` (engine/shard.py) takes. `shard()` takes
+`ProcessRanks`.
+
 Rule 1: `read`, `put` and `reduce_scatter` return at once. Their work object orders what comes after them: what is
         issued on the stream that `wait` is given finds the data there.
 Rule 2: nothing but `meet` waits for another rank's main thread.
@@ -50,13 +53,13 @@ class Work(Protocol):
 class Position(NamedTuple):
     """What a rank brings to a meeting: why it came, and what it has for the others.
 
-    `launched`: gradients that it has put since its last meeting. This one adds them up, whatever the others came for.
+    `sent`: gradients that it has put since its last meeting. This one adds them up, whatever the others came for.
     `pending`: gradients that it would put if this meeting turns out to flush them.
     """
 
     reason: Reason
     label: str
-    launched: Offers
+    sent: Offers
     pending: Offers
     value: Value = None
 
