@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import retrograde as rg
 from tests.reference import Program
 
 DIM, VOCAB, BLOCKS = 12, 17, 4
@@ -65,11 +69,29 @@ def backward_that_raises(model: Small, ids: Tensor, raises: bool = True) -> None
     """What comes before the blocks raises a ZeroDivisionError, when the blocks' gradients have been sent."""
     hidden = model.embed(ids)
     if raises:
-        hidden.register_hook(_fail)
+        hidden = Raises.apply(hidden, ZeroDivisionError())
     for block in model.blocks:
         hidden = block(hidden)
     hidden.sum().backward()
 
 
-def _fail(grad: Tensor) -> None:
-    raise ZeroDivisionError
+class Raises(torch.autograd.Function):
+    """What it is applied to, until backward comes to it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, error: Exception) -> Tensor:
+        ctx.error = error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise ctx.error
+
+
+def shards_after_a_mistake(model: Small, rank: int, timeout: float) -> None:
+    """A model that some rank could not shard at first is sharded, and trains."""
+    dist.barrier()
+    engine = rg.shard(model, timeout=timeout)
+    loss_of(model, batch(rank)).backward()
+    assert engine.full_grad("head.bias") is not None
+    dist.barrier()

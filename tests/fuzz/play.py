@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.fuzz.models import Model, batch
 from tests.fuzz.recipes import AGAIN, CHECKPOINT, REENTRANT, TILED, Act, Phase, Recipe
+from tests.small import Raises
 
 RATE = 2.0**-4
 
@@ -67,16 +68,6 @@ class Again(torch.autograd.Function):
         return None, inside.grad
 
 
-class Raises(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, h: Tensor) -> Tensor:
-        return h.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise ArithmeticError("on purpose")
-
-
 WRAPPERS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]] = {
     CHECKPOINT: lambda block, h: checkpoint(block, h, use_reentrant=False),
     REENTRANT: lambda block, h: checkpoint(block, h, use_reentrant=True),
@@ -114,7 +105,7 @@ class Player:
             if here and act.kind == "raise forward":
                 raise ArithmeticError("on purpose")
             if here and act.kind == "raise":
-                h = Raises.apply(h)
+                h = Raises.apply(h, ArithmeticError("on purpose"))
             return wrapper(block, h) if wrapper is not None and here else block(h)
 
         return around

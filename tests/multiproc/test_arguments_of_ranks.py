@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import retrograde as rg
 from tests.harness import Ranks
 from tests.pipeline.cases import WIDTH, linears
-from tests.small import Small, batch, build, loss_of
+from tests.small import Small, batch, build, loss_of, shards_after_a_mistake
 
 
 def pipe_arguments() -> dict[str, Any]:
@@ -39,11 +39,7 @@ def alone(rank: int, world: int, name: str) -> str:
         rg.shard(**({"model": model, "timeout": 5.0} | wrong))
     except rg.RetrogradeError as error:
         text = f"{type(error).__name__}: {error}"
-    dist.barrier()
-    engine = rg.shard(model, timeout=10)
-    loss_of(model, batch(rank)).backward()
-    assert engine.full_grad("head.bias") is not None
-    dist.barrier()
+    shards_after_a_mistake(model, rank, timeout=10)
     return text
 
 

@@ -8,13 +8,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import retrograde as rg
 from tests.harness import Ranks
 from tests.live import live_bytes
 from tests.reference import in_one_window, same
-from tests.small import backwards, batch, build, loss_of
+from tests.small import Raises, backwards, batch, build, loss_of
 from tests.stages import EACH_STAGE, GRADIENT_STAGES, OPPOSITE_STAGES, WITH_OTHERS
 
 BACKWARDS = 4
@@ -167,16 +167,6 @@ def test_cold_units_make_room(ranks: Ranks) -> None:
         assert [counts[f"tiles.{i}"] for i in range(6)] == [1, 1, 2, 0, 0, 0]
 
 
-class _Boom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: object, grad: Tensor) -> Tensor:
-        raise ValueError("boom")
-
-
 def _raises_after_making_room(rank: int, world: int) -> tuple[list[int], list[float]]:
     """What had to make room in a backward that then raised came from good ones: it is not lost."""
     model = Tiles()
@@ -185,7 +175,8 @@ def _raises_after_making_room(rank: int, world: int) -> tuple[list[int], list[fl
     with engine.coalesce(budget=sum(sizes[:2])):
         _play(model, [[(0, 1), (1, 1)]] * 3 + [[(2, 1)]])
         with pytest.raises(ValueError, match="boom"):
-            (_Boom.apply(model.tiles[3].weight.sum()) + model.tiles[2].weight.sum()).backward()
+            broken = Raises.apply(model.tiles[3].weight.sum(), ValueError("boom"))
+            (broken + model.tiles[2].weight.sum()).backward()
         held = sorted(engine.flow.held)
     got = engine.full_grads()
     dist.barrier()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import retrograde as rg
 from tests.harness import Ranks
 from tests.multiproc.twin import Twin
-from tests.small import Block, batch, build, loss_of
+from tests.small import Block, batch, build, loss_of, shards_after_a_mistake
 from tests.stages import EACH_STAGE, WITH_OTHERS
 
 
@@ -193,11 +193,7 @@ def _one_refuses(rank: int, world: int) -> str:
         rg.shard(model, stage=9 if rank == 1 else 3, timeout=2)
     except rg.RetrogradeError as error:
         text = f"{type(error).__name__}: {error}"
-    dist.barrier()
-    engine = rg.shard(model, timeout=5)
-    loss_of(model, batch(rank)).backward()
-    assert engine.full_grad("head.bias") is not None
-    dist.barrier()
+    shards_after_a_mistake(model, rank, timeout=5)
     return text
 
 

@@ -17,7 +17,10 @@ import retrograde as rg
 from tests.fuzz.play import Again
 from tests.harness import Ranks
 from tests.reference import Grads, in_one_window, same
+from tests.small import Raises
 from tests.stages import EACH_STAGE, REDUCING_STAGES
+
+REFUSAL = ValueError("on purpose")
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
 TIMEOUT = 10.0
@@ -164,23 +167,13 @@ def test_four_ranks_that_nest_differently(ranks: Ranks) -> None:
     assert ranks(4).run(_train, 2, names, 2) == [[]] * 4
 
 
-class _Raises(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise ValueError("on purpose")
-
-
 def _raises_around(rank: int, world: int, stage: int) -> list[str]:
     """The outer backward of rank 0 raises after one inside it has met the others: what they were told of counts."""
     model = _model()
     engine = rg.shard(model, stage, units=[nn.Linear], timeout=TIMEOUT)
     x = _input(rank)
     if rank == 0:
-        loss = model[2](Again.apply(model[1], _Raises.apply(model[0](x)))).sum()
+        loss = model[2](Again.apply(model[1], Raises.apply(model[0](x), REFUSAL))).sum()
         with pytest.raises(ValueError, match="on purpose"):
             loss.backward()
     else:
@@ -214,7 +207,7 @@ def _raises_inside(rank: int, world: int, stage: int) -> list[str]:
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Tensor:
             with torch.enable_grad():
-                loss = model[2](_Raises.apply(model[1](ctx.saved_tensors[0].detach()))).sum()
+                loss = model[2](Raises.apply(model[1](ctx.saved_tensors[0].detach()), REFUSAL)).sum()
             with pytest.raises(ValueError, match="on purpose"):
                 loss.backward()
             return grad
