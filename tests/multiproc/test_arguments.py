@@ -165,10 +165,10 @@ WRONG: tuple[Wrong, ...] = (
     Wrong(shard("timeout"), 0, ("timeout=0", SECONDS)),
     Wrong(shard("timeout"), True, ("timeout=True", SECONDS)),
     # ---- Precision
-    Wrong(lambda scene, value: rg.Precision(value), 5, ("precision.reduce=5", "give fp32, bf16, fp16 or a dtype")),
+    Wrong(lambda scene, value: rg.Precision(value), 5, ("precision.reduce=5", "give fp32, bf16, fp16")),
     Wrong(lambda scene, value: rg.Precision(value), "int8", ("precision.reduce='int8'", "give fp32, bf16, fp16")),
     Wrong(lambda scene, value: rg.Precision(value), torch.int8, ("precision.reduce=torch.int8", "give fp32, bf16")),
-    Wrong(lambda scene, value: rg.Precision(value), [], ("precision.reduce=[]", "give fp32, bf16, fp16 or a dtype")),
+    Wrong(lambda scene, value: rg.Precision(value), [], ("precision.reduce=[]", "give fp32, bf16, fp16")),
     # ---- Engine
     Wrong(coalesce, "much", ("coalesce(budget)='much'", SIZE)),
     Wrong(coalesce, -5, ("coalesce(budget)=-5", "give 0 or more bytes")),

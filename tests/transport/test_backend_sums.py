@@ -150,3 +150,20 @@ def test_a_backward_that_one_gave_up_is_told(ranks: Ranks) -> None:
     """Its reductions were started with what it had sent, so the others cannot leave it out."""
     for said in ranks(2).run(_one_gives_up):
         assert "rank 1 gave up a backward in which it had already sent its gradient of unit" in said
+
+
+def _more_groups(rank: int, world: int) -> bool:
+    """Rank 0 is in one process group more than the others, by which torch names groups."""
+    extra = dist.new_group([0], use_local_synchronization=True) if rank == 0 else None
+    model = build()
+    engine = rg.shard(model, 3, exact=False, timeout=20.0)
+    loss_of(model, batch(rank)).backward()
+    found = engine.full_grad("head.bias") is not None
+    dist.barrier()
+    if extra is not None:
+        dist.destroy_process_group(extra)
+    return found
+
+
+def test_ranks_may_be_in_other_groups(ranks: Ranks) -> None:
+    assert ranks(2).run(_more_groups) == [True, True]

@@ -60,7 +60,7 @@ def _clip(rank: int, world: int, stage: int) -> list[list[str]]:
 @EACH_STAGE
 def test_clipping_is_one_meeting(ranks: Callable[[int], RankPool], stage: int) -> None:
     reduced = ["flush"] if stage == 1 else []
-    assert ranks(2).run(_clip, stage) == [[[*reduced, "total"]] * 2] * 2
+    assert ranks(2).run(_clip, stage) == [[[*reduced, "value"]] * 2] * 2
 
 
 @ALONE_OR_NOT

@@ -6,9 +6,10 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
 from retrograde import ShardingError
-from retrograde.layout import Policy, parse_bytes
+from retrograde.layout import Policy, Precision, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -68,3 +69,8 @@ def test_stages_out_of_range(stage: Any) -> None:
 def test_unknown_reductions(reduce: Any) -> None:
     with pytest.raises(ShardingError, match=r'reduce=.* is not known; give "mean" or "sum"'):
         Policy.of(3, 0, reduce, True)
+
+
+def test_gradients_do_not_travel_in_what_cannot_be_added_up() -> None:
+    with pytest.raises(ShardingError, match=r"precision.reduce=torch.float8_e4m3fn is not known; give fp32, bf16"):
+        Precision(reduce=torch.float8_e4m3fn)

@@ -72,7 +72,10 @@ class Collectives:
     def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
         ranks = dist.get_process_group_ranks(group)
         limit = timedelta(seconds=timeout)
-        self._group = dist.new_group(ranks, limit, use_local_synchronization=True, sort_ranks=False)
+        # Without the ranks outside of the group torch names a new one by how many groups each rank is in, so it is only
+        # done where there are such ranks.
+        apart = len(ranks) < dist.get_world_size()
+        self._group = dist.new_group(ranks, limit, use_local_synchronization=apart, sort_ranks=False)
 
     def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, fail: Callable[..., NoReturn]) -> _Reduction:
         work = dist.reduce_scatter_single(own, whole, group=self._group, async_op=True)
