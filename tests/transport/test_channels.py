@@ -24,9 +24,10 @@ def _content(*tensors: torch.Tensor | None) -> Parts:
     return Parts(Form(tuple(None if each is None else layout_of(each) for each in tensors), None), list(tensors))
 
 
-def _talk(ranks: PipelineRanks) -> list[object]:
+def _talk(ranks: PipelineRanks, all_are_there: Callable[[], object]) -> list[object]:
     """Rank 0 sends two messages to one address, before anybody asks for them; rank 1 answers, and then fails."""
     channel = ranks.channel(HOST, 10.0)
+    all_are_there()  # as `Pipeline()` sees to it
     transposed = torch.arange(6.0).view(2, 3).t()
     if ranks.rank == 0:
         for factor in (1, 2):
@@ -52,7 +53,7 @@ def _check(by_rank: list[list[object]]) -> None:
 
 def _by_processes(rank: int, world: int) -> list[object]:
     assert dist.group.WORLD is not None
-    found = _talk(ProcessRanks(dist.group.WORLD))
+    found = _talk(ProcessRanks(dist.group.WORLD), dist.barrier)
     dist.barrier()
     return found
 
@@ -62,7 +63,7 @@ def test_processes(ranks: Callable[[int], RankPool]) -> None:
 
 
 def test_threads() -> None:
-    _check(threads.run(2, _talk))
+    _check(threads.run(2, lambda ranks: _talk(ranks, lambda: None)))
 
 
 def test_what_never_comes_is_told() -> None:
