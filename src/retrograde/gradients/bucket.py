@@ -118,6 +118,10 @@ class Bucket:
         self._pool.give(self.store, read)
         self._store = None
 
+    @property
+    def given_back(self) -> bool:
+        return self._store is None
+
     def discard(self) -> None:
         """Nobody wants it any more: the last to touch it are its producers."""
         stream = self._pool.streams.reducing

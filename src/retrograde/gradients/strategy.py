@@ -12,7 +12,6 @@ To add another way (in another precision, in blocks, compressed): another class 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, NoReturn, Protocol
 
@@ -178,18 +177,15 @@ class OrderedSum:
         del self._sums[gradient.key]
 
 
-@dataclass(slots=True)
-class _Reducing:
+class _Reducing(NamedTuple):
     """A reduce-scatter that was started."""
 
     gradient: Gradient
     work: Work
     part: torch.Tensor  # of this rank, when the work is done
-    holds_bucket: bool = True
 
     def release(self, read: Event) -> None:
-        if self.holds_bucket:
-            self.holds_bucket = False
+        if not self.gradient.bucket.given_back:
             self.gradient.bucket.release(read)
 
 
