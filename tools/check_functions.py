@@ -17,9 +17,7 @@ FOLDERS = ("src", "tests", "benchmarks", "examples", "tools")
 MOST_LINES = 40
 
 # Where it is (path:qualified name), and why it may be longer.
-EXCEPTIONS = {
-    "src/retrograde/parameters/pieces.py:Piece.__torch_function__": "a table of routes replaces it in the next change",
-}
+EXCEPTIONS: dict[str, str] = {}
 
 
 class Function(NamedTuple):

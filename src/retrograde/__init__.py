@@ -12,6 +12,7 @@ from retrograde.errors import (
 )
 from retrograde.layout import Precision
 from retrograde.ledger import Entry, Ledger
+from retrograde.parameters import elementwise
 from retrograde.pipeline.options import Cut, Microbatches, Zero
 from retrograde.pipeline.pipeline import Pipeline
 
@@ -31,5 +32,6 @@ __all__ = [
     "UnsupportedError",
     "Zero",
     "compile",
+    "elementwise",
     "shard",
 ]

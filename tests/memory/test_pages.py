@@ -85,7 +85,7 @@ def _what_stays(rank: int, world: int, stage: int, adam: bool) -> dict[str, int]
         "growth": held[-1] - held[1],
         "bare": bare,
         "shards": sum(layout.shard_bytes for layout in layouts),
-        "state": sum(leaf.numel() * 4 for leaf in model.parameters()),  # the pieces, without padding
+        "state": sum(leaf.local.numel() * 4 for leaf in model.parameters()),  # the pieces, without padding
         "pages": sum(layout.page_bytes for layout in layouts),
         # Every parameter has a one-element stub behind its full tensor, and Adam a step count.
         "stubs": 4 * 2 * slots,

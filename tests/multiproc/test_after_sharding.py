@@ -15,16 +15,11 @@ from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 
 import retrograde as rg
 from tests.harness import Ranks
-from tests.multiproc.idioms import Idiom, Loss, batch, both, net, sgd, trained, weight
+from tests.multiproc.idioms import Idiom, Loss, batch, both, net, sgd, trained
 from tests.stages import ALONE_OR_NOT, EACH_STAGE
 
 
 # ---- initializing
-def imported_before(name: str) -> Callable[..., Any]:
-    """torch's own function, as who imported its name before `shard()` has it."""
-    return getattr(nn.init, name).__wrapped__
-
-
 def in_the_usual_loop(model: nn.Module, loss: Loss) -> None:
     torch.manual_seed(7)
     for param in model.parameters():
@@ -42,7 +37,7 @@ def by_the_parameter(model: nn.Module, loss: Loss) -> None:
     nn.init.sparse_(second, 0.25)
     nn.init.xavier_normal_(third)
     nn.init.eye_(first)
-    imported_before("xavier_normal_")(second)
+    nn.init.xavier_normal_(second)
     nn.init.trunc_normal_(third, std=0.02)
     nn.init.kaiming_uniform_(first, a=5**0.5)
     assert nn.init.xavier_uniform_(second) is second
@@ -78,6 +73,14 @@ def vector_and_back(model: nn.Module, loss: Loss) -> Tensor:
     return norm
 
 
+def vector_with_a_graph_and_back(model: nn.Module, loss: Loss) -> Tensor:
+    """Outside of no_grad the vector is part of a graph."""
+    vector = parameters_to_vector(model.parameters())
+    vector_to_parameters(vector.detach() * 2, model.parameters())
+    trained(model, loss)
+    return vector.detach()
+
+
 def vector_in_a_loss(model: nn.Module, loss: Loss) -> Tensor:
     penalty = parameters_to_vector(model.parameters()).pow(2).sum()
     (loss() + penalty).backward()
@@ -105,6 +108,7 @@ IDIOMS = [
     by_the_module,
     reset_by_torch,
     vector_and_back,
+    vector_with_a_graph_and_back,
     vector_in_a_loss,
     old_weight_norm,
     pruned,
@@ -176,15 +180,6 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], tuple[str, ...]]] = {
     "deepcopy": (copy.deepcopy, ("sharded Sequential cannot be copied", "build it as the first one", "rg.shard()")),
     "AveragedModel": (torch.optim.swa_utils.AveragedModel, ("AveragedModel()", "torch._foreach_lerp_()")),
     "deepcopy of a part": (lambda model: copy.deepcopy(model[1]), ("sharded Sequential cannot be copied",)),
-    "an initializer's old name": (
-        lambda model: imported_before("orthogonal_")(weight(model)),
-        ("parameter 1.0.weight.ndimension()", "module.weight"),
-    ),
-    "size": (lambda model: weight(model).size(1), ("parameter 1.0.weight.size(1)", "(8, 8)")),
-    "a whole vector into pieces": (
-        lambda model: vector_to_parameters(parameters_to_vector(model.parameters()).detach(), model.parameters()),
-        ("viewed as parameter 0.0.weight", "under torch.no_grad()"),
-    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""Plain tensors, arrays and numbers that are made of pieces: they answer for the whole, or are refused."""
+"""Plain tensors, arrays and numbers that are made of sharded tensors: they have the whole."""
 
 from __future__ import annotations
 
@@ -85,6 +85,16 @@ def one_bucket(model: nn.Module, loss: Loss) -> Tensor:
     return torch.stack([flat.norm(), flat.abs().max(), flat.sum()])
 
 
+def rows_of_a_matrix(model: nn.Module, loss: Loss) -> Tensor:
+    """A history of gradients."""
+    loss().backward()
+    grad = weight(model).grad
+    history = torch.zeros(4, grad.numel())
+    history[1] = grad.view(-1)
+    history[2].copy_(grad.flatten())
+    return history
+
+
 # ---- arrays and numbers
 def arrays(model: nn.Module, loss: Loss) -> list[Any]:
     loss().backward()
@@ -109,6 +119,7 @@ IDIOMS = [
     filled_from_parameters,
     momentum_by_hand,
     one_bucket,
+    rows_of_a_matrix,
     arrays,
     numbers,
 ]
@@ -145,28 +156,6 @@ def test_scalars(ranks: Ranks, stage: int) -> None:
 
 
 # ---- refused
-def _rows(rank: int, world: int, how: str) -> str:
-    model = net()
-    rg.shard(model, 3)
-    model(batch(rank)).sum().backward()
-    grad = weight(model).grad
-    history = torch.zeros(4, grad.numel())
-    with pytest.raises(rg.UnsupportedError) as refused:
-        if how == "row":
-            history[1] = grad.view(-1)
-        else:
-            history[1].copy_(grad)
-    dist.barrier()
-    return str(refused.value)
-
-
-@pytest.mark.parametrize("how", ("row", "view"))
-def test_pieces_in_rows_of_a_matrix(ranks: Ranks, how: str) -> None:
-    for rank, said in enumerate(ranks(2).run(_rows, how)):
-        assert said.startswith(f"rank {rank}: ") and "piece of parameter 1.0.weight into a part of a plain" in said
-        assert "engine.full_grad(p)" in said
-
-
 def _written_arrays(rank: int, world: int, stage: int) -> None:
     """In torch such a write changes the weight. Here it would be lost, so numpy refuses it."""
     model = net()

@@ -34,26 +34,22 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], tuple[str, ...]]] = {
     ),
     "all_gather by hand": (
         lambda model: dist.all_gather([torch.empty(1)] * 2, weight(model).grad),
-        ("a collective of torch.distributed", "as_subclass(torch.Tensor)"),
+        ("a collective of torch.distributed", "p.grad.local"),
     ),
     "a list": (lambda model: dist.all_reduce_coalesced([weight(model).grad]), ("a collective", "1.0.weight")),
     "torch.save of p.data": (
         lambda model: saved({name: param.data for name, param in model.named_parameters()}),
-        ("saving this rank's piece of parameter 0.0.weight", "model.state_dict()"),
+        ("parameter 0.0.weight: pickling or saving this rank's piece", "model.state_dict()"),
     ),
     "torch.save of p.grad": (
         lambda model: saved([param.grad.cpu() for param in model.parameters()]),
-        ("saving this rank's piece of parameter 0.0.weight", "engine.full_grad(p)"),
+        ("parameter 0.0.weight: pickling or saving this rank's piece", "p.grad.full_tensor()"),
     ),
     "pickle of what was computed": (
         lambda model: pickle.dumps(weight(model).grad * 2),
-        ("saving this rank's piece of parameter 1.0.weight",),
+        ("parameter 1.0.weight: pickling or saving this rank's piece",),
     ),
-    "pickle of several": (
-        lambda model: pickle.dumps(torch.cat([param.grad.flatten() for param in model.parameters()]).detach()),
-        ("saving this rank's piece of several parameters",),
-    ),
-    "vmap": (lambda model: torch.vmap(torch.sum)(weight(model).grad), ("torch.vmap", "engine.full_grad(p)")),
+    "vmap": (lambda model: torch.vmap(torch.sum)(weight(model).grad), ("torch.vmap", "p.grad.full_tensor()")),
     "a buffer": (
         lambda model: model.register_buffer("before", weight(model).detach().clone()),
         ("Sequential.before, a buffer", "module.weight.detach().clone()"),
@@ -64,10 +60,6 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], tuple[str, ...]]] = {
         ("t_ would change the shape", "parameter 1.0.weight"),
     ),
     "set_": (lambda model: weight(model).grad.set_(torch.ones(8, 8)), ("1.0.weight.set_()", "p.data = value")),
-    "foreach with wholes": (
-        lambda model: torch._foreach_lerp_([torch.zeros(8, 8)], [weight(model).detach()], 0.5),
-        ("_foreach_lerp_ of a tensor of shape (8, 8)", "p.detach().clone()"),
-    ),
 }
 
 
@@ -110,6 +102,9 @@ def foreach_beside_wholes(model: nn.Module, loss: Loss) -> Tensor:
     params = [param for param in model.parameters() if param.dim() == 2]
     masks = [torch.arange(8.0) % 3 if param.grad.norm() > 0 else torch.ones(8) for param in params[1:]]
     torch._foreach_mul_([param.grad for param in params[1:]], masks)
+    averages = [torch.zeros(param.shape) for param in params]
+    torch._foreach_lerp_(averages, [param.detach() for param in params], 0.5)
+    torch._foreach_add_([param.grad for param in params], averages)
     return torch.stack(torch._foreach_norm([param.grad for param in params]))
 
 
@@ -139,7 +134,7 @@ def _elements(rank: int, world: int) -> int:
     model = net()
     rg.shard(model, 3)
     model(batch(rank)).sum().backward()
-    mine = weight(model).grad.as_subclass(Tensor)
+    mine = weight(model).grad.local
     assert type(mine) is Tensor
     saved(mine)
     sizes = torch.tensor(mine.numel())

@@ -115,6 +115,34 @@ def beside_full_tensors(model: nn.Module, loss: Loss) -> Tensor:
     return average.norm() + mean.sum() + (mask - weight(model).detach()).abs().sum()
 
 
+def into_plain_tensors(model: nn.Module, loss: Loss) -> Tensor:
+    """Of the shape of the whole, they get the whole."""
+    loss().backward()
+    found = []
+    for param in model.parameters():
+        total = torch.zeros(param.shape)
+        total.add_(param.grad).mul_(param.grad)
+        with torch.no_grad():
+            total += param
+        rows = torch.zeros(2, *param.shape)
+        rows[1] = param.grad
+        rows[0].copy_(param.detach())
+        found += [total.sum(), rows.flatten().norm(), torch.equal(rows[1], param.grad) + torch.zeros(())]
+    return torch.stack(found)
+
+
+def parameters_of_one_shape(model: nn.Module, loss: Loss) -> Tensor:
+    """They are cut in other places."""
+    loss().backward()
+    first, second = model[0][0].get_parameter("bias"), model[1][0].get_parameter("bias")
+    with torch.no_grad():
+        first.copy_(second)
+        second.add_(first.grad, alpha=0.5)
+        both = first * second + weight(model)[0]
+        weight(model).mul_(first)
+    return torch.stack([both.norm(), (first.grad - second.grad).abs().max(), weight(model).detach().sum()])
+
+
 def weighted_by_gradients(model: nn.Module, loss: Loss) -> Tensor:
     """A penalty with weights from an earlier backward (elastic weight consolidation)."""
     loss().backward()
@@ -165,6 +193,8 @@ IDIOMS = [
     shapes_of_gradients,
     along_dimensions,
     beside_full_tensors,
+    into_plain_tensors,
+    parameters_of_one_shape,
     weighted_by_gradients,
     joined_with_plain,
     hooks_in_turn,
@@ -196,18 +226,3 @@ def _written_views(rank: int, world: int) -> list[str]:
 
 def test_views_of_gradients_are_not_written_to(ranks: Ranks) -> None:
     assert all(len(said) == 5 for said in ranks(2).run(_written_views))
-
-
-def _into_plain(rank: int, world: int) -> str:
-    """In place there is no telling what is meant, and ranks would not agree on whether to meet."""
-    model = nn.Sequential(nn.Linear(6, 2, bias=False))
-    rg.shard(model, 3)
-    model(batch(rank)).sum().backward()
-    with pytest.raises(rg.UnsupportedError) as refused:
-        torch.zeros(2, 6).add_(model.get_parameter("0.weight").grad)
-    return str(refused.value)
-
-
-def test_a_part_of_a_gradient_into_a_plain_tensor(ranks: Ranks) -> None:
-    for said in ranks(2).run(_into_plain):
-        assert said == "add_ with a part of a gradient: write x = x + p.grad, or use engine.full_grad(p)"

@@ -50,7 +50,7 @@ def _wrapped(rank: int, world: int, name: str) -> str:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64, bias=False))
     rg.shard(model, 3)
-    assert all(param.numel() == 2048 for param in model.parameters())
+    assert all(param.local.numel() == 2048 for param in model.parameters())
     wrap, _ = WRAPS[name]
     with pytest.raises(rg.UnsupportedError) as refused:
         wrap(model)

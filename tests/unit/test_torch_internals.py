@@ -168,7 +168,11 @@ BROKEN: dict[str, list[Break]] = {
         becomes(torch.optim.SGD, "state_dict", lambda self: {}),
         becomes(torch.optim.SGD, "load_state_dict", lambda self, state: None),
     ],
-    "fans of a parameter": [becomes(training.init, "xavier_normal_", lambda tensor: tensor)],
+    "what an optimizer does between its hooks": [
+        becomes(training, "_HOOKED", None),
+        becomes(training, "original_of", lambda step: step),
+    ],
+    "norms of many tensors": [becomes(tensors, "norms_of", lambda many, order, dtype: [many[0].norm(), many[0].sum()])],
     "trees of containers": [
         becomes(trees, "tree_leaves", lambda tree: [tree]),
         becomes(trees, "is_named_tuple", lambda kind: False),
@@ -312,7 +316,7 @@ def test_another_version_is_told_in_one_line(imports: dict[str, Done]) -> None:
 
 def test_import_is_cheap_and_silent(imports: dict[str, Done]) -> None:
     """Counted, not timed: few probes, and none of what takes seconds."""
-    assert sum(probe.when is When.IMPORT for probe in PROBES) == 32
+    assert sum(probe.when is When.IMPORT for probe in PROBES) == 33
     assert imports["as it is"] == (0, "[]\n", "")
 
 
@@ -332,7 +336,7 @@ def test_import_runs_no_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     for where in (torch.autograd, torch.autograd.graph):
         monkeypatch.setattr(where, "_engine_run_backward", refuse)
     monkeypatch.setattr(backward, "_run", refuse)
-    assert check(When.IMPORT) == 32
+    assert check(When.IMPORT) == 33
     with pytest.raises(InternalsChanged, match="a backward was run"):
         check(When.FIRST_USE)
 
@@ -346,7 +350,6 @@ def test_probes_leave_torch_as_it_was() -> None:
             *cells,
             collectives._check_single_tensor,
             collectives._check_tensor_list,
-            training.init._calculate_fan_in_and_fan_out,
             list(training._taken_together()),
             vars(wrapping.DistributedDataParallel)["__init__"],
             vars(wrapping.ParametrizationList)["__init__"],

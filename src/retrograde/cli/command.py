@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from retrograde.cli import doctor, schedules
+from retrograde.cli import doctor, routes, schedules
 from retrograde.errors import RetrogradeError
 
 
@@ -13,6 +13,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(metavar="command", required=True)
     schedules.add_to(commands)
     doctor.add_to(commands)
+    routes.add_to(commands)
     arguments = parser.parse_args(argv)
     try:
         code: int = arguments.run(arguments)

@@ -56,6 +56,10 @@ class Coordinator:
         """Everybody's value, by rank. Asked for anew if a flush changed gradients while this rank waited."""
         return [position.value for position in self.attend(Reason.VALUE, label, value)]  # type: ignore[misc]
 
+    def shard_values(self, label: str, value: Callable[[], V]) -> list[V]:
+        """The values of those ranks that together hold this rank's model, by shard."""
+        return self.values(label, value)
+
     def tensors(self, label: str, value: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
         return self.values(label, value)
 

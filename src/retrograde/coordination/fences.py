@@ -5,7 +5,7 @@ Pages are read from other ranks without their main thread taking part, so someth
 changing a shard that another still has to read, and from reading one that its owner has yet to change.
 Between two *fences* shards are only read; writing needs a fence, a meeting at which every rank says that it
 has read all it wanted. An optimizer step is a fence; so is the first in-place edit of a weight after a step
-(`clamp_`, EMA, manual SGD), which the tensors users hold report before it happens (parameters/pieces.py,
+(`clamp_`, EMA, manual SGD), which the tensors users hold report before it happens (parameters/handlers.py,
 pages/full_tensor.py). The clock counts fences and is the same on all ranks.
 
 Rule 1: a request names the clock. An owner that is behind answers when it has caught up; one that is ahead

@@ -19,9 +19,10 @@ from retrograde.layout import Policy, parse_bytes
 from retrograde.ledger import Ledger
 from retrograde.pages import BufferPool, Pager, SavedTensors, Unit
 from retrograde.parameters import Owner, ShardedParameter
-from retrograde.parameters.part import plain, whole
+from retrograde.parameters.part import together
+from retrograde.parameters.wholes import plain
 from retrograde.reports import explain, report
-from retrograde.torch_internals import raw_grad
+from retrograde.torch_internals import raw_grad, without_torch_function
 from retrograde.transport import Memory, Reason, Transport
 
 
@@ -167,7 +168,7 @@ class Engine:
 
     def _whole_grads(self, leaves: list[ShardedParameter]) -> list[torch.Tensor | None]:
         self.coordinator.flush_pending_gradients("a gradient was read")
-        return whole("the gradient", leaves, lambda: (g if g is None else plain(g) for g in map(raw_grad, leaves)))
+        return together("the gradient", leaves, lambda: [_piece_of_gradient(leaf) for leaf in leaves])
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float | str = 2.0) -> torch.Tensor:
         """`torch.nn.utils.clip_grad_norm_` over this engine's parameters."""
@@ -181,3 +182,9 @@ class Engine:
 
     def report(self) -> str:
         return report(self.units, self.ledger, self.transport.rank, self.transport.world)
+
+
+def _piece_of_gradient(leaf: ShardedParameter) -> torch.Tensor | None:
+    with without_torch_function():
+        grad = raw_grad(leaf)
+        return None if grad is None else plain(grad)

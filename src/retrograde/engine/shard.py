@@ -26,7 +26,7 @@ from retrograde.engine.parametrizing import refuse_parametrizations
 from retrograde.engine.units import allocate, fill, make_same
 from retrograde.errors import ShardingError
 from retrograde.layout import Policy, Precision, Units, UnitSpec, find_units, parse_bytes, strides_of
-from retrograde.parameters import ShardedParameter, refuse_pieces_outside, serve_initializers, watch_states, watch_steps
+from retrograde.parameters import ShardedParameter, refuse_pieces_outside, watch_states, watch_updates
 from retrograde.parameters.access import patch, unpatched
 from retrograde.transport import ProcessRanks, Ranks
 from retrograde.transport.groups import process_group_of
@@ -118,9 +118,8 @@ def shard_over(ranks: Ranks, model: nn.Module, options: Options) -> Engine:
 def _prepare_torch() -> None:
     """What torch does with sharded parameters elsewhere: once for the process, of which ranks may be threads."""
     with _preparing:
-        watch_steps()
+        watch_updates()
         watch_states()
-        serve_initializers()
         refuse_pieces_outside()
         refuse_ddp_and_fsdp()
         refuse_parametrizations()

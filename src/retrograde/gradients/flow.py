@@ -349,6 +349,10 @@ class GradientFlow:
             gradient.give_up()
             gradient.bucket.discard()
 
+    def has_pending(self, unit: Unit) -> bool:
+        """Does something wait for a later reduction?"""
+        return unit.index in self._pending
+
     # ---- meetings (coordination/coordinator.py)
     def sent_offers(self) -> Offers:
         """For the meeting to come: what it will add up."""

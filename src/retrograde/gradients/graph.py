@@ -183,7 +183,7 @@ def _captured(
     """`torch.autograd.grad(loss, module.weight)` takes a gradient in front of Gather, and nothing behind it runs.
 
     Called for every parameter of the unit that has a gradient, also for those nobody asked for. (If something behind it
-    runs, a parameter of this unit was asked for too, and parameters/pieces.py has seen to it.)"""
+    runs, a parameter of this unit was asked for too, and parameters/handlers.py has seen to it.)"""
     if grad is None or fate_of(pack) is Fate.RUNS:
         return None
     return alive(reference).captured(slot, grad)

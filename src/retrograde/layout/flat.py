@@ -102,6 +102,14 @@ class Layout:
         self.padded_numel = self.shard_numel * world
         self.shard_bytes = self.shard_numel * dtype.itemsize
         self.page_bytes = self.padded_numel * dtype.itemsize
+        self.cuts = tuple(map(self._cut, self.slots))  # parameters with equal ones have the same elements on each rank
+
+    def _cut(self, slot: Slot) -> tuple[object, ...]:
+        """How a parameter is cut: the first rank that has some of it, where each next one begins, and in which order
+        its elements lie."""
+        first = slot.offset // self.shard_numel if self.shard_numel else 0
+        begins = range((first + 1) * self.shard_numel - slot.offset, slot.numel, max(self.shard_numel, 1))
+        return (first if slot.numel else 0, slot.numel, slot.strides, *begins)
 
     def span(self, rank: int) -> slice:
         """The part of the flat buffer that `rank` owns."""

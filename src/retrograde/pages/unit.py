@@ -59,7 +59,7 @@ class Unit:
         self.layout = layout
         self.rank = rank
         self.leaves = tuple(leaves)
-        self.trained = [leaf.requires_grad for leaf in leaves]  # kept by the leaves (parameters/pieces.py)
+        self.trained = [leaf.requires_grad for leaf in leaves]  # kept by the leaves (parameters/leaf.py)
         # Plain tensors that share the leaves' memory and version counters: reading a leaf itself is slower.
         self.pieces = tuple(leaf.detach() for leaf in leaves)
         self.edits = EditLog()

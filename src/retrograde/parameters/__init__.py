@@ -1,18 +1,20 @@
-"""What optimizers and users hold: leaves and gradients that are pieces, and the hooks around a step."""
+"""What optimizers and users hold: leaves, gradients and optimizer state that are sharded, and updates of them."""
 
-from retrograde.parameters.initializers import serve_initializers
+from retrograde.parameters.elementwise import elementwise
+from retrograde.parameters.leaf import ShardedParameter
 from retrograde.parameters.outside import refuse_pieces_outside
 from retrograde.parameters.owner import Owner
-from retrograde.parameters.pieces import ShardedGradient, ShardedParameter
+from retrograde.parameters.sharded_tensor import ShardedGradient, ShardedTensor
 from retrograde.parameters.state import watch_states
-from retrograde.parameters.steps import watch_steps
+from retrograde.parameters.updates import watch_updates
 
 __all__ = [
     "Owner",
     "ShardedGradient",
     "ShardedParameter",
+    "ShardedTensor",
+    "elementwise",
     "refuse_pieces_outside",
-    "serve_initializers",
     "watch_states",
-    "watch_steps",
+    "watch_updates",
 ]

@@ -15,7 +15,7 @@ from torch import nn
 from retrograde.errors import UnsupportedError
 from retrograde.pages.full_tensor import FullTensor
 from retrograde.pages.saved_tensors import SavedTensors
-from retrograde.parameters.pieces import ShardedParameter
+from retrograde.parameters.leaf import ShardedParameter
 from retrograde.torch_internals import ReadsWeightsAnew, own_parameters
 
 MADE = "_retrograde_made"  # marks a generated class
@@ -74,17 +74,8 @@ class Sharded(nn.Module):
             first = prefix + next(iter(sharded))
             errors.append(f"{first}: assign=True would replace sharded parameters; load with assign=False")
             return
-        for name, leaf in sharded.items():
+        for leaf in sharded.values():
             leaf.forget_writes_to_copies()
-            given = state_dict.get(prefix + name)
-            if isinstance(given, torch.Tensor) and given.shape == leaf.slot.shape:
-                state_dict[prefix + name] = leaf.piece_of(given)
-            elif isinstance(given, torch.Tensor):
-                errors.append(
-                    f"size mismatch for {prefix + name}: copying a param with shape {given.shape} from checkpoint, "
-                    f"the shape in current model is {leaf.slot.shape}."
-                )
-                state_dict[prefix + name] = leaf.detach()  # leaves it as it is
         super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

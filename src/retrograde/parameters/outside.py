@@ -15,7 +15,7 @@ from typing import Any
 from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from retrograde.errors import UnsupportedError
-from retrograde.parameters.part import JOINED, Part
+from retrograde.parameters.part import Part
 from retrograde.torch_internals import before_collectives, before_vmap
 
 
@@ -38,9 +38,9 @@ def refuse_pieces_outside() -> None:
 _COLLECTIVE = (
     "each rank has other elements of it, and retrograde has reduced its gradient already and given all ranks rank 0's "
     "values. For a number of the whole use p.grad.norm() and the like; for this rank's elements as a plain "
-    "tensor p.grad.as_subclass(torch.Tensor)"
+    "tensor p.grad.local"
 )
-_VMAP = "its rows are not those of the parameter: use model.state_dict(), engine.full_grad(p) or module.weight"
+_VMAP = "its rows are not those of the parameter: use p.full_tensor(), p.grad.full_tensor() or module.weight"
 _BUFFER = "it would be saved with the model as if it were all of it: use module.weight.detach().clone()"
 
 
@@ -48,5 +48,6 @@ def _refuse(tensor: Any, who: str, why: str) -> None:
     """Where a rank has everything there is nothing to refuse."""
     if not isinstance(tensor, Part) or tensor.unit.layout.world == 1:
         return
-    of = "several parameters" if tensor.place == JOINED else f"parameter {tensor.slot.name}"
-    raise UnsupportedError(f"rank {tensor.unit.rank}: {who} was given this rank's piece of {of}: {why}")
+    raise UnsupportedError(
+        f"rank {tensor.unit.rank}: {who} was given this rank's piece of parameter {tensor.slot.name}: {why}"
+    )

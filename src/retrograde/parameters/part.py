@@ -1,28 +1,37 @@
-"""A tensor that is this rank's part of something larger: of what, and where."""
+"""A tensor of which each rank holds a piece: of what, where, and how large the whole is.
+
+Its memory is one-dimensional: this rank's piece of the elements, in the order in which they lie in the parameter. What
+it says of its shape is the whole's, without asking anybody.
+"""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from retrograde.coordination import Coordinator
-from retrograde.errors import UnsupportedError
 from retrograde.layout import Slot
+from retrograde.layout.flat import row_by_row
 from retrograde.pages import Unit, alive
 from retrograde.parameters.owner import Owner
 from retrograde.torch_internals import without_torch_function
+from retrograde.transport import Value
 
-JOINED = -1  # the place of a piece that was put together from several
+V = TypeVar("V", bound=Value)
 
 
 class Part(torch.Tensor):
-    """Where a piece (pieces.py) belongs."""
+    """What routes and handlers know of a sharded tensor. sharded_tensor.py has the classes that users meet."""
 
     _owner: "weakref.ref[Owner]"
     place: int
-    flat = False  # a piece of the flattened whole (`p.grad.flatten()`)
+    _shape: torch.Size
+    of_weights = False  # its memory is the parameter's: who writes to it passes a fence
+    of_gradients = False  # its memory is a gradient's: those of other ranks' backwards come before it is used
+    passing = False  # it was computed, and nothing else shares its memory: it may become whole
 
+    # ---- whose it is
     @property
     def owner(self) -> Owner:
         return alive(self._owner)
@@ -45,72 +54,108 @@ class Part(torch.Tensor):
         return self.unit.layout.slots[self.place]
 
     @property
-    def whole(self) -> torch.Size:
-        """The shape of what this is a piece of."""
-        return torch.Size([self.slot.numel]) if self.flat else self.slot.shape
-
-    def dim(self) -> int:
-        """The whole's, by which people choose what decays."""
-        return 1 if self.place == JOINED else len(self.whole)
-
-    ndim = property(dim)
-
-    def ndimension(self) -> int:
-        """torch's initializers ask this before they take rows and columns for those of the whole."""
-        if self.place == JOINED:
-            return 1
-        raise UnsupportedError(
-            f"{self._called}.ndimension(): it is this rank's piece, whose rows are not those of the parameter. Use "
-            f"p.dim(), or do it with the module's attribute (module.weight), which is whole"
-        )
-
-    def set_(self, *args: Any, **kwargs: Any) -> Any:
-        raise UnsupportedError(f"{self._called}.set_(): its memory is part of a shard; use p.data = value or copy_")
-
-    def size(self, dim: int | None = None) -> Any:
-        with without_torch_function():
-            if dim is None or dim in (0, -1) or self.place == JOINED:
-                return super().size() if dim is None else super().size(dim)
-        raise UnsupportedError(
-            f"{self._called}.size({dim}): it is this rank's piece, a vector; the parameter's shape is "
-            f"{tuple(self.whole)}. Use the module's attribute (module.weight.size({dim})), which is whole"
-        )
-
-    @property
-    def _called(self) -> str:
+    def called(self) -> str:
         return f"rank {self.unit.rank}: parameter {self.slot.name}"
 
-    def piece_of(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's piece of a full-shaped tensor."""
-        return self.slot.flatten(full)[self.unit.layout.within(self.slot, self.unit.rank)]
+    # ---- the whole's shape
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return self._shape
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        return len(self._shape)
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        return self._shape.numel() * self.dtype.itemsize
+
+    def size(self, dim: int | None = None) -> Any:
+        return self._shape if dim is None else self._shape[dim]
+
+    def dim(self) -> int:
+        return len(self._shape)
+
+    ndimension = dim
+
+    def numel(self) -> int:
+        return self._shape.numel()
+
+    nelement = numel
+
+    def __len__(self) -> int:
+        if not self._shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self._shape[0]
+
+    def blank(self) -> torch.Tensor:
+        """A tensor like the whole that has no memory: torch answers on it what is asked about shapes."""
+        own = self.slot.strides
+        strides = own if own is not None and self._shape == self.slot.shape else row_by_row(self._shape)
+        return torch.empty_strided(self._shape, strides, dtype=self.dtype, device="meta")
+
+    # ---- the piece and the whole
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's piece, a plain tensor on the same memory: its elements, one after the other."""
+        with without_torch_function():
+            return self.detach().as_subclass(torch.Tensor)
+
+    def full_tensor(self) -> torch.Tensor:
+        """The whole, on every rank. All ranks ask together."""
+        raise NotImplementedError
+
+    def cut(self, full: torch.Tensor) -> torch.Tensor:
+        """This rank's piece of a plain tensor in the whole's shape."""
+        layout = self.unit.layout
+        return self.slot.flatten(full.reshape(self.slot.shape))[layout.within(self.slot, self.unit.rank)]
+
+    def put_together(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The whole from everybody's pieces."""
+        return self.slot.full(torch.cat(list(pieces))).reshape(self._shape)
+
+    def cut_like(self, other: "Part") -> bool:
+        """Has each rank the same elements of both? All ranks find the same."""
+        if self._owner is other._owner and self.place == other.place:
+            return True
+        one, two = self.unit.layout, other.unit.layout
+        return one.world == two.world and one.cuts[self.place] == two.cuts[other.place]
+
+    def become_whole(self) -> None:
+        """From now on it is a plain tensor with all elements, on every rank."""
+        raise NotImplementedError
+
+    # ---- others like it
+    def derive(self, data: torch.Tensor) -> "Part":
+        """`data`, computed element by element from this piece, becomes a sharded tensor too."""
+        raise NotImplementedError
+
+    def reshaped(self, data: torch.Tensor, shape: torch.Size) -> "Part":
+        """`data`, the same memory as this piece, becomes a sharded tensor of this shape."""
+        raise NotImplementedError
 
 
-def pieces_in(args: Any) -> Iterator[Any]:
-    for arg in args:
-        if isinstance(arg, Part):
-            yield arg
-        elif isinstance(arg, list | tuple):
-            yield from pieces_in(arg)
+def parts_in(values: Iterable[Any]) -> Iterator[Part]:
+    """The sharded tensors among these, and in lists among these."""
+    for value in values:
+        if isinstance(value, Part):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from parts_in(value)
 
 
-def whole(what: str, pieces: Sequence[Part], local: Callable[[], Iterable[Any]]) -> list[torch.Tensor | None]:
-    """What `pieces` are pieces of, from everybody's `local` parts, in one meeting; None where a rank has none."""
-
-    def put_together(piece: Part, *parts: Any) -> torch.Tensor | None:
-        if any(part is None for part in parts):
-            return None
-        return piece.slot.full(torch.cat(parts)).reshape(piece.whole)
-
-    by_rank = everybodys(what, pieces, lambda: list(local()))
-    return list(map(put_together, pieces, *by_rank))
+def everybodys(what: str, parts: Sequence[Part], value: Callable[[], V]) -> list[V]:
+    """The values of all ranks that hold pieces of these, in the order of the pieces."""
+    label = f"{what} of {parts[0].slot.name}" + f" and {len(parts) - 1} more" * (len(parts) > 1)
+    return parts[0].coordinator.shard_values(label, value)
 
 
-def everybodys(what: str, pieces: Sequence[Part], value: Callable[[], Any]) -> list[Any]:
-    of = "several parameters" if pieces[0].place == JOINED else pieces[0].slot.name
-    label = f"{what} of {of}" + f" and {len(pieces) - 1} more" * (len(pieces) > 1)
-    return pieces[0].coordinator.values(label, value)
+def together(what: str, parts: Sequence[Part], mine: Callable[[], list[Any]]) -> list[torch.Tensor | None]:
+    """The wholes of `parts` from everybody's pieces, in one meeting; None where a rank has none.
 
-
-def plain(piece: torch.Tensor) -> torch.Tensor:
-    with without_torch_function():
-        return piece.detach().as_subclass(torch.Tensor).reshape(-1).clone()
+    `mine`: this rank's, plain. Asked for anew if gradients have come while this rank waited."""
+    by_rank = everybodys(what, parts, mine)
+    found: list[torch.Tensor | None] = []
+    for part, *pieces in zip(parts, *by_rank, strict=True):
+        found.append(None if any(piece is None for piece in pieces) else part.put_together(pieces))
+    return found

@@ -1,16 +1,13 @@
 """The state of optimizers over sharded parameters: who saved it, and whether it belongs here.
 
-[Note: the state of pieces]
-What an optimizer keeps for a sharded parameter (momentum, second moments) is a piece, as the parameter is. In a file
-it is a plain vector, and nothing of it says which elements of the parameter it is for: rank 0's would load on rank 1
-wherever the two have the same size. So `optimizer.state_dict()` says it, beside torch's own two entries:
-
-    {"state": {0: {"exp_avg": ...}}, "param_groups": [...], "retrograde": {0: {"name": "head.weight", "rank": 0, ...}}}
-
-and `load_state_dict()` looks at it. There are three outcomes for each tensor of a state:
+[Note: the state of an optimizer]
+What an elementwise optimizer keeps for a sharded parameter (momentum, second moments) is sharded as the parameter is,
+and `optimizer.state_dict()` has it so, under torch's own two entries. torch.distributed.checkpoint saves it in true
+shapes, for any number of ranks. `torch.save` on each rank writes this rank's pieces, each with its `Origin`: which
+elements of which parameter they are. `load_state_dict()` looks at it. There are three outcomes for each tensor:
 
 - it has this rank's elements, or more: it is cut to them. A plain run's state has the shape of the whole parameter;
-- it has no elements (a step counter): it stays as it is;
+- it has no elements of a parameter (a step counter): it stays as it is;
 - anything else is refused, before the optimizer is changed.
 
 torch has hooks for both methods, but on each optimizer, and optimizers are made before and after `shard()`. So the two
@@ -19,7 +16,6 @@ before users' own hooks when it is saved, and after them when it is loaded.
 """
 
 import functools
-import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -28,15 +24,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from retrograde.errors import StateError
-from retrograde.parameters.pieces import OptimizerState, Piece, ShardedGradient, ShardedParameter
-from retrograde.torch_internals import raw_grad, watch_optimizer_states, without_torch_function
+from retrograde.parameters.elementwise import is_elementwise
+from retrograde.parameters.leaf import ShardedParameter
+from retrograde.parameters.sharded_tensor import Computed, ShardedGradient, ShardedTensor, become
+from retrograde.parameters.wholes import plain
+from retrograde.torch_internals import NO_TORCH_FUNCTION, raw_grad, watch_optimizer_states
 
-ENTRY = "retrograde"  # of a state dict: index of a parameter -> whose piece of it the state is for
 _COUNTER = "step"  # torch's name, which its own load_state_dict treats apart as well
 
 
 class Origin(NamedTuple):
-    """Which elements of which parameter the tensors of a saved state are for."""
+    """Which elements of which parameter a saved tensor has."""
 
     name: str
     rank: int
@@ -47,8 +45,8 @@ class Origin(NamedTuple):
     stop: int
 
     @staticmethod
-    def of(leaf: ShardedParameter) -> "Origin":
-        layout, slot, rank = leaf.unit.layout, leaf.slot, leaf.unit.rank
+    def of(part: ShardedTensor) -> "Origin":
+        layout, slot, rank = part.unit.layout, part.slot, part.unit.rank
         mine = layout.within(slot, rank)
         if mine.start == mine.stop:
             mine = slice(0, 0)  # a rank that has nothing of it
@@ -65,62 +63,92 @@ class Origin(NamedTuple):
     def has(self, other: "Origin") -> bool:
         """Are all elements of `other` among these?"""
         inside = self.start <= other.start and other.stop <= self.stop
-        return self.memory == other.memory and (inside or other.numel == 0)
-
-    @property
-    def memory(self) -> tuple[Any, Any]:
-        return self.shape, self.strides
+        return self.shape == other.shape and self.strides == other.strides and (inside or other.numel == 0)
 
     @property
     def is_everything(self) -> bool:
         return self.numel == torch.Size(self.shape).numel()
 
 
+class OptimizerState(ShardedTensor):
+    """A sharded tensor that an optimizer keeps. A file has this rank's piece of it, and says so."""
+
+    def _copied(self, data: torch.Tensor) -> ShardedTensor:
+        return become(data, OptimizerState, self._owner, self.place, self._shape)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return saved_piece, (plain(self), *Origin.of(self))
+
+
+class SavedPiece(torch.Tensor):
+    """What a file has of an `OptimizerState`: the elements of one rank."""
+
+    __torch_function__ = NO_TORCH_FUNCTION
+    origin: Origin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SavedPiece":
+        return saved_piece(self.as_subclass(torch.Tensor).clone(), *self.origin)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return saved_piece, (self.as_subclass(torch.Tensor), *self.origin)
+
+
+def saved_piece(elements: torch.Tensor, *origin: Any) -> SavedPiece:
+    """Called by `torch.load`."""
+    piece = elements.as_subclass(SavedPiece)
+    piece.origin = Origin(*origin)
+    return piece
+
+
+torch.serialization.add_safe_globals([saved_piece])
+
+
 @functools.cache
 def watch_states() -> None:
     """Wrap the two methods, once for the process."""
-    watch_optimizer_states(_say_whose, _fit)
+    watch_optimizer_states(_allow_saving, _fit)
 
 
-def adopt_state(optimizer: Optimizer, leaf: ShardedParameter) -> None:
-    """Before a step: what an optimizer keeps for a parameter becomes a piece, whose norm is the whole's (LAMB).
-
-    The state of one that has stepped before its parameter was sharded is that of the whole, and is cut."""
-    state = optimizer.state.get(leaf, {})  # not [leaf], which would make an entry
+# ---- around an update of plain tensors
+def sharded_states(state: dict[str, Any], leaf: ShardedParameter) -> Iterator[OptimizerState]:
+    """What is kept for a parameter and sharded, before an update. What was made before the parameter was sharded is
+    whole, and is cut."""
     for key, value in state.items():
-        if type(value) is not torch.Tensor or (key == _COUNTER and value.dim() == 0):
-            continue
-        if value.shape == leaf.shape:
-            state[key] = leaf.like(value, OptimizerState)
-        elif _is_whole(value, key, leaf.slot.shape):
-            state[key] = leaf.like(leaf.piece_of(value).clone(), OptimizerState)
+        if type(value) is OptimizerState:
+            yield value
+        elif isinstance(value, ShardedTensor):
+            value.__class__ = OptimizerState
+            yield value  # type: ignore[misc]
+        elif _is_whole(value, key, leaf.shape):
+            state[key] = _piece(leaf, leaf.cut(value).clone())
+            yield state[key]
 
 
-def _is_whole(value: torch.Tensor, key: str, shape: torch.Size) -> bool:
+def adopt_new(state: dict[str, Any], leaf: ShardedParameter) -> None:
+    """After an update of plain tensors: what it has made for a parameter, element by element, is sharded."""
+    size = leaf.local.shape
+    for key, value in state.items():
+        if type(value) is torch.Tensor and value.shape == size and key != _COUNTER:
+            _piece(leaf, value)
+
+
+def _piece(leaf: ShardedParameter, elements: torch.Tensor) -> OptimizerState:
+    return become(elements, OptimizerState, leaf._owner, leaf.place, leaf.shape)
+
+
+def _is_whole(value: Any, key: str, shape: torch.Size) -> bool:
     """A parameter without dimensions has a state that looks like a counter."""
-    return value.shape == shape and (len(shape) > 0 or key != _COUNTER)
+    return type(value) is torch.Tensor and value.shape == shape and (len(shape) > 0 or key != _COUNTER)
 
 
 # ---- saving
-def _say_whose(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    indices = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-    origins = {
-        index: Origin.of(param)._asdict()  # a dict: torch.load(weights_only=True) knows no classes of ours
-        for index, param in zip(indices, _params(optimizer), strict=True)
-        if isinstance(param, ShardedParameter) and not param.orphaned
-    }
-    if origins:
-        state_dict[ENTRY] = origins
-        _allow_saving(optimizer)
-
-
-def _allow_saving(optimizer: Optimizer) -> None:
-    """Pieces are not pickled, but for these."""
+def _allow_saving(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Sharded tensors are not pickled, but for these."""
     for param, state in optimizer.state.items():
-        if not isinstance(param, ShardedParameter):
+        if not isinstance(param, ShardedParameter) or param.orphaned:
             continue  # optimizers may keep other things there too
         for value in state.values():
-            if type(value) in (Piece, ShardedGradient) and value is not raw_grad(param):
+            if type(value) in (ShardedTensor, Computed, ShardedGradient) and value is not raw_grad(param):
                 value.__class__ = OptimizerState
 
 
@@ -136,71 +164,68 @@ def _fit(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | N
     params = list(_params(optimizer))
     if len(indices) != len(params):
         return None  # torch says so in its own words
-    if ENTRY not in state_dict and not any(isinstance(param, ShardedParameter) for param in params):
-        return None  # nothing of ours
-    origins = {index: Origin(**origin) for index, origin in state_dict.get(ENTRY, {}).items()}
     fitted = dict(state_dict["state"])
+    strict = is_elementwise(optimizer)  # others may keep tensors of any shape
     for index, param in zip(indices, params, strict=True):
-        if index not in fitted:
-            continue
-        origin = origins.get(index)
-        if isinstance(param, ShardedParameter):
-            fitted[index] = {key: _own_part(value, key, param, origin) for key, value in fitted[index].items()}
-        elif origin is not None:
-            fitted[index] = {key: _whole(value, key, param, origin) for key, value in fitted[index].items()}
+        for key, value in fitted.get(index, {}).items():
+            if isinstance(param, ShardedParameter):
+                fitted[index] = {**fitted[index], key: _own_part(value, key, param, strict)}
+            elif isinstance(value, SavedPiece):
+                fitted[index] = {**fitted[index], key: _whole(value, key, param)}
     return {**state_dict, "state": fitted}
 
 
-def _own_part(value: Any, key: str, leaf: ShardedParameter, origin: Origin | None) -> Any:
-    """This rank's elements of a saved tensor."""
+def _own_part(value: Any, key: str, leaf: ShardedParameter, strict: bool) -> Any:
+    """This rank's elements of a saved tensor. `strict`: it has elements of the parameter, or one number."""
     if not isinstance(value, torch.Tensor):
         return value
-    here = Origin.of(leaf)
-    if origin is not None and value.shape == (origin.numel,):
-        if origin.shape == here.shape and origin.strides != here.strides:
-            raise StateError(
-                f"{_what(key, here)} is for a parameter that lies otherwise in memory (strides {origin.strides}, here "
-                f"{here.strides}; None is row by row): give the model the memory format it had before rg.shard()"
-            )
-        if not origin.has(here):
-            raise StateError(
-                f"{_what(key, here)} ({origin.elements} of {leaf.slot.numel}) was saved by rank {origin.rank} of "
-                f"{origin.world}, this is rank {here.rank} of {here.world} ({here.elements}): each rank saves its own "
-                f"optimizer.state_dict() and loads that one, with as many ranks as saved it"
-            )
-        if origin.numel == here.numel:
-            return value
-        first = here.start - origin.start if here.numel else 0
-        return _vector(value)[first : first + here.numel].clone()
-    if _is_whole(value, key, leaf.slot.shape):
-        return leaf.piece_of(value).clone()
-    if value.numel() == 1:
+    if isinstance(value, SavedPiece):
+        return _piece(leaf, _cut_saved(value, key, leaf))
+    if isinstance(value, ShardedTensor):
+        return value if value.cut_like(leaf) else _piece(leaf, leaf.cut(value.full_tensor()).clone())
+    if _is_whole(value, key, leaf.shape):
+        return _piece(leaf, leaf.cut(value).clone())
+    if value.numel() == 1 or not strict:
         return value
+    here = Origin.of(leaf)
     raise StateError(
-        f"{_what(key, here)} has shape {tuple(value.shape)}, neither the parameter's shape {here.shape} nor that of a "
-        f'piece whose origin is known: is it of another model, or has the entry "{ENTRY}" been left out, by which '
-        f"optimizer.state_dict() says whose pieces its tensors are? Load the dict as it was returned"
+        f"{_what(key, here)} has shape {tuple(value.shape)}, not the parameter's shape {here.shape}, and does not say "
+        f"whose piece it is: is it of another model?"
     )
 
 
-def _whole(value: Any, key: str, param: nn.Parameter, origin: Origin) -> Any:
+def _cut_saved(value: SavedPiece, key: str, leaf: ShardedParameter) -> torch.Tensor:
+    origin, here = value.origin, Origin.of(leaf)
+    if origin.shape == here.shape and origin.strides != here.strides:
+        raise StateError(
+            f"{_what(key, here)} is for a parameter that lies otherwise in memory (strides {origin.strides}, here "
+            f"{here.strides}; None is row by row): give the model the memory format it had before rg.shard()"
+        )
+    if not origin.has(here):
+        raise StateError(
+            f"{_what(key, here)} ({origin.elements} of {leaf.slot.numel}) was saved by rank {origin.rank} of "
+            f"{origin.world}, this is rank {here.rank} of {here.world} ({here.elements}): each rank saves its own "
+            f"optimizer.state_dict() and loads that one, with as many ranks as saved it; for another number of ranks "
+            f"save and load it by torch.distributed.checkpoint"
+        )
+    elements = value.as_subclass(torch.Tensor)
+    if origin.numel == here.numel:
+        return elements
+    first = here.start - origin.start if here.numel else 0
+    return elements[first : first + here.numel].clone()
+
+
+def _whole(value: SavedPiece, key: str, param: nn.Parameter) -> torch.Tensor:
     """A saved piece for a parameter that is not sharded: one that is all of it will do."""
-    if not isinstance(value, torch.Tensor) or value.shape != (origin.numel,):
-        return value
+    origin = value.origin
     if not origin.is_everything or origin.shape != tuple(param.shape):
         raise StateError(
             f"optimizer.load_state_dict(): {key} of parameter {origin.name} ({origin.elements}) was saved by rank "
             f"{origin.rank} of {origin.world}, and the parameter here is not sharded, of shape {tuple(param.shape)}: "
-            f"call rg.shard() before load_state_dict(), on as many ranks"
+            f"call rg.shard() before load_state_dict(), on as many ranks, or use torch.distributed.checkpoint"
         )
-    flat = _vector(value)
+    flat = value.as_subclass(torch.Tensor)
     return flat.view(origin.shape) if origin.strides is None else flat.as_strided(origin.shape, origin.strides)
-
-
-def _vector(value: torch.Tensor) -> torch.Tensor:
-    """Also of a piece, which has rows of its own (parameters/pieces.py)."""
-    with without_torch_function():
-        return value.as_subclass(torch.Tensor)
 
 
 def _what(key: str, here: Origin) -> str:

@@ -224,6 +224,7 @@ def returns_of(overload: Any) -> list[Any]:
     "schemas of torch's functions",
     "overloads",
     "returns_of",
+    "overridable_functions",
     needed_for="knowing which functions of a parameter give views, and which can be computed from a rank's piece",
     otherwise="an edit of a view of module.weight is lost; a reduction of p.grad is this rank's own",
 )
@@ -237,6 +238,34 @@ def _schemas_say_what_is_returned() -> None:
     tags = [torch.Tag.pointwise in each.tags for each in (product, total)]
     expect(tags, [True, False], "whether mul() and sum() are pointwise")
     expect(overloads("no_such_function"), [], "what is known of a function that does not exist")
+    expect({"mul", "norm"} < overridable_functions(), True, "whether classes are asked of both")
+
+
+def overridable_functions() -> set[str]:
+    """The names of torch's functions and methods that ask the class of a tensor what they mean."""
+    found: dict[Any, list[Any]] = torch.overrides.get_overridable_functions()
+    names = {getattr(function, "__name__", "") for functions in found.values() for function in functions}
+    return names - {"", "__get__", "__set__", "__delete__"}
+
+
+# ---- many tensors at once
+norms_of: Callable[..., list[torch.Tensor]] = find("torch:_foreach_norm")
+"""`norms_of(tensors, order, dtype=...)`: their norms, in one call."""
+
+
+@probe(
+    "norms of many tensors",
+    "norms_of",
+    needed_for="clipping at a cost near that of plain tensors",
+    otherwise="gradient norms are computed in single precision, or one by one",
+)
+def _norms_are_computed_together() -> None:
+    """Assumes: `torch._foreach_norm` computes in the dtype that is asked for, and gives 0 for a tensor without
+    elements."""
+    many = tiny(1000) * 0.1
+    wide, nothing = norms_of([many, many[:0]], 2.0, dtype=torch.double)
+    expect(float(wide), float(many.double().norm()), "the norm in double precision")
+    expect(float(nothing), 0.0, "the norm of nothing")
 
 
 # ---- transforms

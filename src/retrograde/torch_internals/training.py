@@ -1,19 +1,22 @@
-"""Training: what runs around clipping, zeroing gradients, optimizer states and initializers, whoever calls them.
+"""Training: what runs around clipping, zeroing gradients, updates and states of optimizers, whoever calls them.
 
 torch has no hooks for these, so its own functions and classes are changed, once for the process.
 """
 
 import functools
+import inspect
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import init
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from retrograde.errors import InternalsChanged
 from retrograde.torch_internals.probes import When, expect, probe, tiny
@@ -107,28 +110,37 @@ def _classes_can_be_clipped_together() -> None:
 
 
 # ---- zeroing
-def before_zero_grad(call: SeeParameters) -> None:
-    """Have `call(parameters)` run before any optimizer's or module's `zero_grad()`."""
-    of_optimizer, of_module = Optimizer.zero_grad, nn.Module.zero_grad
+AroundParameters = Callable[[list[torch.Tensor]], AbstractContextManager[None]]
 
-    @functools.wraps(of_optimizer)
-    def zero_optimizer(self: Optimizer, set_to_none: bool = True) -> None:
-        call([param for group in self.param_groups for param in group["params"]])
-        of_optimizer(self, set_to_none)
 
-    @functools.wraps(of_module)
-    def zero_module(self: nn.Module, set_to_none: bool = True) -> None:
-        call(list(self.parameters()))
-        of_module(self, set_to_none)
+def around_zero_grad(context: AroundParameters) -> None:
+    """Have any optimizer's or module's `zero_grad()` run inside `context(parameters)`."""
+    Optimizer.zero_grad = _zeroing_optimizer(Optimizer.zero_grad, context)  # type: ignore[method-assign]
+    nn.Module.zero_grad = _zeroing_module(nn.Module.zero_grad, context)  # type: ignore[method-assign]
 
-    Optimizer.zero_grad = zero_optimizer  # type: ignore[method-assign]
-    nn.Module.zero_grad = zero_module  # type: ignore[method-assign]
+
+def _zeroing_optimizer(zero: Callable[..., None], context: AroundParameters) -> Callable[..., None]:
+    @functools.wraps(zero)
+    def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+        with context([param for group in self.param_groups for param in group["params"]]):
+            zero(self, set_to_none)
+
+    return zero_grad
+
+
+def _zeroing_module(zero: Callable[..., None], context: AroundParameters) -> Callable[..., None]:
+    @functools.wraps(zero)
+    def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
+        with context(list(self.parameters())):
+            zero(self, set_to_none)
+
+    return zero_grad
 
 
 @probe(
     "who zeroes gradients",
-    "before_zero_grad",
-    needed_for="zero_grad() on a rank that has no gradient where others have one",
+    "around_zero_grad",
+    needed_for="zero_grad() on a rank that has no gradient where others have one, and at the cost of plain tensors",
     otherwise="gradients of other ranks' backwards arrive after zero_grad()",
 )
 def _zeroing_is_inherited() -> None:
@@ -142,6 +154,102 @@ def _own_ones(where: Any, base: type, method: str) -> list[str]:
     """Classes there that derive from `base` and do not inherit its method."""
     classes = [each for each in vars(where).values() if isinstance(each, type) and issubclass(each, base)]
     return [each.__name__ for each in classes if getattr(each, method) is not getattr(base, method)]
+
+
+# ---- updates
+Step = Callable[..., Any]
+AroundUpdate = Callable[[Step, Optimizer, Any, Any], Any]
+_HOOKED = Optimizer.profile_hook_step(lambda optimizer: None).__code__  # of what torch puts around every `step`
+_AROUND = "_retrograde_original"
+
+
+def around_updates(around: AroundUpdate) -> None:
+    """Have `around(step, optimizer, args, kwargs)` called in place of what any optimizer's `step()` does between its
+    hooks, whoever wrote the optimizer. It calls `step(optimizer, *args, **kwargs)`."""
+
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for cls in type(optimizer).__mro__:
+            _put_around(cls.__dict__.get("step"), around)
+
+    register_optimizer_step_pre_hook(before)
+
+
+def _put_around(hooked: Any, around: AroundUpdate) -> None:
+    """`hooked`: torch's wrapper. It looks up the function inside it after it has called hooks."""
+    if getattr(hooked, "__code__", None) is not _HOOKED:
+        return
+    (cell,) = hooked.__closure__
+    step: Step = cell.cell_contents
+    if hasattr(step, _AROUND):
+        return
+
+    @functools.wraps(step)
+    def update(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return around(step, optimizer, args, kwargs)
+
+    setattr(update, _AROUND, step)
+    cell.cell_contents = update
+
+
+def original_of(step: Step) -> Step:
+    """The function that was written as `step`, without what torch and others have put around it."""
+    written: Step = inspect.unwrap(step)
+    return written
+
+
+def prepares_as(cls: type[Optimizer], known: type[Optimizer]) -> bool:
+    """Does a class of optimizers collect gradients and make state as another one does?"""
+    one: Any = cls
+    other: Any = known
+    return one._init_group is other._init_group
+
+
+def _bare(cls: type[Optimizer]) -> Optimizer:
+    """An optimizer that was not initialized, by which torch would import Dynamo."""
+    optimizer = cls.__new__(cls)
+    optimizer._optimizer_step_pre_hooks = OrderedDict()
+    optimizer._optimizer_step_post_hooks = OrderedDict()
+    optimizer.param_groups = []
+    return optimizer
+
+
+@probe(
+    "what an optimizer does between its hooks",
+    "around_updates",
+    "original_of",
+    "prepares_as",
+    needed_for="ranks that meet before an update, and updates of plain local tensors",
+    otherwise="an update writes weights that other ranks still read",
+)
+def _updates_are_closures() -> None:
+    """Assumes: torch puts a wrapper with hooks around `step` of every optimizer's class, a closure over the function
+    inside it, which it looks up after the hooks that run before it. torch's own make their state in one method."""
+    calls: list[str] = []
+
+    def written(self: Optimizer) -> None:
+        calls.append("step")
+
+    class Probed(Optimizer):
+        step: Any = Optimizer.profile_hook_step(written)
+
+    optimizer = _bare(Probed)
+
+    def around(step: Step, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        calls.append("around")
+        return step(optimizer, *args, **kwargs)
+
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        calls.append("before")
+        _put_around(Probed.__dict__["step"], around)
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    optimizer.step()
+    optimizer.step()
+    expect(calls, ["before", "around", "step", "after"] * 2, "what runs in two steps")
+    expect(original_of(Probed.step) is written, True, "whether the function that was written is found")
+    expect(prepares_as(torch.optim.AdamW, torch.optim.Adam), True, "whether AdamW makes state as Adam does")
+    expect(prepares_as(torch.optim.SGD, torch.optim.Adam), False, "whether SGD makes state as Adam does")
 
 
 # ---- optimizer states
@@ -214,62 +322,3 @@ def _states_can_be_changed() -> None:
     state = _saving(Optimizer.state_dict, saved)(optimizer)
     _loading(Optimizer.load_state_dict, loading)(optimizer, state)
     expect(optimizer.param_groups[0]["lr"], 0.25, "what was loaded")
-
-
-# ---- initializers
-Initializer = Callable[..., Any]
-
-
-def replace_initializers(names: Sequence[str], around: Callable[[Initializer], Initializer]) -> None:
-    """Put `around` around functions of torch.nn.init, for all who look them up there from now on."""
-    for name in names:
-        setattr(init, name, around(getattr(init, name)))
-
-
-def before_counting_fans(stand_in: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Have torch count a tensor's fans on what `stand_in` returns for it."""
-    init._calculate_fan_in_and_fan_out = _fans_of(stand_in, init._calculate_fan_in_and_fan_out)
-
-
-def _fans_of(stand_in: Callable[[torch.Tensor], torch.Tensor], fans: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(fans)
-    def counted(tensor: torch.Tensor) -> Any:
-        return fans(stand_in(tensor))
-
-    return counted
-
-
-@probe(
-    "fans of a parameter",
-    "replace_initializers",
-    "before_counting_fans",
-    needed_for="torch.nn.init on sharded parameters",
-    otherwise="xavier_uniform_() and others scale by the sizes of a rank's piece",
-)
-def _fans_are_counted_in_one_place() -> None:
-    """Assumes: initializers that scale by fans look `_calculate_fan_in_and_fan_out` up in torch.nn.init when they
-    run."""
-    fans = init._calculate_fan_in_and_fan_out
-    expect(_fans_of(lambda tensor: tiny(6).view(2, 3), fans)(tiny()), (3, 2), "the fans of a stand-in")
-
-    def stop(tensor: torch.Tensor) -> torch.Tensor:
-        raise _Counted  # before random numbers are drawn
-
-    init._calculate_fan_in_and_fan_out = _fans_of(stop, fans)
-    try:
-        for initialize in (init.xavier_uniform_, init.xavier_normal_, init.kaiming_uniform_, init.kaiming_normal_):
-            expect(_counts(initialize), True, f"whether {initialize.__name__} counts fans there")
-    finally:
-        init._calculate_fan_in_and_fan_out = fans
-
-
-class _Counted(Exception):
-    pass
-
-
-def _counts(initialize: Initializer) -> bool:
-    try:
-        initialize(tiny(4).view(2, 2))
-    except _Counted:
-        return True
-    return False

@@ -1,0 +1,335 @@
+"""One small function for each route: how torch's functions are served on sharded tensors."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from retrograde.errors import UnsupportedError
+from retrograde.pages import FullTensor, edits, views
+from retrograde.parameters.part import Part, parts_in
+from retrograde.parameters.reductions import reduced, reduced_lists, unscaled
+from retrograde.parameters.routes import Call, Route, route
+from retrograde.parameters.wholes import whole, wholes
+from retrograde.torch_internals import without_torch_function
+
+USED_TOGETHER = "computing with gradients: zero_grad(), clipping or an edit of p.grad"
+
+
+def serve(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What `__torch_function__` of a sharded tensor does."""
+    call = Call.of(func, args, kwargs)
+    way = route(call)
+    if way not in _ASKING_NOTHING:
+        bring_gradients(call.parts, meet=way in _AT_OWN_PACE)
+    return HANDLERS[way](call)
+
+
+_ASKING_NOTHING = {Route.MEMORY, Route.SHAPE, Route.LIKE, Route.RESHAPED, Route.REFUSED, Route.GRADIENTS}
+# These meet nobody themselves.
+_AT_OWN_PACE = {Route.ELEMENTS, Route.EDIT, Route.EDIT_WHOLE, Route.LISTS, Route.UNSCALED, Route.DRAWN}
+
+
+def bring_gradients(parts: Iterable[Part], meet: bool) -> None:
+    """Before gradients are used: those still pending, and those of ranks that did more backwards, come first."""
+    for owner in {part._owner for part in parts if part.of_gradients}:
+        if (found := owner()) is None:
+            continue
+        found.coordinator.flush_pending_gradients("p.grad is used")
+        if meet:
+            found.coordinator.catch_up_on_gradients(USED_TOGETHER)
+
+
+# ---- without other ranks
+def on_memory(call: Call) -> Any:
+    with without_torch_function():
+        return call.func(*call.args, **call.kwargs)
+
+
+def of_shape(call: Call) -> Any:
+    """torch's own answer, for tensors in the shape of the whole."""
+    args = [arg.blank() if isinstance(arg, Part) else arg for arg in call.args]
+    return call.func(*args, **call.kwargs)
+
+
+def like(call: Call) -> Any:
+    with without_torch_function():
+        made = call.func(*call.args, **call.kwargs)
+    return _derived(made, call.first, call.args)
+
+
+def on_pieces(call: Call) -> Any:
+    args, kwargs = _aligned(call, call.first)
+    with without_torch_function():
+        result = call.func(*args, **kwargs)
+    return _derived(result, call.first, args)
+
+
+def _derived(result: Any, source: Part, args: Sequence[Any]) -> Any:
+    """What was computed from pieces is a piece; what was given comes back as it is (`x.to(x.dtype)`)."""
+    if isinstance(result, tuple):
+        return tuple(_derived(each, source, args) for each in result)
+    if not isinstance(result, torch.Tensor) or any(result is arg for arg in args):
+        return result
+    return source.derive(result)
+
+
+def _aligned(call: Call, to: Part) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments as they lie beside this rank's piece of `to`. What is cut elsewhere is made whole first."""
+    values = [*call.args, *call.kwargs.values()]
+    foreign = [value for value in values if isinstance(value, Part) and not value.cut_like(to)]
+    if foreign:
+        full = dict(zip(map(id, foreign), wholes(foreign, call.name), strict=True))
+        values = [full.get(id(value), value) for value in values]
+    beside = [_beside(value, to) for value in values]
+    count = len(call.args)
+    return beside[:count], dict(zip(call.kwargs, beside[count:], strict=True))
+
+
+def _beside(value: Any, part: Part) -> Any:
+    """Of a plain tensor like the whole, the elements that this rank has of `part`."""
+    if isinstance(value, Part) or not isinstance(value, torch.Tensor):
+        return value
+    if value.numel() == 1:
+        return value.detach().reshape(())  # for all elements
+    return part.cut(value.detach().expand(part.shape))
+
+
+def reshaped(call: Call) -> Any:
+    """A view that only says another shape. torch's own error, if that shape has not as many elements."""
+    part = call.first
+    rest = [arg.blank() if isinstance(arg, Part) else arg for arg in call.args[1:]]
+    shape = call.func(part.blank(), *rest, **call.kwargs).shape
+    with without_torch_function():
+        return part.reshaped(part.detach(), shape)
+
+
+def drawn(call: Call) -> Any:
+    """Random numbers for the whole, so that ranks with one seed draw one tensor."""
+    part, rest = call.first, wholes(call.args[1:], call.name)
+    with without_torch_function():
+        blank = part.slot.full(torch.empty(part.slot.numel, dtype=part.dtype, device=part.device)).view(part.shape)
+        blank.requires_grad_(part.requires_grad)  # torch may refuse to edit a leaf
+        mine = part.cut(call.func(blank, *rest, **call.kwargs).detach())
+    if not edits(call.name):
+        return part.derive(mine.clone())
+    with torch.no_grad(), _writing(call.name, [part]), without_torch_function():
+        return part.copy_(mine)
+
+
+# ---- on the full tensor
+def on_wholes(call: Call) -> Any:
+    """What returns a view may be written through, and that must reach what it is a view of."""
+    target = call.args[0]
+    if not isinstance(target, Part) or not (views(call.name) or call.name == "__get__"):
+        return _with_wholes(call)
+    if target.of_weights:
+        return _view_of_weights(call)
+    if target.passing:
+        target.become_whole()
+        return _with_wholes(call)
+    with torch.inference_mode():  # a view of a copy: torch refuses to write to it
+        return _with_wholes(call)
+
+
+def _view_of_weights(call: Call) -> Any:
+    """A view of the full tensor, which tells the parameter of edits."""
+    full, *rest = wholes(call.args, call.name)
+    if call.name == "__get__":
+        return getattr(full, call.func.__self__.__name__)  # type: ignore[attr-defined]
+    return getattr(full, call.name, functools.partial(call.func, full))(*rest, **call.kwargs)
+
+
+def _with_wholes(call: Call) -> Any:
+    args, values = wholes([list(call.args), list(call.kwargs.values())], call.name)
+    return call.func(*args, **dict(zip(call.kwargs, values, strict=True)))
+
+
+def _in_place(call: Call, full: torch.Tensor, rest: Sequence[Any]) -> None:
+    edit = getattr(full, call.name, None)
+    if edit is None:
+        call.func(full, *rest, **call.kwargs)
+    else:
+        edit(*rest, **call.kwargs)
+
+
+# ---- edits
+def edited(call: Call) -> Any:
+    target = call.args[0]
+    if call.name == "__setitem__":  # of all elements
+        target.copy_(torch.as_tensor(call.args[2]))
+        return None
+    args, kwargs = _aligned(call, target)
+    with _writing(call.name, [target]), without_torch_function():
+        return call.func(target, *args[1:], **kwargs)
+
+
+def edited_whole(call: Call) -> Any:
+    """Where an element is in the whole matters."""
+    target = call.args[0]
+    full, *rest = wholes(call.args, call.name)
+    _in_place(call, full, rest)
+    if not target.of_weights:  # otherwise the full tensor has told its parameter
+        with torch.no_grad(), without_torch_function():
+            target.copy_(target.cut(full))
+    return None if call.name == "__setitem__" else target
+
+
+def into_plain(call: Call) -> Any:
+    """A plain tensor, or a full tensor, is written to."""
+    args, values = wholes([list(call.args), list(call.kwargs.values())], call.name)
+    with without_torch_function():
+        return call.func(*args, **dict(zip(call.kwargs, values, strict=True)))
+
+
+def out(call: Call) -> Any:
+    kwargs = dict(call.kwargs)
+    places = kwargs.pop("out")
+    result = call.func(*call.args, **kwargs)
+    several = isinstance(places, list | tuple)
+    for place, value in zip(places, result, strict=True) if several else [(places, result)]:
+        place.copy_(value)
+    return places
+
+
+@contextlib.contextmanager
+def _writing(name: str, targets: Iterable[Any]) -> Iterator[None]:
+    """Around an edit of pieces: parameters pass the fence. First those edited before, whose fence forgets the rest."""
+    weights = {id(t.unit.leaves[t.place]): t for t in targets if isinstance(t, Part) and t.of_weights}
+    with contextlib.ExitStack() as gates:
+        for part in sorted(weights.values(), key=lambda part: not part.unit.edits.has(part.place)):
+            gates.enter_context(part.coordinator.writing(f"{name} on {part.slot.name}", part.unit, part.place))
+        yield
+
+
+# ---- lists
+def on_lists(call: Call) -> Any:
+    """`torch._foreach_...`: each row of the lists is a call of its own, and all of them are one."""
+    args = call.args if _alike(call) else _aligned_rows(call)
+    with _writing(call.name, call.args[0] if edits(call.name) else ()), without_torch_function():
+        results = call.func(*args, **call.kwargs)
+    if results is None or edits(call.name):
+        return results
+    rows = zip(*(arg for arg in call.args if isinstance(arg, list | tuple)), strict=True)
+    sources = [next(parts_in(row), None) for row in rows]
+    made = [each if source is None else source.derive(each) for each, source in zip(results, sources, strict=True)]
+    return type(results)(made)
+
+
+def _columns(call: Call) -> list[Sequence[Any]]:
+    return [arg for arg in call.args if isinstance(arg, list | tuple) and any(isinstance(t, torch.Tensor) for t in arg)]
+
+
+def _alike(call: Call) -> bool:
+    """Are all tensors sharded, and each row of one parameter? In an optimizer's step they are."""
+    first, *others = _columns(call)
+    if not all(isinstance(each, Part) for each in first):
+        return False
+    for column in others:
+        for one, two in zip(first, column, strict=True):
+            if not isinstance(two, Part) or two.place != one.place or two._owner is not one._owner:
+                return False
+    return True
+
+
+def _aligned_rows(call: Call) -> list[Any]:
+    """In a row that writes to a plain tensor the rest is made whole; in others plain tensors are cut."""
+    columns = [list(column) for column in _columns(call)]
+    rows = list(zip(*columns, strict=True))
+    needed = [part for row in rows for part in _to_be_whole(row, edits(call.name))]
+    full = dict(zip(map(id, needed), wholes(needed, call.name), strict=True)) if needed else {}
+    for index, row in enumerate(rows):
+        to = row[0] if edits(call.name) else next(parts_in(row), None)
+        for column in columns:
+            value = full.get(id(column[index]), column[index])
+            column[index] = _beside(value, to) if isinstance(to, Part) else value
+    aligned = iter(columns)
+    given = {id(column) for column in _columns(call)}
+    return [next(aligned) if id(arg) in given else arg for arg in call.args]
+
+
+def _to_be_whole(row: Sequence[Any], in_place: bool) -> list[Part]:
+    """Those that lie otherwise than what the row is about."""
+    to = row[0] if in_place else next(parts_in(row), None)
+    parts = list(parts_in(row))
+    return [part for part in parts if part.cut_like(to) is False] if isinstance(to, Part) else parts
+
+
+# ---- autograd
+def gradients(call: Call) -> Any:
+    """torch.autograd.grad. Parameters are given by their place in the graph, so that torch functions stay on: what
+    runs in the backward (a checkpoint, a hook) meets sharded tensors as everywhere else."""
+    outputs, inputs, *rest = call.args
+    kwargs = dict(call.kwargs)
+    asked = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    leaves = [each.leaf if isinstance(each, FullTensor) else each for each in asked]
+    materialize = kwargs.pop("materialize_grads", False)
+    kwargs["allow_unused"] = bool(kwargs.get("allow_unused", False)) or materialize
+    edges = [_edge(each) for each in leaves]
+    weights = rest.pop(0) if rest else kwargs.pop("grad_outputs", None)
+    found = call.func(_as_in_graph(outputs), edges, _as_in_graph(weights), *rest, **kwargs)
+    grads = [_gradient(grad, of) for grad, of in zip(found, asked, strict=True)]
+    if materialize:
+        create_graph = bool(kwargs.get("create_graph", False))
+        zeros = functools.partial(torch.zeros_like, requires_grad=create_graph)
+        grads = [zeros(of) if grad is None else grad for grad, of in zip(grads, asked, strict=True)]
+    return tuple(grads)
+
+
+def _edge(tensor: Any) -> Any:
+    if not isinstance(tensor, Part):
+        return tensor
+    with without_torch_function():
+        return torch.autograd.graph.get_gradient_edge(tensor)
+
+
+def _as_in_graph(tensors: Any) -> Any:
+    """What is sharded (a gradient in a graph) as the graph knows it: this rank's piece."""
+    if isinstance(tensors, list | tuple):
+        return [_as_in_graph(each) for each in tensors]
+    if not isinstance(tensors, Part):
+        return tensors
+    with torch.enable_grad(), without_torch_function():
+        return tensors.as_subclass(torch.Tensor)
+
+
+def _gradient(grad: torch.Tensor | None, of: Any) -> torch.Tensor | None:
+    if grad is None:
+        return None
+    if isinstance(of, FullTensor):
+        leaf = of.leaf
+        assert isinstance(leaf, Part)
+        return whole(leaf.derive(grad), "the gradient")
+    return of.derive(grad) if isinstance(of, Part) else grad
+
+
+def refused(call: Call) -> Any:
+    raise UnsupportedError(
+        f"{call.first.called}: {call.name} would change the shape of this rank's piece and not of what it is a piece "
+        f"of: use the function that returns another tensor ({call.name[:-1]}), or p.data = value"
+    )
+
+
+HANDLERS: dict[Route, Callable[[Call], Any]] = {
+    Route.MEMORY: on_memory,
+    Route.SHAPE: of_shape,
+    Route.ELEMENTS: on_pieces,
+    Route.LIKE: like,
+    Route.CONVERTED: like,
+    Route.DRAWN: drawn,
+    Route.RESHAPED: reshaped,
+    Route.REDUCED: reduced,
+    Route.WHOLE: on_wholes,
+    Route.IN_GRAPH: _with_wholes,
+    Route.EDIT: edited,
+    Route.EDIT_WHOLE: edited_whole,
+    Route.INTO_PLAIN: into_plain,
+    Route.OUT: out,
+    Route.LISTS: on_lists,
+    Route.REDUCED_LISTS: reduced_lists,
+    Route.UNSCALED: unscaled,
+    Route.GRADIENTS: gradients,
+    Route.REFUSED: refused,
+}

@@ -1,0 +1,190 @@
+"""The leaf: what a parameter is after sharding. The same object, of our class, a flat piece of the shard."""
+
+import weakref
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from retrograde.errors import UnsupportedError
+from retrograde.parameters.copies import StateDictCopies
+from retrograde.parameters.handlers import USED_TOGETHER
+from retrograde.parameters.owner import Owner
+from retrograde.parameters.sharded_tensor import ParameterView, ShardedGradient, ShardedTensor, become, turn
+from retrograde.torch_internals import (
+    raw_grad,
+    set_data,
+    set_raw_grad,
+    set_requires_grad,
+    take_hooks,
+    version_of,
+    with_torch_function,
+    without_torch_function,
+)
+
+
+class ShardedParameter(ShardedTensor, nn.Parameter):
+    """`p` is the parameter: its shape is the whole's, `p.local` this rank's piece, `p.full_tensor()` all of it."""
+
+    of_weights = True
+    copies: StateDictCopies | None
+    views: "MutableMapping[ParameterView, None]"  # those that are alive: they show the parameter's memory
+
+    @staticmethod
+    def adopt(param: nn.Parameter, owner: Owner, place: int) -> None:
+        """Turn a plain parameter, whose data is already the piece, into a sharded one. Identity is kept."""
+        leaf = become(param, ShardedParameter, weakref.ref(owner), place, owner.unit.layout.slots[place].shape)
+        leaf.views = WeakTensorKeyDictionary()
+        leaf.copies = None
+        # Hooks registered before sharding get the same treatment as those registered after it. Their tables stay what
+        # they are, so that the handles users hold still remove them.
+        before, after = take_hooks(leaf)
+        if before:
+            leaf.register_hook(lambda grad: _run_all(before, grad))
+        if after:
+            leaf.register_post_accumulate_grad_hook(lambda leaf: _run_all(after, leaf))
+
+    # ---- the piece and the whole
+    @property
+    def local(self) -> torch.Tensor:
+        return self.unit.pieces[self.place]
+
+    def full_tensor(self) -> torch.Tensor:
+        """The whole, in the graph of the parameter."""
+        return self.full()
+
+    def full(self) -> torch.Tensor:
+        if self.copies is not None:
+            self.copies.check()
+        owner = self.owner
+        return owner.pager.full(owner.unit, self.place)
+
+    def reshaped(self, data: torch.Tensor, shape: torch.Size) -> ParameterView:
+        view = become(data, ParameterView, self._owner, self.place, shape)
+        self.views[view] = None
+        return view
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        """In torch the tensor gets other memory, and what `p.data` was before keeps the old: here it gets a copy."""
+        for view in list(self.views):
+            with without_torch_function():
+                set_data(view, view.clone())
+            turn(view, ShardedTensor)
+        with torch.no_grad():
+            self.copy_(value)
+
+    # ---- gradients
+    @property
+    def requires_grad(self) -> bool:
+        return self.unit.trained[self.place]
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        set_requires_grad(self, value)
+        self.unit.trained[self.place] = bool(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> "ShardedParameter":
+        self.requires_grad = requires_grad
+        return self
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        owner = self._owner()
+        if owner is not None:
+            owner.coordinator.flush_pending_gradients("p.grad was read")
+        with without_torch_function():
+            raw = raw_grad(self)
+        if raw is not None and type(raw) is not ShardedGradient:
+            become(raw, ShardedGradient, self._owner, self.place, self._shape)
+        return raw
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if not self.orphaned:
+            self.coordinator.catch_up_on_gradients(USED_TOGETHER)
+            self.owner.flow.forget(self.unit, self.place)
+        set_raw_grad(self, value if value is None else self._as_gradient(value))
+
+    grad = grad.deleter(lambda self: setattr(self, "grad", None))  # type: ignore[attr-defined]
+
+    def _as_gradient(self, value: torch.Tensor) -> torch.Tensor:
+        """This rank's piece of what is to be the gradient; torch says so itself if the shape is another."""
+        if isinstance(value, ShardedTensor):
+            if value.shape == self._shape and value.cut_like(self):
+                return value.clone() if value.of_weights else value
+            value = value.full_tensor().detach()
+        if value.shape != self._shape:
+            raise RuntimeError(
+                f"{self.called}: assigned grad has data of a different size: {list(value.shape)}, the parameter's is "
+                f"{list(self._shape)}"
+            )
+        return self.cut(value)
+
+    def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
+        """As torch's. The hook sees the reduced gradient, once a reduction, and nothing when a backward brings no
+        gradient: a unit's node runs for all of its parameters, torch's only for those used."""
+
+        def run(grad: torch.Tensor | None) -> Any:
+            if grad is None:
+                return None
+            with with_torch_function():
+                changed = hook(self.derive(grad))
+            return changed if changed is None else self._as_gradient(changed)
+
+        with without_torch_function():
+            return super().register_hook(run)  # type: ignore[no-untyped-call]
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
+        """As torch's: runs when a reduced gradient has been added to `.grad`, so at the end of a window."""
+
+        def arrived(leaf: torch.Tensor) -> None:
+            with with_torch_function():
+                if self.owner.graph.arrived[self.place]:
+                    hook(leaf)
+
+        with without_torch_function():
+            return super().register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+
+    # ---- state dicts
+    @torch.inference_mode(mode=False)
+    def copy_for(self, destination: Mapping[str, object]) -> torch.Tensor:
+        """What `state_dict()` has of it (copies.py)."""
+        full = self.full()
+        if self.copies is None:
+            self.copies = StateDictCopies(self.slot.name, self.unit.rank, full.dtype, full.device)
+        return self.copies.copy(full, version_of(self.unit.pieces[self.place]), destination)
+
+    def check_copies(self) -> None:
+        if self.copies is not None:
+            self.copies.check()
+
+    def forget_writes_to_copies(self) -> None:
+        if self.copies is not None:
+            self.copies.forget_writes()
+
+    # ---- copies
+    def _copied(self, data: torch.Tensor) -> ShardedTensor:
+        copied = self.derive(data)
+        copied._is_param = True  # to isinstance(copy, nn.Parameter)
+        copied.requires_grad_(self.requires_grad)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            f"parameter {self.slot.name} is sharded and cannot be pickled: other ranks have other pieces. "
+            f"Use p.full_tensor() or engine.full_params() for the whole, or save model.state_dict()"
+        )
+
+
+def _run_all(hooks: dict[int, Callable[[torch.Tensor], Any]], grad: torch.Tensor) -> torch.Tensor:
+    for hook in list(hooks.values()):
+        if (changed := hook(grad)) is not None:
+            grad = changed
+    return grad

@@ -1,0 +1,134 @@
+"""Numbers about all of a tensor, from every rank's part of the answer. All ranks ask, and each gets the whole's.
+
+Sums are made in double precision (of whole numbers: in 64 bits), in the order of the pieces, and rounded once, at the
+end.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from retrograde.pages import alive
+from retrograde.parameters.part import Part, everybodys
+from retrograde.parameters.routes import Call
+from retrograde.torch_internals import norms_of, without_torch_function
+
+Number = torch.Tensor  # of no dimensions
+
+
+class Reduction(NamedTuple):
+    """How a rank answers for its piece, which is not empty, how two answers become one, and what the last becomes."""
+
+    of_piece: Callable[[torch.Tensor], Number]
+    combine: Callable[[Number, Number], Number]
+    finish: Callable[[Number, Part], Number] = lambda number, part: number
+
+
+def _wide(piece: torch.Tensor) -> torch.dtype:
+    if piece.is_complex():
+        return torch.complex128
+    return torch.float64 if piece.is_floating_point() else torch.int64
+
+
+def _rounded(number: Number, part: Part) -> Number:
+    """Whole numbers add up to whole numbers of 64 bits, as in torch."""
+    kept = part.dtype.is_floating_point or part.dtype.is_complex
+    return number.to(part.dtype) if kept else number
+
+
+def _sum(piece: torch.Tensor) -> Number:
+    return piece.sum(dtype=_wide(piece))
+
+
+REDUCTIONS: dict[str, Reduction] = {
+    "sum": Reduction(_sum, torch.add, _rounded),
+    "mean": Reduction(_sum, torch.add, lambda number, part: _rounded(number / part.numel(), part)),
+    "count_nonzero": Reduction(torch.count_nonzero, torch.add),
+    "any": Reduction(torch.any, torch.logical_or),
+    "all": Reduction(torch.all, torch.logical_and),
+    "max": Reduction(torch.max, torch.maximum),
+    "amax": Reduction(torch.amax, torch.maximum),
+    "min": Reduction(torch.min, torch.minimum),
+    "amin": Reduction(torch.amin, torch.minimum),
+}
+
+
+def reduced(call: Call) -> Number:
+    """One number of one sharded tensor."""
+    if "norm" in call.name:
+        order = call.args[1] if len(call.args) > 1 else call.kwargs.get("p", call.kwargs.get("ord"))
+        (norm,) = norms([call.first], _order(order))
+        dtype = call.kwargs.get("dtype")
+        return norm if dtype is None else norm.to(dtype)
+    return _reduce(REDUCTIONS[call.name], call.first, call)
+
+
+def _reduce(reduction: Reduction, part: Part, call: Call) -> Number:
+    def mine() -> list[Number]:
+        with without_torch_function():
+            piece = part.local
+            return [reduction.of_piece(piece)] if piece.numel() else []
+
+    if part.numel() == 0:
+        with without_torch_function():
+            return call.func(part.local)  # type: ignore[no-any-return]  # torch's own answer, or error
+    answers = [number for numbers in everybodys(call.name, [part], mine) for number in numbers]
+    return reduction.finish(functools.reduce(reduction.combine, answers), part)
+
+
+# ---- norms
+def _order(given: Any) -> float:
+    return 2.0 if given in (None, "fro") else float(given)
+
+
+def norms(parts: Sequence[Part], order: float) -> list[Number]:
+    """The norms of the wholes, in one meeting."""
+
+    def mine() -> torch.Tensor:
+        with without_torch_function():
+            return _of_pieces(parts, order)
+
+    by_rank = torch.stack(everybodys(f"norm {order:g}", parts, mine))
+    found = by_rank.sum(0) if order == 0 else torch.linalg.vector_norm(by_rank, order, dim=0)
+    dtypes = {part.dtype for part in parts}
+    if len(dtypes) == 1:
+        return list(found.to(dtypes.pop().to_real()).unbind())
+    return [norm.to(part.dtype.to_real()) for norm, part in zip(found.unbind(), parts, strict=True)]
+
+
+def _of_pieces(parts: Sequence[Part], order: float) -> torch.Tensor:
+    """One number for each piece, in double precision. An empty one has 0, which changes no norm."""
+    if math.isinf(order):
+        nothing = torch.zeros((), dtype=torch.double)
+        pieces = [part.local for part in parts]
+        return torch.stack([piece.abs().amax().double() if piece.numel() else nothing for piece in pieces])
+    if any(part.is_complex() for part in parts):
+        return torch.stack(norms_of([part.abs() for part in parts], order, dtype=torch.double))
+    return torch.stack(norms_of(parts, order, dtype=torch.double))
+
+
+def reduced_lists(call: Call) -> list[Number]:
+    """`torch._foreach_norm` and `_foreach_max`; beside plain tensors, and for several models, one by one."""
+    tensors = list(call.args[0])
+    coordinators = {alive(reference).coordinator for reference in {part._owner for part in call.parts}}
+    of_one_model = len(coordinators) == 1 and len(call.parts) == len(tensors)
+    if call.name == "_foreach_max" or not of_one_model:
+        single = torch.max if call.name == "_foreach_max" else torch.linalg.vector_norm
+        return [single(tensor, *call.args[1:], **call.kwargs) for tensor in tensors]
+    given = call.args[1] if len(call.args) > 1 else call.kwargs.get("ord")
+    found = norms(call.parts, _order(given))
+    dtype = call.kwargs.get("dtype")
+    return found if dtype is None else [norm.to(dtype) for norm in found]
+
+
+def unscaled(call: Call) -> Any:
+    """GradScaler's check: inf on one rank is inf on all."""
+    found_inf = call.args[1]
+    with without_torch_function():
+        result = call.func(*call.args, **call.kwargs)
+    by_rank = everybodys("found_inf", [call.first], found_inf.clone)
+    found_inf.copy_(functools.reduce(torch.maximum, by_rank))
+    return result

@@ -1,0 +1,156 @@
+"""Sharded tensors: what is computed from parameters and gradients, gradients themselves, views of parameters.
+
+[Note: sharded tensors]
+After sharding, a parameter is still the same `nn.Parameter` object. Its memory is this rank's piece of the shard, in
+one dimension, and so is its gradient's; its shape is the parameter's. torch asks `__torch_function__` what a function
+of it means: routes.py is the table, handlers.py serves it. Code that works element by element (most optimizers,
+clipping by value) computes with pieces; what reads all of a tensor gets the answer for all of it, on every rank; a
+parameter in a computation that autograd records is its full tensor.
+
+Full tensors (`module.weight`) do not come through here, so forward and backward pay nothing.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+
+from retrograde.errors import UnsupportedError
+from retrograde.parameters.handlers import serve
+from retrograde.parameters.owner import Owner
+from retrograde.parameters.part import Part
+from retrograde.parameters.wholes import plain, whole
+from retrograde.torch_internals import clip_together, set_data, without_torch_function
+
+
+class ShardedTensor(Part):
+    """A tensor of which each rank holds a piece."""
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return serve(func, args, kwargs)
+
+    def full_tensor(self) -> torch.Tensor:
+        return whole(self, "the whole")
+
+    def derive(self, data: torch.Tensor) -> "ShardedTensor":
+        return become(data, Computed, self._owner, self.place, self._shape)
+
+    def reshaped(self, data: torch.Tensor, shape: torch.Size) -> "ShardedTensor":
+        return become(data, type(self), self._owner, self.place, shape)
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        with torch.no_grad():
+            self.copy_(value)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The whole, to which numpy refuses to write: it would not reach the piece."""
+        array = super().numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """torch does not ask before it."""
+        raise UnsupportedError(f"{self.called}.set_(): its memory is part of a shard; use p.data = value or copy_")
+
+    def detach_(self) -> Any:
+        return super().detach_() if self.requires_grad else self  # torch refuses it for any view
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Without values, which other ranks have."""
+        if self.orphaned:
+            return f"{type(self).__name__}(shape={tuple(self._shape)}, of a model that is gone)"
+        unit, slot = self.unit, self.slot
+        mine = unit.layout.within(slot, unit.rank)
+        held = f"elements {mine.start} to {mine.stop}" if mine.start < mine.stop else "nothing of it"
+        return (
+            f"{type(self).__name__}({slot.name}, shape={tuple(self._shape)}, dtype={self.dtype}, "
+            f"requires_grad={self.requires_grad}, rank {unit.rank} of {unit.layout.world} has {held})"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """In a file nothing would say that it is a piece, and of what."""
+        if self.unit.layout.world > 1:
+            raise UnsupportedError(
+                f"{self.called}: pickling or saving this rank's piece of it, as if it were all of it. Save "
+                f"model.state_dict(), p.full_tensor(), p.grad.full_tensor() or optimizer.state_dict(); each rank's own "
+                f"elements by torch.distributed.checkpoint.save(), or as p.local, which is plain"
+            )
+        return self.put_together([plain(self)]).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """A sharded tensor with memory of its own. It is in no graph."""
+        if id(self) not in memo:
+            memo[id(self)] = self._copied(plain(self))
+        return cast(torch.Tensor, memo[id(self)])
+
+    def _copied(self, data: torch.Tensor) -> "ShardedTensor":
+        return self.derive(data)
+
+
+T = TypeVar("T", bound=ShardedTensor)
+
+
+def turn(tensor: torch.Tensor, cls: type[torch.Tensor]) -> None:
+    """Make it one of another class. It stays the object that it is."""
+    tensor.__class__ = cls
+
+
+def become(data: torch.Tensor, cls: type[T], owner: "weakref.ref[Owner]", place: int, shape: torch.Size) -> T:
+    """Make `data`, a rank's piece, a sharded tensor, in place."""
+    turn(data, cls)
+    made = cast(T, data)
+    made._owner = owner
+    made.place = place
+    made._shape = shape
+    return made
+
+
+class Computed(ShardedTensor):
+    """What was computed element by element, and nobody else refers to: a view of it makes it whole.
+
+    So that writing through the view (`update = grad * 2; update.T.div_(2); update[0].zero_()`) writes to it."""
+
+    passing = True
+
+    def become_whole(self) -> None:
+        full = whole(self, "a view")
+        with without_torch_function():
+            set_data(self, full)
+        turn(self, torch.Tensor)
+
+    def reshaped(self, data: torch.Tensor, shape: torch.Size) -> ShardedTensor:
+        """From now on two share one memory, and both stay sharded."""
+        turn(self, ShardedTensor)
+        return become(data, ShardedTensor, self._owner, self.place, shape)
+
+
+class ParameterView(ShardedTensor):
+    """Memory of a parameter (`p.data`, `p.detach()`, `p.view(-1)`): writing to it writes the parameter."""
+
+    of_weights = True
+
+    def full_tensor(self) -> torch.Tensor:
+        full = self.owner.pager.full(self.unit, self.place)
+        return full.detach().reshape(self._shape)
+
+    def reshaped(self, data: torch.Tensor, shape: torch.Size) -> ShardedTensor:
+        return cast(ShardedTensor, self.unit.leaves[self.place]).reshaped(data, shape)
+
+
+class ShardedGradient(ShardedTensor):
+    """What `p.grad` is: this rank's piece of the reduced gradient, in the parameter's shape."""
+
+    of_gradients = True
+
+
+clip_together(ShardedGradient)  # so that clipping is one meeting

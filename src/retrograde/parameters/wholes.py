@@ -1,0 +1,53 @@
+"""Arguments in which everything sharded is made whole."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from retrograde.parameters.part import Part, together
+from retrograde.torch_internals import get_requires_grad, tree_flatten, tree_unflatten, without_torch_function
+
+
+def wholes(args: Sequence[Any], name: str) -> list[Any]:
+    """`args` with the wholes of what is sharded, in at most one meeting for all of it.
+
+    A parameter is its full tensor, a view of one a view of the full tensor. What is in a graph stays in it."""
+    leaves, spec = tree_flatten(list(args))
+    found = {id(part): part for part in leaves if isinstance(part, Part)}
+    made: dict[int, torch.Tensor] = {}
+    apart: list[Part] = []
+    for part in found.values():
+        if part.of_weights:
+            made[id(part)] = part.full_tensor()
+        elif torch.is_grad_enabled() and _in_graph(part):
+            made[id(part)] = regathered(part)
+        else:
+            apart.append(part)
+    if apart:
+        gathered = together(name, apart, lambda: [plain(part) for part in apart])
+        made.update(zip(map(id, apart), gathered, strict=True))  # type: ignore[arg-type]
+    return tree_unflatten([made.get(id(leaf), leaf) for leaf in leaves], spec)  # type: ignore[no-any-return]
+
+
+def whole(part: Part, what: str) -> torch.Tensor:
+    """The whole of one."""
+    return wholes([part], what)[0]  # type: ignore[no-any-return]
+
+
+def plain(part: torch.Tensor) -> torch.Tensor:
+    """A copy of this rank's piece, to be sent."""
+    with without_torch_function():
+        return part.detach().as_subclass(torch.Tensor).reshape(-1).clone()
+
+
+def regathered(part: Part) -> torch.Tensor:
+    """The whole of a gradient that is part of a graph, as part of that graph."""
+    with without_torch_function():
+        piece = part.as_subclass(torch.Tensor)
+        return part.owner.graph.regather(part.place, piece).reshape(part.shape)
+
+
+def _in_graph(part: Part) -> bool:
+    with without_torch_function():
+        return get_requires_grad(part)
