@@ -51,9 +51,9 @@ def _refuse_sharded(params: Iterable[Any], wrapper: str) -> None:
     for param in params:
         if isinstance(param, ShardedParameter):
             raise UnsupportedError(
-                f"rank {param.unit.rank}: {wrapper} around parameter {param.slot.name}, which rg.shard() has sharded "
-                f"already and whose gradients retrograde reduces: call the sharded model itself. Where a library wraps "
-                f"it: with Accelerate use accelerator.prepare_model(model, evaluation_mode=True), with transformers' "
-                f"Trainer first set trainer.accelerator.prepare_model to functools.partial(it, evaluation_mode=True), "
-                f"with Lightning Fabric leave the model out of fabric.setup()"
+                f"rank {param.unit.grid.rank}: {wrapper} around parameter {param.slot.name}, which rg.shard() has "
+                f"sharded already and whose gradients retrograde reduces: call the sharded model itself. Where a "
+                f"library wraps it: with Accelerate use accelerator.prepare_model(model, evaluation_mode=True), with "
+                f"transformers' Trainer first set trainer.accelerator.prepare_model to functools.partial(it, "
+                f"evaluation_mode=True), with Lightning Fabric leave the model out of fabric.setup()"
             )

@@ -108,7 +108,7 @@ def whole(what: str, pieces: Sequence[Part], local: Callable[[], Iterable[Any]])
 def everybodys(what: str, pieces: Sequence[Part], value: Callable[[], Any]) -> list[Any]:
     of = "several parameters" if pieces[0].place == JOINED else pieces[0].slot.name
     label = f"{what} of {of}" + f" and {len(pieces) - 1} more" * (len(pieces) > 1)
-    return pieces[0].coordinator.values(label, value)
+    return pieces[0].coordinator.shard_values(label, value)
 
 
 def plain(piece: torch.Tensor) -> torch.Tensor:
