@@ -1,4 +1,4 @@
-"""Replicas of a sharded model, on ranks that are threads and on imagined ones: who reads from whom, who adds up what."""
+"""Replicas of a sharded model, on ranks that are threads and on imagined ones: who reads what, and adds up what."""
 
 from __future__ import annotations
 
@@ -223,7 +223,6 @@ def test_bytes(replicas: int, shards: int) -> None:
     assert transport.nbytes["put"] == page - shard + (replicas - 1) * shard
     assert engine.ledger.bytes("reduce") == transport.nbytes["put"]
     assert transport.nbytes["read"] == engine.ledger.bytes("gather")
-    assert engine.ledger.bytes("gather") % (page - shard or 1) == 0
 
 
 # ---- what goes wrong

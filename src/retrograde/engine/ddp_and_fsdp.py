@@ -33,9 +33,18 @@ def check_unwrapped(model: nn.Module) -> None:
                 f"module {name or '(root)'} is a {type(module).__name__}, which reduces gradients itself: give "
                 f"rg.shard() the plain model, as in {inside}"
             )
-    for name, param in model.named_parameters():
-        if is_dtensor(param):
-            raise ShardingError(f"parameter {name} is a DTensor, sharded already: give rg.shard() the plain model")
+    check_no_dtensors(model)
+
+
+def check_no_dtensors(model: nn.Module) -> None:
+    """Of fully_shard() or of tensor parallelism (docs/design/tensor_parallel.md)."""
+    for path, module in model.named_modules():
+        for name, param in module.named_parameters(recurse=False):
+            if is_dtensor(param):
+                raise ShardingError(
+                    f"parameter {name} of module {path or '(root)'} ({type(module).__name__}) is a DTensor, sharded "
+                    f"already, by fully_shard() or tensor parallelism: give rg.shard() the plain model"
+                )
 
 
 def _of_module(module: Any, wrapper: str) -> None:

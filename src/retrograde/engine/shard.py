@@ -19,7 +19,7 @@ from retrograde.arguments import Said, check_module, differences, instance, said
 from retrograde.compiling import Services, mark_regions
 from retrograde.coordination import WriteFence
 from retrograde.devices import device_of
-from retrograde.engine.ddp_and_fsdp import check_unwrapped, refuse_ddp_and_fsdp
+from retrograde.engine.ddp_and_fsdp import check_no_dtensors, check_unwrapped, refuse_ddp_and_fsdp
 from retrograde.engine.engine import Engine
 from retrograde.engine.materialize import check_resettable
 from retrograde.engine.parametrizing import refuse_parametrizations
@@ -107,6 +107,7 @@ def shard_over(ranks: Ranks, model: nn.Module, options: Options, grid: Grid | No
         check_module("model", model)
         policy = options.policy()
         arguments = options.said(policy, grid)
+        _check_sums(policy, grid)
         _check_unsharded(model)
         check_unwrapped(model)
         least = parse_bytes(options.join, "join")
@@ -183,6 +184,7 @@ def _make_same_replicas(engine: Engine, made: Sequence[UnitMemory]) -> None:
 
 def _added(model: nn.Module, units: Units, least: float) -> list[UnitSpec]:
     """Parameters that came after `shard()` (LoRA adapters, a new head)."""
+    check_no_dtensors(model)
     fresh = find_units(model, units, least, lambda param: not isinstance(param, ShardedParameter))
     _check_plain(fresh)
     return [spec._replace(name=f"{spec.name}+{len(spec.params)} added") for spec in fresh]
@@ -201,6 +203,14 @@ def _group(process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> 
             return group_of_replicas(mesh, "mesh", ShardingError)
     ranks = process_group if mesh is None else mesh
     return process_group_of(ranks, "mesh", "mesh['dp']", ShardingError)
+
+
+def _check_sums(policy: Policy, grid: Grid) -> None:
+    if not policy.exact and grid.replicas > 1:
+        raise ShardingError(
+            f"exact=False with {grid.replicas} replicas of {grid.shards} shard(s) cannot be used: the backend adds up "
+            f"over one dimension; give exact=True, or a mesh of one dimension"
+        )
 
 
 def _check_unsharded(model: nn.Module) -> None:
