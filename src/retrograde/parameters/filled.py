@@ -80,9 +80,9 @@ def _mark_vector(base: torch.Tensor, piece: Markable, name: str) -> None:
         return
     if base.dim() > 1 and piece.unit.layout.world > 1:
         raise UnsupportedError(
-            f"rank {piece.unit.rank}: {name} wrote this rank's piece of parameter {piece.slot.name} into a part of a "
-            f"plain tensor of shape {tuple(base.shape)}, of which each rank would have other elements: keep pieces "
-            f"in a list (p.grad.clone()), or write engine.full_grad(p) there"
+            f"rank {piece.unit.grid.rank}: {name} wrote this rank's piece of parameter {piece.slot.name} into a part "
+            f"of a plain tensor of shape {tuple(base.shape)}, of which each rank would have other elements: keep "
+            f"pieces in a list (p.grad.clone()), or write engine.full_grad(p) there"
         )
     if base.dim() == 1:
         piece.mark(base, joined=True)

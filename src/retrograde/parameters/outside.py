@@ -49,4 +49,4 @@ def _refuse(tensor: Any, who: str, why: str) -> None:
     if not isinstance(tensor, Part) or tensor.unit.layout.world == 1:
         return
     of = "several parameters" if tensor.place == JOINED else f"parameter {tensor.slot.name}"
-    raise UnsupportedError(f"rank {tensor.unit.rank}: {who} was given this rank's piece of {of}: {why}")
+    raise UnsupportedError(f"rank {tensor.unit.grid.rank}: {who} was given this rank's piece of {of}: {why}")

@@ -78,7 +78,7 @@ class Part(torch.Tensor):
 
     @property
     def _called(self) -> str:
-        return f"rank {self.unit.rank}: parameter {self.slot.name}"
+        return f"rank {self.unit.grid.rank}: parameter {self.slot.name}"
 
     def piece_of(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's piece of a full-shaped tensor."""

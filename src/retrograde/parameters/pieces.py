@@ -94,7 +94,7 @@ class Piece(Markable):
             return _viewed_as(args[0], args[1])
         if name in RESHAPES and isinstance(args[0], Piece):
             raise UnsupportedError(
-                f"rank {args[0].unit.rank}: {name} would change the shape of this rank's piece "
+                f"rank {args[0].unit.grid.rank}: {name} would change the shape of this rank's piece "
                 f"and not of what it is a piece of: use the function that returns another tensor ({name[:-1]})"
             )
         if func in _TRANSPOSED:
@@ -169,9 +169,10 @@ class Piece(Markable):
         if self.place == JOINED or self.unit.layout.world > 1:
             of = "several parameters" if self.place == JOINED else f"parameter {self.slot.name}"
             raise UnsupportedError(
-                f"rank {self.unit.rank}: pickling or saving this rank's piece of {of}, as if it were all of it. Save "
-                f"model.state_dict() or entries of it, engine.full_grad(p) for a gradient, optimizer.state_dict() for "
-                f"an optimizer's state; for this rank's elements use p.data.as_subclass(torch.Tensor), which is plain"
+                f"rank {self.unit.grid.rank}: pickling or saving this rank's piece of {of}, as if it were all of it. "
+                f"Save model.state_dict() or entries of it, engine.full_grad(p) for a gradient, optimizer.state_dict() "
+                f"for an optimizer's state; for this rank's elements use p.data.as_subclass(torch.Tensor), which is "
+                f"plain"
             )
         return self.slot.full(plain(self)).reshape(self.whole).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
@@ -260,7 +261,7 @@ class ShardedParameter(Piece, nn.Parameter):
         """What `state_dict()` has of it (copies.py)."""
         full = self.full()
         if self.copies is None:
-            self.copies = StateDictCopies(self.slot.name, self.unit.rank, full.dtype, full.device)
+            self.copies = StateDictCopies(self.slot.name, self.unit.grid.rank, full.dtype, full.device)
         return self.copies.copy(full, version_of(self.unit.pieces[self.place]), destination)
 
     def check_copies(self) -> None:
@@ -299,7 +300,7 @@ class ShardedParameter(Piece, nn.Parameter):
     grad = grad.deleter(lambda self: setattr(self, "grad", None))  # type: ignore[attr-defined]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        where = f"piece {tuple(self.shape)} of {tuple(self.slot.shape)} on rank {self.unit.rank}"
+        where = f"piece {tuple(self.shape)} of {tuple(self.slot.shape)} on rank {self.unit.grid.rank}"
         return f"ShardedParameter({self.slot.name}: {where}, {self.dtype}, requires_grad={self.requires_grad})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -359,10 +360,10 @@ def _viewed_as(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
     """A plain tensor in the shape of a parameter: of as many elements as the whole has, or nobody knows which."""
     if tensor.numel() != piece.slot.numel:
         raise UnsupportedError(
-            f"rank {piece.unit.rank}: a tensor of shape {tuple(tensor.shape)} viewed as parameter {piece.slot.name}, "
-            f"of shape {tuple(piece.whole)}, of which this rank has a piece of shape {tuple(piece.shape)}. If it is "
-            f"part of a vector of all parameters, call parameters_to_vector() and vector_to_parameters() both under "
-            f"torch.no_grad()"
+            f"rank {piece.unit.grid.rank}: a tensor of shape {tuple(tensor.shape)} viewed as parameter "
+            f"{piece.slot.name}, of shape {tuple(piece.whole)}, of which this rank has a piece of shape "
+            f"{tuple(piece.shape)}. If it is part of a vector of all parameters, call parameters_to_vector() and vector_to_parameters() "
+            f"both under torch.no_grad()"
         )
     return tensor.view(piece.shape if piece.shape == tensor.shape else piece.whole)
 
@@ -418,9 +419,9 @@ def _aligned_lists(name: str, args: Any) -> Any:
                 continue
             if not aligned and edits(name):
                 raise UnsupportedError(
-                    f"rank {pieces[0].unit.rank}: {name} of a tensor of shape {tuple(tensor.shape)} with this rank's "
-                    f"piece of parameter {pieces[0].slot.name}: start from pieces (p.detach().clone()), or edit whole "
-                    f"tensors one by one (x.lerp_(p.detach(), weight))"
+                    f"rank {pieces[0].unit.grid.rank}: {name} of a tensor of shape {tuple(tensor.shape)} with this "
+                    f"rank's piece of parameter {pieces[0].slot.name}: start from pieces (p.detach().clone()), or edit "
+                    f"whole tensors one by one (x.lerp_(p.detach(), weight))"
                 )
             column[index] = _aligned(tensor, pieces[0])
         aligned.append(column)
