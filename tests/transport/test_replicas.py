@@ -222,7 +222,8 @@ def test_a_sum_under_way_is_not_changed(monkeypatch: pytest.MonkeyPatch) -> None
     engine = shard_over(FakeRanks(4, rank=0), build(), Options(stage=3), Grid(0, SQUARE))
     loss_of(engine.model, batch(0)).backward()
     assert len(sent) == BLOCKS + 1
-    assert all(torch.equal(now, then) for now, then in sent)
+    # As bits: pages of imagined ranks have what was in memory, which may be nan.
+    assert all(torch.equal(now.view(torch.int32), then.view(torch.int32)) for now, then in sent)
 
 
 @pytest.mark.parametrize(("replicas", "shards"), ((2, 2), (4, 8), (3, 1), (1, 3)))
