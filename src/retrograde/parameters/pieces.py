@@ -362,8 +362,8 @@ def _viewed_as(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
         raise UnsupportedError(
             f"rank {piece.unit.grid.rank}: a tensor of shape {tuple(tensor.shape)} viewed as parameter "
             f"{piece.slot.name}, of shape {tuple(piece.whole)}, of which this rank has a piece of shape "
-            f"{tuple(piece.shape)}. If it is part of a vector of all parameters, call parameters_to_vector() and vector_to_parameters() "
-            f"both under torch.no_grad()"
+            f"{tuple(piece.shape)}. If it is part of a vector of all parameters, call parameters_to_vector() and "
+            f"vector_to_parameters() both under torch.no_grad()"
         )
     return tensor.view(piece.shape if piece.shape == tensor.shape else piece.whole)
 
