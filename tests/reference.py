@@ -8,7 +8,8 @@ A *program* is what one rank does between two places where all ranks are. A *con
 to one leaf on one rank. Contributions of one *group* are added up on their rank before anything is sent. A *timeline*
 is all that happened to one leaf on one rank.
 
-Rule 1  Ranks are reduced to their mean, (g_0 + g_1 + ...) / N: added in rank order, divided once at the end.
+Rule 1  Ranks are reduced to their mean, (g_0 + g_1 + ...) / N: added in rank order, divided once at the end. Where they
+        are replicas of a sharded model, each replica's ranks first: ((g_0 + g_1) + (g_2 + g_3)) / 4.
 Rule 2  A rank without a contribution is left out of the sum, not of N. What no rank used keeps its gradient: None, or
         what was there before.
 Rule 3  Stages 2 and 3 reduce every backward and add: grad += mean. The first backwards of all ranks since gradients
@@ -40,9 +41,11 @@ Program = Callable[[nn.Module, int], object]  # of a model and a rank
 
 
 # ---- the rules
-def mean(by_rank: Iterable[Tensor | None], divisor: int) -> Tensor | None:
-    """Rules 1 and 2."""
-    total = _sum(by_rank)
+def mean(by_rank: Iterable[Tensor | None], divisor: int, replicas: int = 1) -> Tensor | None:
+    """Rules 1 and 2. Replicas are runs of neighbouring ranks, all of the same length."""
+    grads = list(by_rank)
+    length = len(grads) // replicas
+    total = _sum(_sum(grads[first : first + length]) for first in range(0, len(grads), length))
     return None if total is None else total / divisor
 
 
@@ -78,7 +81,12 @@ Timeline = list[Contribution | Zero]
 
 
 def replay(
-    param: nn.Parameter, ranks: Sequence[Timeline], stage: int, hook: LeafHook | None = None, divisor: int | None = None
+    param: nn.Parameter,
+    ranks: Sequence[Timeline],
+    stage: int,
+    hook: LeafHook | None = None,
+    divisor: int | None = None,
+    replicas: int = 1,
 ) -> None:
     """Brings `param.grad` from where it was to where the timelines lead.
 
@@ -94,7 +102,7 @@ def replay(
             parts = [[Contribution(0, c.grad) for c in part] for part in parts]
         for group in _order(parts):
             locally = [_sum(c.grad for c in part if c.group == group) for part in parts]
-            total = mean(locally, divisor or len(ranks))
+            total = mean(locally, divisor or len(ranks), replicas)
             add_grad(param, total)
             if hook is not None and total is not None:
                 hook(param)
@@ -207,13 +215,19 @@ class PlainRanks:
     """A plain copy of the model for each rank. The first is also the one that is trained; the others follow it."""
 
     def __init__(
-        self, models: Sequence[nn.Module], stage: int, hook: LeafHook | None = None, divisor: int | None = None
+        self,
+        models: Sequence[nn.Module],
+        stage: int,
+        hook: LeafHook | None = None,
+        divisor: int | None = None,
+        replicas: int = 1,
     ) -> None:
         self.models = list(models)
         self.recorders = [Recorder(model) for model in self.models]
         self.trained = self.models[0]
         self.params = dict(self.trained.named_parameters())
         self._stage, self._hook, self._divisor = stage, hook, divisor
+        self._replicas = replicas
         self._kept: Grads = dict.fromkeys(self.params)
 
     def begin(self) -> None:
@@ -227,7 +241,7 @@ class PlainRanks:
         for name, param in self.params.items():
             param.grad = self._kept[name]
             timelines = [recorder.timelines[name] for recorder in self.recorders]
-            replay(param, timelines, self._stage, self._hook, self._divisor)
+            replay(param, timelines, self._stage, self._hook, self._divisor, self._replicas)
 
     @torch.no_grad()
     def follow(self, scope: str = "") -> None:
@@ -242,7 +256,7 @@ class PlainRanks:
                     param.requires_grad_(self.params[name].requires_grad)
 
 
-def play(model: nn.Module, world: int, program: Program, stage: int) -> None:
+def play(model: nn.Module, world: int, program: Program, stage: int, replicas: int = 1) -> None:
     """`program(model, rank)` for each rank; what they bring is added to the gradients of `model`.
 
     One model is all ranks, one after the other: for programs that leave nothing but gradients behind, and that do not
@@ -257,7 +271,7 @@ def play(model: nn.Module, world: int, program: Program, stage: int) -> None:
             timelines.append(recorder.timelines)
     for name, param in model.named_parameters():
         param.grad = kept[name]
-        replay(param, [of_rank[name] for of_rank in timelines], stage)
+        replay(param, [of_rank[name] for of_rank in timelines], stage, replicas=replicas)
 
 
 def in_one_window(make: Callable[[], nn.Module], world: int, program: Program, divisor: int | None = None) -> Grads:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Column, Table
 
-from retrograde.layout import Policy
+from retrograde.layout import Grid, Policy
 from retrograde.ledger import Activity, Ledger
 from retrograde.pages import Unit
 
@@ -16,7 +16,7 @@ def human(nbytes: float) -> str:
     return f"{nbytes / 1024**power:.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
-def explain(units: Sequence[Unit], policy: Policy, world: int) -> str:
+def explain(units: Sequence[Unit], policy: Policy, grid: Grid) -> str:
     """Units, bytes per rank, and collectives for a step of one forward and one backward."""
     columns = "unit parameters shard/rank page gradient/rank gathers/step reductions/step"
     gathers = "1" if policy.keeps_pages else "1 to 2"
@@ -31,7 +31,8 @@ def explain(units: Sequence[Unit], policy: Policy, world: int) -> str:
     pages = total if policy.keeps_pages else min(total, sum(largest[: 2 if policy.prefetch else 1]) + policy.resident)
     window = sum(unit.layout.page_bytes for unit in units if any(unit.trained))
     when = "per step, however many backwards" if policy.until_step else "per backward"
-    return _table(f"stage {_stage(policy)}, {world} rank(s)", columns, rows) + (
+    ranks = f"{grid.world} rank(s)" + f", {grid.replicas} replicas of {grid.shards} shard(s)" * (grid.replicas > 1)
+    return _table(f"stage {_stage(policy)}, {ranks}", columns, rows) + (
         f"pages in memory: at most {human(pages)} (the whole model is {human(total)})\n"
         f"reductions: one per unit {when}\n"
         f"a window (no_sync, coalesce) holds up to {human(window)} of unreduced gradients per rank at any world size; "

@@ -19,6 +19,7 @@ from tests.fuzz.play import TOGETHER, Player, install_hooks, nothing, sgd
 from tests.fuzz.recipes import PLAIN, Act, Phase, Recipe
 from tests.fuzz.traces import Reduced, Trace, copies, differences, miscounted
 from tests.harness import RankError, Ranks, RankTimeout
+from tests.meshes import mesh_of
 from tests.transport.delays import delayed
 
 TIMEOUT = 5.0  # of the engine, so that a hang becomes an error that says where
@@ -37,6 +38,7 @@ class EngineSide:
             prefetch=recipe.prefetch,
             resident=recipe.resident,
             reduce=reduce,
+            mesh=mesh_of(recipe.replicas, recipe.world),
             timeout=TIMEOUT,
         )
         self.records: list[tuple[str, Tensor]] = []

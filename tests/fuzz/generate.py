@@ -30,9 +30,15 @@ def recipe(seed: int) -> Recipe:
         units=chance.choice(("blocks", "blocks", "linears", "auto")),
         hooked=exact and chance.random() < 0.2,
         in_backward=alike and not exact and chance.random() < 0.1,
+        replicas=_replicas(seed, world),
     )
     phases = tuple(_phase(chance, shape, alike) for _ in range(chance.randint(1, 4)))
     return replace(shape, phases=phases)
+
+
+def _replicas(seed: int, world: int) -> int:
+    """By a chance of its own: what else a seed says does not depend on it."""
+    return random.Random(f"replicas {seed}").choice({2: (1, 1, 1, 2), 3: (1, 1, 1, 3), 4: (1, 2, 2, 2, 4)}[world])
 
 
 def _phase(chance: random.Random, shape: Recipe, alike: bool) -> Phase:

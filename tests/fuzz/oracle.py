@@ -45,7 +45,8 @@ class PlainSide:
 def play(recipe: Recipe) -> list[Trace]:
     """What each rank should see."""
     models = [build(recipe) for _ in range(recipe.world)]
-    ranks = PlainRanks(models, recipe.stage, step_in_backward if recipe.in_backward else None, divisor(recipe))
+    hook = step_in_backward if recipe.in_backward else None
+    ranks = PlainRanks(models, recipe.stage, hook, divisor(recipe), recipe.replicas)
     for model in models:
         install_hooks(recipe, model)
     sides = [PlainSide(rank, model, ranks.recorders[rank]) for rank, model in enumerate(models)]

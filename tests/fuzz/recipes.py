@@ -67,6 +67,7 @@ class Recipe:
     units: str = "blocks"
     hooked: bool = False
     in_backward: bool = False
+    replicas: int = 1  # of the sharded model, each on a run of neighbouring ranks
 
     @property
     def possible(self) -> bool:

@@ -42,7 +42,7 @@ def _fewer_phases(recipe: Recipe) -> Iterator[Recipe]:
 def _fewer_ranks(recipe: Recipe) -> Iterator[Recipe]:
     if recipe.world > 2:
         phases = tuple(replace(phase, acts=phase.acts[:-1]) for phase in recipe.phases)
-        yield replace(recipe, world=recipe.world - 1, phases=phases)
+        yield replace(recipe, world=recipe.world - 1, phases=phases, replicas=1)
 
 
 def _simpler_phases(recipe: Recipe) -> Iterator[Recipe]:
@@ -61,7 +61,7 @@ def _simpler_blocks(recipe: Recipe) -> Iterator[Recipe]:
 
 
 def _defaults(recipe: Recipe) -> Iterator[Recipe]:
-    defaults = {"prefetch": False, "resident": 0, "hooked": False, "units": "blocks"}
+    defaults = {"prefetch": False, "resident": 0, "hooked": False, "units": "blocks", "replicas": 1}
     for name, value in defaults.items():
         if getattr(recipe, name) != value:
             yield replace(recipe, **{name: value})  # type: ignore[arg-type]

@@ -38,6 +38,8 @@ def test_everything_is_tried() -> None:
     assert {act.remat for act in acts} >= set(NESTED)
     assert {case.stage for case in cases} == {1, 2, 3}
     assert {case.world for case in cases} == {2, 3, 4}
+    shapes = {(case.replicas, case.world // case.replicas) for case in cases}
+    assert shapes == {(1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1)}
     assert {phase.window for case in cases for phase in case.phases} == {None, "coalesce", "no_sync"}
     assert any(phase.budget is not None for case in cases for phase in case.phases)
     assert sum(all(phase.alike for phase in case.phases) for case in cases) > 300

@@ -85,7 +85,7 @@ def _groups(rank: int, world: int) -> None:
     mesh = torch.distributed.init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
     with _refused(model, r"give process_group or mesh, not both"):
         rg.shard(model, mesh=mesh["tp"], process_group=dist.group.WORLD)
-    with _refused(model, r"mesh has dimensions \('dp', 'tp'\); give one of them, as mesh\['dp'\]"):
+    with _refused(model, r"mesh has dimensions \('dp', 'tp'\), not \(replicate, shard\); give one of them, as mesh"):
         rg.shard(model, mesh=mesh)
     engine = rg.shard(model, mesh=mesh["tp"])
     loss_of(model, batch(rank)).backward()

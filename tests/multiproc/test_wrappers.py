@@ -110,4 +110,4 @@ def test_sharding_a_wrapped_model_is_refused(ranks: Ranks) -> None:
     for said in ranks(2).run(_the_other_way_round):
         assert "module (root) is a DistributedDataParallel" in said[0] and "as in model.module" in said[0]
         assert "module inner is a DistributedDataParallel" in said[1] and "as in model.inner.module" in said[1]
-        assert "parameter 0.weight is a DTensor" in said[2]
+        assert "parameter weight of module 0 (Linear) is a DTensor" in said[2]

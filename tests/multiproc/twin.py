@@ -27,6 +27,8 @@ def sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 class Twin:
     """`model` is sharded, `plain` is not."""
 
+    replicas = 1
+
     def __init__(
         self, rank: int, world: int, stage: int, make: Callable[[], nn.Module] = build, **options: Any
     ) -> None:
@@ -60,7 +62,7 @@ class Twin:
 
     def plain_play(self, program: Program) -> None:
         """`program(model, rank)` of every rank, on the plain side."""
-        play(self.plain, self.world, program, self.stage)
+        play(self.plain, self.world, program, self.stage, self.replicas)
 
     def step(self) -> None:
         for optimizer in self.optimizers:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.live import live_bytes
+from tests.meshes import mesh_of
 from tests.patterns.context import Context, EngineContext, NaturalContext
 from tests.patterns.registry import Case
 from tests.patterns.trace import Trace
@@ -53,7 +54,7 @@ class Player:
         if stage == PLAIN:
             self.context = NaturalContext(case.spec, self.model)
         else:
-            self._shard(stage)
+            self._shard(stage, world)
             self.context = EngineContext(case.spec, rank, world, self.model, list(self.engines.values()))
         if case.setup is not None:
             case.setup(self.model, self.context)
@@ -62,11 +63,12 @@ class Player:
                 leaf.register_post_accumulate_grad_hook(case.leaf_hook)
         self.optimizers = early or optimizers(case, self.model)
 
-    def _shard(self, stage: int) -> None:
+    def _shard(self, stage: int, world: int) -> None:
         import retrograde as rg
 
         for name in self.case.sharded:
-            self.engines[name] = rg.shard(self.model.get_submodule(name), stage=stage, timeout=15.0)
+            mesh = mesh_of(self.case.replicas(world), world)
+            self.engines[name] = rg.shard(self.model.get_submodule(name), stage=stage, mesh=mesh, timeout=15.0)
 
     def play(self) -> Trace:
         grads: list[Grads] = []

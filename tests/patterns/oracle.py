@@ -52,7 +52,7 @@ class Oracle:
             if case.setup is not None:
                 case.setup(models[-1], context)
             memos.append(context.memo)
-        self.ranks = PlainRanks(models, stage, case.leaf_hook)
+        self.ranks = PlainRanks(models, stage, case.leaf_hook, replicas=case.replicas(world))
         self.contexts: list[OracleContext] = []
         for rank, model in enumerate(models):
             self.contexts.append(OracleContext(case.spec, model, rank, world, self.ranks.recorders[rank]))

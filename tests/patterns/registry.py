@@ -6,6 +6,7 @@ step between two optimizer steps; most rows have one, a GAN has two.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -48,11 +49,15 @@ class Case:
     keep_grads: bool = False  # no zero_grad between steps
     rtol: float = 0.0  # whoever sets it says why
     principal: bool = True  # the others are left out where time is short: at world 4 in the test suite
+    most_replicas: int = 1  # of the sharded model, as far as the world can be divided by them
     steps: int = 3  # enough to compare a step's memory with the step before it, momentum included
 
     @property
     def id(self) -> str:
         return f"{self.key}-{self.phases[0].run.__name__}-{self.model}"
+
+    def replicas(self, world: int) -> int:
+        return math.gcd(self.most_replicas, world)
 
     @property
     def spec(self) -> Spec:

@@ -116,3 +116,21 @@ def unequal_retained(model: nn.Module, batch: Batch, ctx: Context) -> None:
     for _ in range((ctx.rank + ctx.step) % 3):
         loss.backward(retain_graph=True)
     loss.backward()
+
+
+# ---- replicas of a sharded model, whose ranks may differ as well
+@row("11f", "HSDP, 2 replicas: two losses over one graph, two backwards", BOTH, most_replicas=2)
+def replicated(model: nn.Module, batch: Batch, ctx: Context) -> None:
+    out = model(batch.x)
+    ctx.loss(out, batch).backward(retain_graph=True)
+    ctx.aux(out).backward()
+
+
+@row("11f", "HSDP, 2 replicas: unequal number of backwards per rank", BOTH, most_replicas=2)
+def replicated_unequal_backwards(model: nn.Module, batch: Batch, ctx: Context) -> None:
+    unequal_backwards(model, batch, ctx)
+
+
+@row("11f", "HSDP, 2 replicas: ranks use different units, others in every step", most_replicas=2, steps=4)
+def replicated_changing_units(model: nn.Module, batch: Batch, ctx: Context) -> None:
+    changing_units(model, batch, ctx)

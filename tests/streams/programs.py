@@ -14,7 +14,7 @@ from retrograde.gradients import bucket as buckets
 from retrograde.gradients.bucket import Bucket
 from retrograde.gradients.gradient import Gradient
 from retrograde.gradients.strategy import OrderedSum
-from retrograde.layout import Layout, Policy
+from retrograde.layout import Grid, Layout, Policy
 from retrograde.ledger import Ledger
 from retrograde.pages import BufferPool, Unit
 from retrograde.transport import Key, Memory, Use
@@ -67,18 +67,19 @@ class Rank:
     def __init__(self, device: SimulatedDevice, units: int, launches: int) -> None:
         self.device = device
         self.layout = Layout([(f"p{i}", torch.Size([n])) for i, n in enumerate(SHAPES)], torch.float32, 2)
+        self.grid = Grid.line(0, 2)
         self.peer = Peer(device, self.layout.padded_numel, launches)
         self.pool = BufferPool(Memory.BUCKET, self.peer, device, Ledger())
         self.pages = BufferPool(Memory.PAGE, self.peer, device, Ledger())
         self.pool.limit, self.pages.limit = self.layout.page_bytes, 2 * self.layout.page_bytes
-        self.strategy = OrderedSum(self.peer, Policy.of(3, 0, "mean", True), self.pool)  # type: ignore[arg-type]
+        self.strategy = OrderedSum(self.peer, self.grid, Policy.of(3, 0, "mean", True), self.pool)  # type: ignore[arg-type]
         self.units = [self._unit(index) for index in range(units)]
         self.faults: list[Callable[[], str | None]] = []
 
     def _unit(self, index: int) -> Unit:
         shard = self.device.memory(self.layout.shard_numel).fill_(0.0)
         leaves = [nn.Parameter(shard[self.layout.piece(slot, 0)]) for slot in self.layout.slots]
-        return Unit(index, f"unit {index}", self.layout, leaves, shard, 0, self.pages, self.peer)  # type: ignore[arg-type]
+        return Unit(index, f"unit {index}", self.layout, leaves, shard, self.grid, self.pages, self.peer)  # type: ignore[arg-type]
 
     def bucket(self, passed: dict[int, Tensor]) -> Bucket:
         return Bucket("a unit", self.layout, self.pool, passed)

@@ -80,9 +80,9 @@ def test_what_ranks_gave_up_is_not_mixed_with_what_they_send_now(differ: bool) -
 
 
 # ---- a flush on one rank, an edit on the other
-def lazily(self: ThreadTransport, unit: int, name: str, stamp: Stamp, into: Callable[[int], Tensor]) -> _Deferred:
+def lazily(self: ThreadTransport, unit: int, name: str, stamp: Stamp, into: dict[int, Tensor]) -> _Deferred:
     """As slow as a read may be: nothing is copied before somebody waits."""
-    missing = {src: into(src) for src in self._peers}
+    missing = dict(into)
 
     def copy() -> bool:
         for src in list(missing):

@@ -135,7 +135,7 @@ def test_what_is_not_a_message_closes_the_connection(pair: Pair, name: str) -> N
     transport, there = pair
     sent, reason = ATTACKS[name]
     into = torch.zeros(ELEMENTS)
-    waits = transport.read(0, "a unit", Stamp(0, 0, 0), lambda src: into)
+    waits = transport.read(0, "a unit", Stamp(0, 0, 0), {1: into})
     there.settimeout(20.0)
     there.sendall(sent)
     with pytest.raises(rg.DivergenceError) as caught:
@@ -161,7 +161,7 @@ def test_a_pickle_over_a_connection_is_not_executed(pair: Pair, tmp_path: Path) 
     transport, there = pair
     trap = tmp_path / "executed"
     evil = pickle.dumps(Touch(str(trap)))
-    waits = transport.read(0, "a unit", Stamp(0, 0, 0), lambda src: torch.zeros(ELEMENTS))
+    waits = transport.read(0, "a unit", Stamp(0, 0, 0), {1: torch.zeros(ELEMENTS)})
     there.sendall(LENGTHS.pack(len(evil), 0) + evil)
     with pytest.raises(rg.DivergenceError, match="rank 0: the connection to rank 1 was closed by rank 0"):
         waits.wait(Stream())

@@ -144,7 +144,7 @@ def test_reads_wait_for_the_state_they_need() -> None:
         transport.meet(Position(Reason.VALUE, "both are here", {}, {}))
         into = torch.zeros(4)
         if ranks.rank == 0:
-            work = transport.read(0, "a unit", Stamp(0, 0, 0), lambda rank: into)
+            work = transport.read(0, "a unit", Stamp(0, 0, 0), {1: into})
             assert into.tolist() == [0.0] * 4
             transport.meet(Position(Reason.VALUE, "it was asked for", {}, {}))
             work.wait(HOST)

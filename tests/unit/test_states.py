@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from retrograde.devices import Stream, streams_of
 from retrograde.gradients.bucket import Bucket
 from retrograde.gradients.gradient import Gradient, GradientState
-from retrograde.layout import Layout
+from retrograde.layout import Grid, Layout
 from retrograde.ledger import Ledger
 from retrograde.pages import BufferPool, PageState, Unit
 from retrograde.transport import FakeRanks, Key, Memory, Use
@@ -51,7 +51,7 @@ def unit(stays: bool = False) -> Unit:
     memory = torch.zeros(LAYOUT.padded_numel if stays else LAYOUT.shard_numel)
     shard = memory[LAYOUT.span(0)] if stays else memory
     leaf = nn.Parameter(shard[LAYOUT.piece(LAYOUT.slots[0], 0)])
-    return Unit(0, "a unit", LAYOUT, [leaf], memory, 0, pool(), Alone())
+    return Unit(0, "a unit", LAYOUT, [leaf], memory, Grid.line(0, 2), pool(), Alone())
 
 
 # ---- pages

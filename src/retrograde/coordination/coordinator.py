@@ -31,6 +31,7 @@ import torch
 from retrograde.coordination.fences import WriteFence, WritePhase
 from retrograde.coordination.meetings import Meetings
 from retrograde.gradients import GradientFlow
+from retrograde.layout import Grid
 from retrograde.pages import Pager, Unit
 from retrograde.torch_internals import NO_BACKWARD, current_backward
 from retrograde.transport import Position, Reason, Transport, Value, Work
@@ -42,9 +43,16 @@ class Coordinator:
     """Decides when ranks meet, step, pass fences and recover. Implements `Coherence` for pages."""
 
     def __init__(
-        self, transport: Transport, meetings: Meetings, fence: WriteFence, flow: GradientFlow, pager: Pager
+        self,
+        transport: Transport,
+        grid: Grid,
+        meetings: Meetings,
+        fence: WriteFence,
+        flow: GradientFlow,
+        pager: Pager,
     ) -> None:
         self._transport = transport
+        self._grid = grid
         self._meetings = meetings
         self._fence = fence
         self._flow = flow
@@ -57,11 +65,12 @@ class Coordinator:
         return [position.value for position in self.attend(Reason.VALUE, label, value)]  # type: ignore[misc]
 
     def shard_values(self, label: str, value: Callable[[], V]) -> list[V]:
-        """The values of those ranks that together hold this rank's model, by shard."""
-        return self.values(label, value)
+        """The values of the ranks that hold this rank's model together, by shard, out of a meeting of all."""
+        everybody = self.values(label, value)
+        return [everybody[rank] for rank in self._grid.owners]
 
     def tensors(self, label: str, value: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-        return self.values(label, value)
+        return self.shard_values(label, value)
 
     def attend(self, reason: Reason, label: str, value: Callable[[], Value] = lambda: None) -> list[Position]:
         """Meet for `reason`, and for what others came for before it; returns the positions of the last meeting."""
@@ -131,7 +140,8 @@ class Coordinator:
         if self._fence.phase is WritePhase.STEPPED:
             self._fence.come_to_rest()
         self._transport.shards_changed()
-        return self._transport.read(unit.index, unit.name, self._fence.stamp(unit), into)
+        missing = {owner.rank: into(owner.shard) for owner in self._grid.other_owners}
+        return self._transport.read(unit.index, unit.name, self._fence.stamp(unit), missing)
 
     @contextlib.contextmanager
     def writing(self, what: str, unit: Unit, slot: int) -> Iterator[None]:

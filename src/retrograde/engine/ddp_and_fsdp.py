@@ -33,9 +33,18 @@ def check_unwrapped(model: nn.Module) -> None:
                 f"module {name or '(root)'} is a {type(module).__name__}, which reduces gradients itself: give "
                 f"rg.shard() the plain model, as in {inside}"
             )
-    for name, param in model.named_parameters():
-        if is_dtensor(param):
-            raise ShardingError(f"parameter {name} is a DTensor, sharded already: give rg.shard() the plain model")
+    check_no_dtensors(model)
+
+
+def check_no_dtensors(model: nn.Module) -> None:
+    """Of fully_shard() or of tensor parallelism (docs/design/tensor_parallel.md)."""
+    for path, module in model.named_modules():
+        for name, param in module.named_parameters(recurse=False):
+            if is_dtensor(param):
+                raise ShardingError(
+                    f"parameter {name} of module {path or '(root)'} ({type(module).__name__}) is a DTensor, sharded "
+                    f"already, by fully_shard() or tensor parallelism: give rg.shard() the plain model"
+                )
 
 
 def _of_module(module: Any, wrapper: str) -> None:
@@ -51,9 +60,9 @@ def _refuse_sharded(params: Iterable[Any], wrapper: str) -> None:
     for param in params:
         if isinstance(param, ShardedParameter):
             raise UnsupportedError(
-                f"rank {param.unit.rank}: {wrapper} around parameter {param.slot.name}, which rg.shard() has sharded "
-                f"already and whose gradients retrograde reduces: call the sharded model itself. Where a library wraps "
-                f"it: with Accelerate use accelerator.prepare_model(model, evaluation_mode=True), with transformers' "
-                f"Trainer first set trainer.accelerator.prepare_model to functools.partial(it, evaluation_mode=True), "
-                f"with Lightning Fabric leave the model out of fabric.setup()"
+                f"rank {param.unit.grid.rank}: {wrapper} around parameter {param.slot.name}, which rg.shard() has "
+                f"sharded already and whose gradients retrograde reduces: call the sharded model itself. Where a "
+                f"library wraps it: with Accelerate use accelerator.prepare_model(model, evaluation_mode=True), with "
+                f"transformers' Trainer first set trainer.accelerator.prepare_model to functools.partial(it, "
+                f"evaluation_mode=True), with Lightning Fabric leave the model out of fabric.setup()"
             )

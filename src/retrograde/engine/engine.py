@@ -15,7 +15,7 @@ from retrograde.engine.growth import growth
 from retrograde.engine.units import UnitMemory
 from retrograde.errors import ShardingError
 from retrograde.gradients import BackendSum, GradientFlow, OrderedSum, UnitGraph
-from retrograde.layout import Policy, parse_bytes
+from retrograde.layout import Grid, Policy, parse_bytes
 from retrograde.ledger import Ledger
 from retrograde.pages import BufferPool, Pager, SavedTensors, Unit
 from retrograde.parameters import Owner, ShardedParameter
@@ -35,6 +35,7 @@ class Engine:
         policy: Policy,
         device: torch.device,
         transport: Transport,
+        grid: Grid,
         fence: WriteFence,
         enlist_added: Callable[["Engine"], None],
     ) -> None:
@@ -44,16 +45,17 @@ class Engine:
         self.policy = policy
         self.device = device
         self.transport = transport
+        self.grid = grid
         self.units: list[Unit] = []
         self.ledger = Ledger()
         streams = streams_of(device)
         self.pages = BufferPool(Memory.PAGE, transport, streams, self.ledger)
         self.buckets = BufferPool(Memory.BUCKET, transport, streams, Ledger())  # the user's ledger is about pages
         meetings = Meetings(transport, self.ledger)
-        strategy = (OrderedSum if policy.exact else BackendSum)(transport, policy, self.buckets)
-        self.flow = GradientFlow(transport, strategy, policy, self.buckets, meetings.meet, self.ledger)
+        strategy = (OrderedSum if policy.exact else BackendSum)(transport, grid, policy, self.buckets)
+        self.flow = GradientFlow(transport, grid, strategy, policy, self.buckets, meetings.meet, self.ledger)
         self.pager = Pager(policy, self.pages, self.flow.recover)
-        self.coordinator = Coordinator(transport, meetings, fence, self.flow, self.pager)
+        self.coordinator = Coordinator(transport, grid, meetings, fence, self.flow, self.pager)
         self.saved = SavedTensors(self.pager)
         self._fence = fence
         self._owners: list[Owner] = []
@@ -73,9 +75,9 @@ class Engine:
         self.coordinator.values("shard() is done", lambda: None)  # from here on others may read our shards
 
     def _enlist(self, made: UnitMemory) -> None:
-        rank, index = self.transport.rank, len(self.units)
+        index = len(self.units)
         leaves = [param for _, param in made.spec.params]
-        unit = Unit(index, made.spec.name, made.layout, leaves, made.memory, rank, self.pages, self.coordinator)
+        unit = Unit(index, made.spec.name, made.layout, leaves, made.memory, self.grid, self.pages, self.coordinator)
         graph = UnitGraph(unit, self.pager, self.flow, self.coordinator)
         owner = Owner(unit, self.pager, self.flow, self.coordinator, graph)
         self.units.append(unit)
@@ -178,7 +180,7 @@ class Engine:
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, float(norm_type))
 
     def explain(self) -> str:
-        return explain(self.units, self.policy, self.transport.world)
+        return explain(self.units, self.policy, self.grid)
 
     def report(self) -> str:
         return report(self.units, self.ledger, self.transport.rank, self.transport.world)

@@ -24,7 +24,7 @@ def refuse_parametrizations() -> None:
         leaf = parametrized.leaf if isinstance(parametrized, FullTensor) else None
         if isinstance(leaf, ShardedParameter):
             raise UnsupportedError(
-                f"rank {leaf.unit.rank}: parametrizing parameter {leaf.slot.name}, which is sharded: register "
+                f"rank {leaf.unit.grid.rank}: parametrizing parameter {leaf.slot.name}, which is sharded: register "
                 f"parametrizations (weight_norm, spectral_norm, orthogonal, your own) before rg.shard(), which then "
                 f"shards what they compute the weight from"
             )

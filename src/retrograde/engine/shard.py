@@ -19,17 +19,17 @@ from retrograde.arguments import Said, check_module, differences, instance, said
 from retrograde.compiling import Services, mark_regions
 from retrograde.coordination import WriteFence
 from retrograde.devices import device_of
-from retrograde.engine.ddp_and_fsdp import check_unwrapped, refuse_ddp_and_fsdp
+from retrograde.engine.ddp_and_fsdp import check_no_dtensors, check_unwrapped, refuse_ddp_and_fsdp
 from retrograde.engine.engine import Engine
 from retrograde.engine.materialize import check_resettable
 from retrograde.engine.parametrizing import refuse_parametrizations
-from retrograde.engine.units import allocate, fill, make_same
+from retrograde.engine.units import UnitMemory, allocate, fill, make_same
 from retrograde.errors import ShardingError
-from retrograde.layout import Policy, Precision, Units, UnitSpec, find_units, parse_bytes, strides_of
+from retrograde.layout import Grid, Policy, Precision, Units, UnitSpec, find_units, parse_bytes, strides_of
 from retrograde.parameters import ShardedParameter, refuse_pieces_outside, watch_states, watch_updates
 from retrograde.parameters.access import patch, unpatched
 from retrograde.transport import ProcessRanks, Ranks
-from retrograde.transport.groups import process_group_of
+from retrograde.transport.groups import grid_of, group_of_replicas, process_group_of
 
 _preparing = threading.Lock()
 WAIT_FOR_ARGUMENTS = 60.0  # seconds, until the argument `timeout` is known to be one
@@ -55,12 +55,15 @@ def shard(
     `units`: "auto" (repeated blocks), module classes, or a predicate; `join`: those of fewer bytes become one unit with
     the next. `precision`: the dtype in which gradients travel; `exact=False`: the backend adds them up in its own
     order. `resident`: bytes of pages that may stay at stage 3 beyond the one in use and the one being prefetched.
+    `mesh`: of one dimension, or of two, (replicate, shard): each replica has all of the model, sharded over its ranks.
     `timeout`: seconds after which waiting for a rank that never comes, here or later, becomes a `DivergenceError` on
     every rank that waits.
     """
-    ranks = ProcessRanks(_group(process_group, mesh), _connecting_time(timeout))
+    group = _group(process_group, mesh)
+    ranks = ProcessRanks(group, _connecting_time(timeout))
     options = Options(stage, units, join, precision, reduce, exact, resident, prefetch, timeout)
-    return shard_over(ranks, model, options)
+    grid = None if mesh is None or mesh.ndim == 1 else grid_of(mesh, group)
+    return shard_over(ranks, model, options, grid)
 
 
 class Options(NamedTuple):
@@ -79,9 +82,10 @@ class Options(NamedTuple):
     def policy(self) -> Policy:
         return Policy.of(self.stage, self.resident, self.reduce, self.prefetch, self.precision, self.exact)
 
-    def said(self, policy: Policy) -> list[Said]:
+    def said(self, policy: Policy, grid: Grid) -> list[Said]:
         """What must be the same on all ranks."""
         return [
+            said("mesh", [list(row) for row in grid.rows], grid.rows),
             said("stage", self.stage, int(self.stage)),
             said("reduce", self.reduce, policy.mean),
             said("exact", self.exact, policy.exact),
@@ -91,15 +95,19 @@ class Options(NamedTuple):
         ]
 
 
-def shard_over(ranks: Ranks, model: nn.Module, options: Options) -> Engine:
-    """`shard()` over any kind of ranks: processes, threads, or imagined ones (transport/)."""
+def shard_over(ranks: Ranks, model: nn.Module, options: Options, grid: Grid | None = None) -> Engine:
+    """`shard()` over any kind of ranks: processes, threads, or imagined ones (transport/).
+
+    `grid`: who holds which shard; by default all ranks hold the model together."""
+    grid = grid or Grid.line(ranks.rank, ranks.world)
     fence = WriteFence()
     transport = ranks.transport(fence, WAIT_FOR_ARGUMENTS)
     with transport.shared_fate("shard()"):
         transport.timeout = seconds("timeout", options.timeout)
         check_module("model", model)
         policy = options.policy()
-        arguments = options.said(policy)
+        arguments = options.said(policy, grid)
+        _check_sums(policy, grid)
         _check_unsharded(model)
         check_unwrapped(model)
         least = parse_bytes(options.join, "join")
@@ -110,7 +118,7 @@ def shard_over(ranks: Ranks, model: nn.Module, options: Options) -> Engine:
         _prepare_torch()
         device = device_of(param for spec in specs for _, param in spec.params)
         added = partial(_added, model, options.units, least)
-        engine = Engine(model, policy, device, transport, fence, lambda engine: _enlist(engine, added()))
+        engine = Engine(model, policy, device, transport, grid, fence, lambda engine: _enlist(engine, added()))
     _enlist(engine, specs, arguments)
     return engine
 
@@ -138,14 +146,16 @@ def _enlist(engine: Engine, specs: list[UnitSpec], arguments: Sequence[Said] = (
     at_first = not engine.units
     if specs:
         with engine.transport.shared_fate("making room for units"):
-            made = allocate(specs, engine.policy, engine.transport, engine.pages)
+            made = allocate(specs, engine.policy, engine.grid, engine.transport, engine.pages)
         _check_same(engine, specs, arguments)
         if at_first:
             engine.open()
         check_resettable(engine.model)
         _make_same_values(engine, specs, with_buffers=at_first)
         with engine.transport.shared_fate("making shards of parameters"):
-            fill(engine.model, made, engine.transport.rank, engine.device)
+            drawn = [unit for unit in made if any(param.device.type == "meta" for _, param in unit.spec.params)]
+            fill(engine.model, made, engine.grid.shard, engine.device)
+        _make_same_replicas(engine, drawn)
         engine.enlist(made)
     for module in engine.model.modules():
         if unpatched(module) or (module is engine.model and at_first):
@@ -161,11 +171,19 @@ def _make_same_values(engine: Engine, specs: list[UnitSpec], with_buffers: bool)
         tensors += engine.model.buffers()
     real = [tensor for tensor in tensors if tensor.device.type != "meta"]
     if engine.transport.world > 1 and real:
-        make_same(real, engine.coordinator, engine.transport.rank)
+        make_same(real, engine.coordinator, engine.transport.rank, lambda rank: 0)
+
+
+def _make_same_replicas(engine: Engine, made: Sequence[UnitMemory]) -> None:
+    """Values that each rank has drawn itself: replicas take those of the first, whatever their seeds are."""
+    if engine.grid.replicas > 1 and made:
+        shards = [unit.shard(engine.grid.shard) for unit in made]
+        make_same(shards, engine.coordinator, engine.transport.rank, engine.grid.first_holder)
 
 
 def _added(model: nn.Module, units: Units, least: float) -> list[UnitSpec]:
     """Parameters that came after `shard()` (LoRA adapters, a new head)."""
+    check_no_dtensors(model)
     fresh = find_units(model, units, least, lambda param: not isinstance(param, ShardedParameter))
     _check_plain(fresh)
     return [spec._replace(name=f"{spec.name}+{len(spec.params)} added") for spec in fresh]
@@ -178,10 +196,20 @@ def _group(process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> 
         fix = "a group of torch.distributed that this rank is in"
         instance("process_group", process_group, dist.ProcessGroup, "is not a process group", fix)
     if mesh is not None:
-        fix = "a DeviceMesh of one dimension, such as mesh['dp']"
+        fix = "a DeviceMesh of one dimension, such as mesh['dp'], or of two, (replicate, shard)"
         instance("mesh", mesh, DeviceMesh, "is not a device mesh", fix)
+        if mesh.ndim != 1:
+            return group_of_replicas(mesh, "mesh", ShardingError)
     ranks = process_group if mesh is None else mesh
     return process_group_of(ranks, "mesh", "mesh['dp']", ShardingError)
+
+
+def _check_sums(policy: Policy, grid: Grid) -> None:
+    if not policy.exact and grid.replicas > 1:
+        raise ShardingError(
+            f"exact=False with {grid.replicas} replicas of {grid.shards} shard(s) cannot be used: the backend adds up "
+            f"over one dimension; give exact=True, or a mesh of one dimension"
+        )
 
 
 def _check_unsharded(model: nn.Module) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from retrograde.coordination import Coordinator
 from retrograde.engine.materialize import materialize
 from retrograde.errors import UnsupportedError
-from retrograde.layout import Layout, Policy, UnitSpec, strides_of
+from retrograde.layout import Grid, Layout, Policy, UnitSpec, strides_of
 from retrograde.pages import BufferPool
 from retrograde.torch_internals import set_data
 from retrograde.transport import Memory, Transport
@@ -20,45 +20,50 @@ from retrograde.transport import Memory, Transport
 class UnitMemory(NamedTuple):
     """A unit that is about to be: which parameters, where each will lie, and the memory for it on this rank.
 
-    `memory` is the shard, or the whole page with the shard inside it when pages stay (or world is 1)."""
+    `memory` is the shard, or the whole page with the shard inside it when pages stay (or there is one shard)."""
 
     spec: UnitSpec
     layout: Layout
     memory: torch.Tensor
 
-    def piece(self, place: int, rank: int) -> torch.Tensor:
+    def shard(self, number: int) -> torch.Tensor:
+        """The memory of this rank's shard, which is the one with this number."""
+        return self.memory[self.layout.span(number)] if self._whole else self.memory
+
+    def piece(self, place: int, shard: int) -> torch.Tensor:
         """Where this rank's part of a parameter belongs."""
-        shard = self.memory[self.layout.span(rank)] if self._whole else self.memory
-        return shard[self.layout.piece(self.layout.slots[place], rank)]
+        return self.shard(shard)[self.layout.piece(self.layout.slots[place], shard)]
 
     @property
     def _whole(self) -> bool:
         return self.memory.numel() == self.layout.padded_numel
 
 
-def allocate(specs: Sequence[UnitSpec], policy: Policy, transport: Transport, pool: BufferPool) -> list[UnitMemory]:
+def allocate(
+    specs: Sequence[UnitSpec], policy: Policy, grid: Grid, transport: Transport, pool: BufferPool
+) -> list[UnitMemory]:
     """Memory for units; values come later."""
     made = []
     for spec in specs:
         strides = [strides_of(param) for _, param in spec.params]
         shapes = [(name, param.shape) for name, param in spec.params]
-        layout = Layout(shapes, spec.params[0][1].dtype, transport.world, strides)
-        stays = policy.keeps_pages or transport.world == 1
+        layout = Layout(shapes, spec.params[0][1].dtype, grid.shards, strides)
+        stays = policy.keeps_pages or grid.shards == 1
         numel = layout.padded_numel if stays else layout.shard_numel
         memory = transport.allocate(Memory.SHARD, numel, layout.dtype, pool.streams.current())
         made.append(UnitMemory(spec, layout, memory.zero_()))
     return made
 
 
-def fill(model: nn.Module, made: Sequence[UnitMemory], rank: int, device: torch.device) -> None:
+def fill(model: nn.Module, made: Sequence[UnitMemory], shard: int, device: torch.device) -> None:
     """Copy each parameter's piece into its shard and point the parameter there, a parameter at a time."""
     places = {id(param): (unit, place) for unit in made for place, (_, param) in enumerate(unit.spec.params)}
 
     def move_in(param: nn.Parameter, value: torch.Tensor) -> None:
         unit, place = places[id(param)]
         slot = unit.layout.slots[place]
-        piece = unit.piece(place, rank)
-        piece.copy_(slot.flatten(value.detach())[unit.layout.within(slot, rank)])
+        piece = unit.piece(place, shard)
+        piece.copy_(slot.flatten(value.detach())[unit.layout.within(slot, shard)])
         _point(param, slot.name, piece)
 
     params = [param for unit in made for _, param in unit.spec.params]
@@ -96,16 +101,22 @@ def _end_older_graphs(param: nn.Parameter, name: str) -> None:
     torch.autograd.graph.get_gradient_edge(param).node.register_prehook(refuse)  # dies with those graphs
 
 
-def make_same(tensors: Sequence[torch.Tensor], coordinator: Coordinator, rank: int) -> None:
-    """Rank 0's values are everybody's, as in DDP; nothing travels when they are equal already."""
+SourceOf = Callable[[int], int]  # of each rank, the one whose values it takes
+
+
+def make_same(tensors: Sequence[torch.Tensor], coordinator: Coordinator, rank: int, source_of: SourceOf) -> None:
+    """Each rank takes the values of another, as DDP's ranks take rank 0's; those that are equal already do not travel.
+
+    All ranks have the same number of tensors."""
     sums = [_checksum(tensor) for tensor in tensors]
     everybody = coordinator.values("values of the model", lambda: sums)
     for index, tensor in enumerate(tensors):
-        if all(other[index] == everybody[0][index] for other in everybody):
+        if all(theirs[index] == everybody[source_of(other)][index] for other, theirs in enumerate(everybody)):
             continue
-        mine: Callable[[], torch.Tensor | None] = partial(torch.clone, tensor.detach()) if rank == 0 else lambda: None
-        value = coordinator.values(f"value {index} of the model", mine)[0]
-        assert value is not None  # rank 0 brings one
+        is_source = source_of(rank) == rank
+        mine: Callable[[], torch.Tensor | None] = partial(torch.clone, tensor.detach()) if is_source else lambda: None
+        value = coordinator.values(f"value {index} of the model", mine)[source_of(rank)]
+        assert value is not None  # a source brings one
         with torch.no_grad():
             tensor.copy_(value)
 

@@ -29,7 +29,7 @@ from retrograde.gradients.gradient import Gradient, GradientState, uses_of
 from retrograde.gradients.keys import Keys
 from retrograde.gradients.strategy import Strategy
 from retrograde.gradients.window import Windows
-from retrograde.layout import Policy
+from retrograde.layout import Grid, Layout, Policy
 from retrograde.ledger import Activity, Ledger
 from retrograde.pages import BufferPool, Unit
 from retrograde.torch_internals import at_end_of_backward, current_backward
@@ -75,6 +75,7 @@ class GradientFlow:
     def __init__(
         self,
         transport: Transport,
+        grid: Grid,
         strategy: Strategy,
         policy: Policy,
         pool: BufferPool,
@@ -84,6 +85,7 @@ class GradientFlow:
         self.windows = Windows()
         self.fresh = False  # have gradients come since all ranks were last at the same place?
         self._transport = transport
+        self._grid = grid
         self._strategy = strategy
         self._policy = policy
         self._pool = pool
@@ -157,7 +159,12 @@ class GradientFlow:
         self._strategy.launch(gradient)
         elements = layout.padded_numel - layout.shard_numel
         nbytes = elements * self._policy.on_the_wire(layout.dtype).itemsize
-        self._ledger.record(Activity.REDUCE, gradient.unit.name, nbytes)
+        self._ledger.record(Activity.REDUCE, gradient.unit.name, nbytes + self._bytes_to_replicas(layout))
+
+    def _bytes_to_replicas(self, layout: Layout) -> int:
+        """Of the sum that this rank sends to the other holders of its shard."""
+        elements = layout.shard_numel * (self._grid.replicas - 1)
+        return elements * self._policy.between_replicas(layout.dtype).itemsize
 
     def _to_pack(self, gradient: Gradient, fates: Uses) -> torch.Tensor:
         """What Gather hands on; Pack gets it when the ranks' parts have been added up in it."""
@@ -185,8 +192,9 @@ class GradientFlow:
         theirs = [of_rank.get(gradient.key) for of_rank in offered.values()]
         if None in theirs or (fates is None and any(each != uses for each in theirs)):
             self._transport.fail(
-                f"rank {unit.rank}: a backward with create_graph=True, or for module.weight itself, reduces unit "
-                f"{unit.name} at once: all ranks must be there, with gradients of the same parameters; some were not"
+                f"rank {self._transport.rank}: a backward with create_graph=True, or for module.weight itself, reduces "
+                f"unit {unit.name} at once: all ranks must be there, with gradients of the same parameters; some were "
+                f"not"
             )
         if fates is None:
             gradient.deliver()
@@ -233,7 +241,8 @@ class GradientFlow:
         return deliveries
 
     def _sum_of_others(self, unit: Unit, key: Key, ranks: Mapping[int, Uses]) -> torch.Tensor:
-        self._ledger.record(Activity.JOIN, unit.name)
+        here = self._grid.replica in self._grid.replicas_of(ranks)
+        self._ledger.record(Activity.JOIN, unit.name, self._bytes_to_replicas(unit.layout) if here else 0)
         return self._strategy.total_of_others(unit, key, ranks)
 
     def _check_in_time(self, gradient: Gradient) -> None:
@@ -246,7 +255,7 @@ class GradientFlow:
         ]
         if gradient.unit in came:
             self._transport.fail(
-                f"rank {gradient.unit.rank}: others ended this backward before unit {gradient.unit.name} came; "
+                f"rank {self._transport.rank}: others ended this backward before unit {gradient.unit.name} came; "
                 f"make graphs for torch.autograd.grad in the same thread on all ranks"
             )
 
@@ -255,9 +264,9 @@ class GradientFlow:
         attempts = {key.attempt for key in offered if key.same_but_for_attempt(gradient.key)}
         if len(attempts) > 1:
             self._transport.fail(
-                f"rank {gradient.unit.rank}: ranks gave up different parts of backwards before torch.autograd.grad of "
-                f"unit {gradient.unit.name}, so what they send now cannot be told apart from what they gave up; give "
-                f"up at the same place on all ranks, or call zero_grad() or step() on all of them in between"
+                f"rank {self._transport.rank}: ranks gave up different parts of backwards before torch.autograd.grad "
+                f"of unit {gradient.unit.name}, so what they send now cannot be told apart from what they gave up; "
+                f"give up at the same place on all ranks, or call zero_grad() or step() on all of them in between"
             )
 
     def _close(self, number: int) -> None:

@@ -34,7 +34,7 @@ class Agreement(Protocol):
     """What a graph of gradients needs of the other ranks besides sums."""
 
     def tensors(self, label: str, value: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-        """Everybody's tensor, by rank."""
+        """The tensors of those that hold this rank's model together, by shard."""
 
 
 class UnitGraph:
@@ -104,8 +104,8 @@ class UnitGraph:
             # torch has set it, for good: backward() was given the full tensor
             name = self.unit.layout.slots[slot].name
             raise UnsupportedError(
-                f"rank {self.unit.rank}: backward(inputs=...) was given the full tensor of parameter {name}; give it "
-                f"the parameter itself, model.get_parameter({name!r})"
+                f"rank {self.unit.grid.rank}: backward(inputs=...) was given the full tensor of parameter {name}; give "
+                f"it the parameter itself, model.get_parameter({name!r})"
             )
         return Use.NONE
 

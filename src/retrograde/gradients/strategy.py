@@ -4,14 +4,16 @@
 `OrderedSum`: every rank's part goes to its owner, who adds them up: ((g0 + g1) + g2) + ... in rank order, in fp32 or
 wider whatever travelled, then one division by the world size for `reduce="mean"`. It does not depend on which parts
 arrived first, so it is the same at every run and equal to playing the ranks one after the other in one process. A rank
-without a gradient is left out.
+without a gradient is left out. With replicas (layout/grid.py) each adds up its own ranks' gradients so, and the holders
+of a shard exchange those sums and add them up in the order of replicas: (g0 + g1) + (g2 + g3). A replica without a
+gradient is left out.
 `BackendSum`: torch.distributed's reduce-scatter, in the backend's own order, of which it says nothing (a ring, on those
 that have one). It starts as soon as all ranks have the gradient, while backward goes on.
 
 To add another way (in another precision, in blocks, compressed): another class with these methods.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, NoReturn, Protocol
 
@@ -22,7 +24,7 @@ from retrograde.gradients.bucket import Bucket
 from retrograde.gradients.gradient import Gradient
 from retrograde.gradients.keys import FLUSHED
 from retrograde.labels import labelled
-from retrograde.layout import Policy
+from retrograde.layout import Grid, Policy
 from retrograde.pages import BufferPool, Unit
 from retrograde.transport import Key, Transport, Uses, Work
 
@@ -55,17 +57,24 @@ class Strategy(Protocol):
 
 
 class _RunningSum:
-    """What has been added up so far, in rank order. Parts are folded in as they come and need not be kept."""
+    """What has been added up so far, in order. Parts are folded in as they come and need not be kept."""
 
     def __init__(self, own: torch.Tensor, stream: Stream) -> None:
-        self.ranks: list[int] = []
-        self._own = own
+        """`own`: where the result belongs. It may be one of the parts."""
+        self.own = own
+        self.sources: list[int] = []  # ranks, or replicas
         self._stream = stream
         self._sum: torch.Tensor | None = None
 
-    def add(self, rank: int, part: torch.Tensor) -> None:
-        self.ranks.append(rank)
-        wide = torch.promote_types(self._own.dtype, torch.float32)
+    @property
+    def sum(self) -> torch.Tensor:
+        """In fp32 or wider."""
+        assert self._sum is not None
+        return self._sum
+
+    def add(self, source: int, part: torch.Tensor) -> None:
+        self.sources.append(source)
+        wide = torch.promote_types(self.own.dtype, torch.float32)
         if self._sum is not None:
             self._stream.run(partial(self._sum.add_, part))
         elif part.dtype == wide:
@@ -75,13 +84,25 @@ class _RunningSum:
             self._stream.run(partial(self._sum.copy_, part))
 
     def finish(self, divisor: int) -> torch.Tensor:
-        assert self._sum is not None
-        own, total = self._own, self._sum
+        own, total = self.own, self.sum
         if divisor != 1:
             self._stream.run(lambda: total.div_(divisor))
         if total is not own:
             self._stream.run(lambda: own.copy_(total))
         return own
+
+
+class _ShardSum:
+    """This rank's shard of one gradient, as far as it has been added up: over this replica's ranks, then over replicas.
+
+    `mine` is this replica's sum, as all replicas add it, once the others have been sent it."""
+
+    def __init__(self, unit: Unit, key: Key, own: torch.Tensor, stream: Stream) -> None:
+        self.unit = unit
+        self.key = key
+        self.over_ranks = _RunningSum(own, stream)
+        self.over_replicas = _RunningSum(own, stream)
+        self.mine: torch.Tensor | None = None
 
 
 class _Sending(NamedTuple):
@@ -91,25 +112,29 @@ class _Sending(NamedTuple):
 
 
 class OrderedSum:
-    """Implements `Strategy`. Holds at most one bucket whose sending is not done."""
+    """Implements `Strategy`. Holds at most one bucket whose sending is not done.
+
+    What comes from a rank of this replica is its part of this rank's shard; what comes from another holder of the
+    shard is the sum of that holder's replica. So both go by the same key."""
 
     passes_through = True
 
-    def __init__(self, transport: Transport, policy: Policy, pool: BufferPool) -> None:
+    def __init__(self, transport: Transport, grid: Grid, policy: Policy, pool: BufferPool) -> None:
         self._transport = transport
+        self._grid = grid
         self._policy = policy
         self._streams = pool.streams
         self._sending: _Sending | None = None
-        self._sums: dict[Key, _RunningSum] = {}
+        self._sums: dict[Key, _ShardSum] = {}
 
     def launch(self, gradient: Gradient) -> None:
         """Put every owner's part there; the bucket is given back when it has been sent."""
         self.finish_sending()
-        bucket, own, rank = gradient.bucket, gradient.own, self._transport.rank
+        bucket, own = gradient.bucket, gradient.own
         stream = self._streams.reducing
         wire = self._policy.on_the_wire(own.dtype)
-        mine = bucket.parts(rank)
-        theirs = {dst: bucket.parts(dst) for dst in others(self._transport)}
+        mine = bucket.parts(self._grid.shard)
+        theirs = {owner.rank: bucket.parts(owner.shard) for owner in self._grid.other_owners}
         works: list[Work] = []
 
         def send() -> None:
@@ -120,7 +145,7 @@ class OrderedSum:
         with labelled("send gradient of", gradient.unit.name):
             stream.run(send)
         self._sending = _Sending(_All(works), bucket, stream.record())
-        self._sums[gradient.key] = _RunningSum(own, stream)
+        self._sums[gradient.key] = _ShardSum(gradient.unit, gradient.key, own, stream)
 
     def finish_sending(self) -> None:
         if self._sending is not None:
@@ -128,50 +153,95 @@ class OrderedSum:
             sending.work.wait(self._streams.reducing)
             sending.bucket.release(sending.read)
 
+    # ---- before a meeting: what has come, as far as nothing before it is missing
     def advance(self, gradients: Sequence[Gradient]) -> None:
         for gradient in gradients:
-            self._fold(gradient)
+            shard = self._sums[gradient.key]
+            if self._fold_ranks(shard):
+                self._fold_replicas(shard)
 
-    def _fold(self, gradient: Gradient) -> None:
-        """Add the parts that have come, as far as no rank before them is missing."""
-        done = self._sums[gradient.key].ranks
-        for rank in range(len(done), self._transport.world):
-            if rank != self._transport.rank and not self._transport.arrived(gradient.key, rank):
+    def _fold_ranks(self, shard: _ShardSum) -> bool:
+        """Returns whether this replica's sum is complete."""
+        for rank in self._grid.owners[len(shard.over_ranks.sources) :]:
+            if not self._is_here(shard.key, rank):
+                return False
+            self._add_rank(shard, rank)
+        return True
+
+    def _fold_replicas(self, shard: _ShardSum) -> None:
+        self._tell_replicas(shard)
+        for replica in range(len(shard.over_replicas.sources), self._grid.replicas):
+            if not self._is_here(shard.key, self._grid.holders[replica]):
                 return
-            self._add(gradient, rank)
+            self._add_replica(shard, replica)
 
-    def _add(self, gradient: Gradient, rank: int) -> None:
-        mine = rank == self._transport.rank
-        part = gradient.own if mine else self._transport.take(gradient.key, rank, gradient.unit.name)
-        self._sums[gradient.key].add(rank, part)
+    def _is_here(self, key: Key, rank: int) -> bool:
+        return rank == self._transport.rank or self._transport.arrived(key, rank)
 
+    # ---- one part
+    def _add_rank(self, shard: _ShardSum, rank: int) -> None:
+        own = shard.over_ranks.own
+        part = own if rank == self._transport.rank else self._transport.take(shard.key, rank, shard.unit.name)
+        shard.over_ranks.add(rank, part)
+
+    def _tell_replicas(self, shard: _ShardSum) -> None:
+        """Put this replica's sum to the other holders of the shard, once. It counts here as it is sent."""
+        if shard.mine is not None:
+            return
+        total = shard.mine = shard.over_ranks.sum
+        if self._grid.replicas == 1:
+            return
+        stream = self._streams.reducing
+        sent = stream.empty(total.numel(), self._policy.between_replicas(shard.over_ranks.own.dtype))
+        parts = {holder: [sent] for holder in self._grid.other_holders}
+        with labelled("send sum of", shard.unit.name):
+            stream.run(lambda: sent.copy_(total))  # which goes on to be added to
+            stream.run(lambda: self._transport.put(shard.key, parts))
+        if sent.dtype != total.dtype:
+            shard.mine = sent
+
+    def _add_replica(self, shard: _ShardSum, replica: int) -> None:
+        if replica == self._grid.replica:
+            assert shard.mine is not None
+            part = shard.mine
+        else:
+            part = self._transport.take(shard.key, self._grid.holders[replica], shard.unit.name)
+        shard.over_replicas.add(replica, part)
+
+    # ---- after a meeting
     def begin_sums(self, offers: Mapping[Key, Contributors]) -> None:
         """Nothing has to be started: parts are on their way."""
 
     def total(self, gradient: Gradient, offers: Contributors) -> torch.Tensor:
-        running = self._sums[gradient.key]
-        with labelled("sum of gradient of", gradient.unit.name):
-            for rank in sorted(offers):
-                if rank not in running.ranks:
-                    self._add(gradient, rank)
-        given_up = [rank for rank in running.ranks if rank not in offers]
-        if given_up:
-            fail_given_up(self._transport, given_up[0], gradient.unit)
-        del self._sums[gradient.key]
-        return self._finish(running)
+        return self._complete(self._sums.pop(gradient.key), offers)
 
     def total_of_others(self, unit: Unit, key: Key, offers: Contributors) -> torch.Tensor:
         stream = self._streams.reducing
-        running = _RunningSum(stream.empty(unit.layout.shard_numel, unit.layout.dtype), stream)
-        with labelled("sum of gradient of", unit.name):
-            for rank in sorted(offers):
-                running.add(rank, self._transport.take(key, rank, unit.name))
-        return self._finish(running)
+        own = stream.empty(unit.layout.shard_numel, unit.layout.dtype)
+        return self._complete(_ShardSum(unit, key, own, stream), offers)
 
-    def _finish(self, running: _RunningSum) -> torch.Tensor:
-        total = running.finish(self._transport.world if self._policy.mean else 1)
+    def _complete(self, shard: _ShardSum, offers: Contributors) -> torch.Tensor:
+        replicas = self._grid.replicas_of(offers)
+        with labelled("sum of gradient of", shard.unit.name):
+            for rank in self._grid.owners:
+                if rank in offers and rank not in shard.over_ranks.sources:
+                    self._add_rank(shard, rank)
+            self._check_nothing_given_up(shard, offers, replicas)
+            if shard.over_ranks.sources:
+                self._tell_replicas(shard)
+            for replica in replicas:
+                if replica not in shard.over_replicas.sources:
+                    self._add_replica(shard, replica)
+        total = shard.over_replicas.finish(self._grid.world if self._policy.mean else 1)
         self._streams.current().wait(self._streams.reducing.record())
         return total
+
+    def _check_nothing_given_up(self, shard: _ShardSum, offers: Contributors, replicas: Collection[int]) -> None:
+        """What has been added up already is still on offer."""
+        given_up = [rank for rank in shard.over_ranks.sources if rank not in offers]
+        given_up += [self._grid.holders[each] for each in shard.over_replicas.sources if each not in replicas]
+        if given_up:
+            fail_given_up(self._transport, given_up[0], shard.unit)
 
     def give_up(self, gradient: Gradient) -> None:
         del self._sums[gradient.key]
@@ -202,11 +272,11 @@ class BackendSum:
 
     passes_through = False  # the backend takes one piece of memory
 
-    def __init__(self, transport: Transport, policy: Policy, pool: BufferPool) -> None:
+    def __init__(self, transport: Transport, grid: Grid, policy: Policy, pool: BufferPool) -> None:
         self._transport = transport
         self._policy = policy
         self._streams = pool.streams
-        self._ordered = OrderedSum(transport, policy, pool)
+        self._ordered = OrderedSum(transport, grid, policy, pool)
         self._waiting: dict[Key, Gradient] = {}  # announced, not started
         self._started: dict[Key, _Reducing] = {}
         self._given_up: set[Key] = set()
@@ -292,11 +362,6 @@ class _All:
 
     def done(self) -> bool:
         return bool(self._works) and all(work.done() for work in self._works)
-
-
-def others(transport: Transport) -> list[int]:
-    """The other ranks, nearest first, so that not everybody asks rank 0 at once."""
-    return [(transport.rank + step) % transport.world for step in range(1, transport.world)]
 
 
 def fail_given_up(transport: Transport, rank: int, unit: Unit) -> NoReturn:

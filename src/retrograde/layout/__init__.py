@@ -1,10 +1,12 @@
-"""Pure arithmetic: which parameters form a unit, and where each lies in the flat buffer and the shards."""
+"""Pure arithmetic: which parameters form a unit, where each lies in the flat buffer and the shards, on whom."""
 
 from retrograde.layout.flat import Layout, Slot, is_dense, row_by_row, strides_of
+from retrograde.layout.grid import Grid
 from retrograde.layout.policy import Policy, Precision, check_reduce, check_stage, parse_bytes
 from retrograde.layout.units import Units, UnitSpec, check_units, find_units
 
 __all__ = [
+    "Grid",
     "Layout",
     "Policy",
     "Precision",

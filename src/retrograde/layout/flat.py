@@ -1,7 +1,7 @@
 """Where a unit's parameters lie in its flat buffer, and which part of each is on which rank.
 
-A unit's flat buffer is its parameters one after the other, padded to a multiple of the world size and cut into
-equal shards. Each begins where torch's own allocator might have put it: some kernels (products with a vector) add up
+A unit's flat buffer is its parameters one after the other, padded to a multiple of the number of shards and cut
+into equal ones. Each begins where torch's own allocator might have put it: some kernels (products with a vector) add up
 in another order elsewhere. A parameter's *piece* on a rank is the overlap of the parameter with that rank's shard; it
 may be empty, and it may be the whole parameter.
 """
@@ -76,7 +76,7 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 class Layout:
-    """A unit's parameters one after the other, for a number of ranks."""
+    """A unit's parameters one after the other, for a number of ranks that hold them together (grid.py)."""
 
     def __init__(
         self,

@@ -83,6 +83,12 @@ class Policy(NamedTuple):
         """In which a gradient of this dtype travels; there is no narrow complex number."""
         return dtype if self.wire is None or dtype.is_complex else self.wire
 
+    def between_replicas(self, dtype: torch.dtype) -> torch.dtype:
+        """In which sums of gradients of this dtype travel: unless told otherwise, as they were added up."""
+        if self.exact and self.wire is None:
+            return torch.promote_types(dtype, torch.float32)
+        return self.on_the_wire(dtype)
+
     @staticmethod
     def of(
         stage: int,

@@ -139,8 +139,8 @@ def _reporting(name: str) -> Callable[..., Any]:
         if name in RESHAPES:
             parameter = unit.layout.slots[self._slot].name
             raise UnsupportedError(
-                f"rank {unit.rank}: {name} would change the shape of what shows parameter {parameter}, and not of the "
-                f"parameter: use the function that returns another tensor ({name[:-1]})"
+                f"rank {unit.grid.rank}: {name} would change the shape of what shows parameter {parameter}, and not of "
+                f"the parameter: use the function that returns another tensor ({name[:-1]})"
             )
         if torch.is_grad_enabled() and self.requires_grad:
             raise RuntimeError(

@@ -61,7 +61,7 @@ class Edits(NamedTuple):
 
 NO_EDITS = Edits([], False)
 
-ReadShards = Callable[[Callable[[int], torch.Tensor]], Work]  # starts reading other ranks' shards into what it is given
+ReadShards = Callable[[Callable[[int], torch.Tensor]], Work]  # starts reading the other shards into what it is given
 
 
 class Page:
@@ -71,18 +71,18 @@ class Page:
         self,
         name: str,
         layout: Layout,
-        rank: int,
+        shard: int,
         full_tensors: tuple[FullTensor, ...],
         home: torch.Tensor | None,
         pool: BufferPool,
     ) -> None:
-        """`home`: the memory of a page that stays, with this rank's shard inside it."""
+        """`shard`: which of them is this rank's. `home`: the memory of a page that stays, with that shard inside it."""
         self.state = PageState.ABSENT
         self.home = home is not None
         self.full_tensors = full_tensors
         self._name = name
         self._layout = layout
-        self._rank = rank
+        self._shard = shard
         self._pool = pool
         self._streams = pool.streams
         self._memory = home
@@ -144,9 +144,9 @@ class Page:
             fetching.wait(self._streams.current().record())  # a step may have written the shard there
             memory = self._memory
             if not self.home:
-                span = self._layout.span(self._rank)
+                span = self._layout.span(self._shard)
                 fetching.run(lambda: memory[span].copy_(shard))  # a view made here would be held by what waits to run
-            self._work = read(lambda rank: memory[self._layout.span(rank)])
+            self._work = read(lambda other: memory[self._layout.span(other)])
             self._loaded = fetching.record()
         self._become(PageState.LOADING)
         self._pool.ledger.record(Activity.GATHER, self._name, self._layout.page_bytes - self._layout.shard_bytes)
@@ -206,4 +206,4 @@ class Page:
     def own_part(self, slot: int) -> torch.Tensor:
         """What this rank owns of a parameter, as it is in the page."""
         place = self._layout.slots[slot]
-        return self.memory[place.offset : place.end][self._layout.within(place, self._rank)]
+        return self.memory[place.offset : place.end][self._layout.within(place, self._shard)]

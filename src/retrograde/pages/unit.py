@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from retrograde.layout import Layout
+from retrograde.layout import Grid, Layout
 from retrograde.pages.edit_log import EditLog
 from retrograde.pages.full_tensor import FullTensor
 from retrograde.pages.page import Page
@@ -26,7 +26,7 @@ class Coherence(Protocol):
     """What pages need of the other ranks: their shards as this rank sees them now, and leave to write."""
 
     def read(self, unit: "Unit", into: Callable[[int], torch.Tensor]) -> Work:
-        """Start reading every other rank's shard into `into(rank)`."""
+        """Start reading the shards that this rank does not hold, each into `into(shard)`."""
 
     def writing(self, what: str, unit: "Unit", slot: int) -> AbstractContextManager[None]:
         """Around an edit of a parameter's piece in place: no other rank reads what it was before."""
@@ -49,15 +49,16 @@ class Unit:
         layout: Layout,
         leaves: Sequence[nn.Parameter],
         memory: torch.Tensor,
-        rank: int,
+        grid: Grid,
         pool: BufferPool,
         coherence: Coherence,
     ) -> None:
-        """`memory` is the shard, or the whole page with the shard inside it when pages stay (or world is 1)."""
+        """`memory` is the shard, or the whole page with the shard inside it when pages stay (or there is one shard)."""
         self.index = index
         self.name = name
         self.layout = layout
-        self.rank = rank
+        self.grid = grid
+        self.rank = grid.shard  # among those that hold the unit together; `grid.rank` is its number among all
         self.leaves = tuple(leaves)
         self.trained = [leaf.requires_grad for leaf in leaves]  # kept by the leaves (parameters/leaf.py)
         # Plain tensors that share the leaves' memory and version counters: reading a leaf itself is slower.
@@ -66,8 +67,8 @@ class Unit:
         self.version_at_rest = self.version  # when the weights last were as all ranks know (coordination/fences.py)
         self.frozen_handles: weakref.WeakSet[object] = weakref.WeakSet()  # of frozen parameters, in graphs
         at_home = memory.numel() == layout.padded_numel
-        self.shard = memory[layout.span(rank)] if at_home else memory
-        self.page = Page(name, layout, rank, self._full_tensors(), memory if at_home else None, pool)
+        self.shard = memory[layout.span(self.rank)] if at_home else memory
+        self.page = Page(name, layout, self.rank, self._full_tensors(), memory if at_home else None, pool)
         self._coherence = coherence
         self._read_at: int | None = None  # the leaves' version that the page has, once it was read
 

@@ -112,11 +112,20 @@ def drawn(call: Call) -> Any:
     with without_torch_function():
         blank = part.slot.full(torch.empty(part.slot.numel, dtype=part.dtype, device=part.device)).view(part.shape)
         blank.requires_grad_(part.requires_grad)  # torch may refuse to edit a leaf
-        mine = part.cut(call.func(blank, *rest, **call.kwargs).detach())
+        mine = _same_in_replicas(part, part.cut(call.func(blank, *rest, **call.kwargs).detach()))
     if not edits(call.name):
         return part.derive(mine.clone())
     with torch.no_grad(), _writing(call.name, [part]), without_torch_function():
         return part.copy_(mine)
+
+
+def _same_in_replicas(part: Part, mine: torch.Tensor) -> torch.Tensor:
+    """Ranks may have seeds of their own. Those that hold the same elements take the first replica's."""
+    grid = part.unit.grid
+    if grid.replicas == 1:
+        return mine
+    everybodys = part.coordinator.values(f"random numbers for {part.slot.name}", mine.clone)
+    return everybodys[grid.first_holder(grid.rank)]
 
 
 # ---- on the full tensor

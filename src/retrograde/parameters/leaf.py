@@ -158,7 +158,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
         """What `state_dict()` has of it (copies.py)."""
         full = self.full()
         if self.copies is None:
-            self.copies = StateDictCopies(self.slot.name, self.unit.rank, full.dtype, full.device)
+            self.copies = StateDictCopies(self.slot.name, self.unit.grid.rank, full.dtype, full.device)
         return self.copies.copy(full, version_of(self.unit.pieces[self.place]), destination)
 
     def check_copies(self) -> None:

@@ -49,5 +49,5 @@ def _refuse(tensor: Any, who: str, why: str) -> None:
     if not isinstance(tensor, Part) or tensor.unit.layout.world == 1:
         return
     raise UnsupportedError(
-        f"rank {tensor.unit.rank}: {who} was given this rank's piece of parameter {tensor.slot.name}: {why}"
+        f"rank {tensor.unit.grid.rank}: {who} was given this rank's piece of parameter {tensor.slot.name}: {why}"
     )

@@ -55,7 +55,7 @@ class Part(torch.Tensor):
 
     @property
     def called(self) -> str:
-        return f"rank {self.unit.rank}: parameter {self.slot.name}"
+        return f"rank {self.unit.grid.rank}: parameter {self.slot.name}"
 
     # ---- the whole's shape
     @property
@@ -118,8 +118,8 @@ class Part(torch.Tensor):
         """Has each rank the same elements of both? All ranks find the same."""
         if self._owner is other._owner and self.place == other.place:
             return True
-        one, two = self.unit.layout, other.unit.layout
-        return one.world == two.world and one.cuts[self.place] == two.cuts[other.place]
+        one, two = self.unit, other.unit
+        return one.grid.owners == two.grid.owners and one.layout.cuts[self.place] == two.layout.cuts[other.place]
 
     def become_whole(self) -> None:
         """From now on it is a plain tensor with all elements, on every rank."""

@@ -74,7 +74,7 @@ class ShardedTensor(Part):
         held = f"elements {mine.start} to {mine.stop}" if mine.start < mine.stop else "nothing of it"
         return (
             f"{type(self).__name__}({slot.name}, shape={tuple(self._shape)}, dtype={self.dtype}, "
-            f"requires_grad={self.requires_grad}, rank {unit.rank} of {unit.layout.world} has {held})"
+            f"requires_grad={self.requires_grad}, rank {unit.grid.rank} of {unit.grid.world} has {held})"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:

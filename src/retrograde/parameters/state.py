@@ -46,11 +46,12 @@ class Origin(NamedTuple):
 
     @staticmethod
     def of(part: ShardedTensor) -> "Origin":
-        layout, slot, rank = part.unit.layout, part.slot, part.unit.rank
-        mine = layout.within(slot, rank)
+        unit, slot = part.unit, part.slot
+        mine = unit.layout.within(slot, unit.rank)
         if mine.start == mine.stop:
             mine = slice(0, 0)  # a rank that has nothing of it
-        return Origin(slot.name, rank, layout.world, tuple(slot.shape), slot.strides, mine.start, mine.stop)
+        who = unit.grid
+        return Origin(slot.name, who.rank, who.world, tuple(slot.shape), slot.strides, mine.start, mine.stop)
 
     @property
     def numel(self) -> int:

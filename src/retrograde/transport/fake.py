@@ -6,7 +6,7 @@ nothing; what is counted, and when, is what the ranks of that world would count.
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NoReturn
 
 import torch
@@ -59,10 +59,6 @@ class FakeTransport:
         self._ready: list[Key] = []
         self._put: dict[Key, torch.dtype] = {}
 
-    @property
-    def _peers(self) -> list[int]:
-        return [rank for rank in range(self.world) if rank != self.rank]
-
     def allocate(self, memory: Memory, numel: int, dtype: torch.dtype, stream: Stream) -> torch.Tensor:
         self.allocated[memory] += numel * dtype.itemsize
         return stream.empty(numel, dtype)
@@ -72,8 +68,8 @@ class FakeTransport:
         self.nbytes[what] += nbytes
 
     # ---- shards
-    def read(self, unit: int, name: str, stamp: Stamp, into: Callable[[int], torch.Tensor]) -> Work:
-        self._count("read", sum(into(src).nbytes for src in self._peers))
+    def read(self, unit: int, name: str, stamp: Stamp, into: Mapping[int, torch.Tensor]) -> Work:
+        self._count("read", sum(memory.nbytes for memory in into.values()))
         return _Done()
 
     def shards_changed(self) -> None:

@@ -1,9 +1,10 @@
-"""Which ranks are meant: from what users give to a process group of torch.distributed."""
+"""Which ranks are meant: from what users give to a process group of torch.distributed, and who is where in it."""
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from retrograde.arguments import Refusal
+from retrograde.layout import Grid
 
 GroupOfRanks = DeviceMesh | dist.ProcessGroup | None
 
@@ -20,9 +21,53 @@ def process_group_of(ranks: GroupOfRanks, name: str, example: str, error: Refusa
         )
     if isinstance(ranks, DeviceMesh):
         if ranks.ndim != 1:
-            raise error(f"{name} has dimensions {ranks.mesh_dim_names}; give one of them, as {example}")
+            raise error(f"{name} has dimensions {_called(ranks)}; give one of them, as {example}")
         return ranks.get_group()
     if ranks is not None:
         return ranks
     assert dist.group.WORLD is not None  # there is one while torch.distributed is initialized
     return dist.group.WORLD
+
+
+# ---- meshes of two dimensions: (replicate, shard)
+REPLICATE, SHARD = "replicate", "shard"
+
+
+def group_of_replicas(mesh: DeviceMesh, name: str, error: Refusal) -> dist.ProcessGroup:
+    """The group of all ranks of a mesh (replicate, shard). All of them call this, if it has not all ranks there are."""
+    _check_dimensions(mesh, name, error)
+    if mesh.get_coordinate() is None:
+        raise error(f"{name} has ranks {mesh.mesh.tolist()} and not rank {dist.get_rank()}; give a mesh with this rank")
+    members = mesh.mesh.flatten().tolist()
+    if len(members) == dist.get_world_size():
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    made = dist.new_group(members, use_local_synchronization=True, sort_ranks=False)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+def _check_dimensions(mesh: DeviceMesh, name: str, error: Refusal) -> None:
+    """Names may say more than that (`dp_replicate`). A mesh of two dimensions without names is taken as it is."""
+    if mesh.ndim != 2:
+        raise error(
+            f"{name} has dimensions {_called(mesh)}; give one of them, as mesh['dp'], or two of them, (replicate, "
+            f"shard), as mesh['dp_replicate', 'dp_shard']"
+        )
+    names = mesh.mesh_dim_names
+    if names is not None and not (REPLICATE in names[0] and SHARD in names[1]):
+        raise error(
+            f"{name} has dimensions {names}, not (replicate, shard); give one of them, as mesh[{names[0]!r}], "
+            f'or for replicas of a sharded model a mesh with mesh_dim_names=("replicate", "shard"), in this order'
+        )
+
+
+def grid_of(mesh: DeviceMesh, group: dist.ProcessGroup) -> Grid:
+    """Who is where on a mesh (replicate, shard), with ranks numbered as they are in the group."""
+    place = {rank: number for number, rank in enumerate(dist.get_process_group_ranks(group))}
+    rows = [[place[rank] for rank in row] for row in mesh.mesh.tolist()]
+    return Grid.of(place[dist.get_rank()], rows)
+
+
+def _called(mesh: DeviceMesh) -> str:
+    return str(tuple(mesh.mesh.shape) if mesh.mesh_dim_names is None else mesh.mesh_dim_names)

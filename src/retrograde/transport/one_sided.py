@@ -94,14 +94,15 @@ class OneSidedTransport:
         return stream.empty(numel, dtype)
 
     # ---- shards
-    def read(self, unit: int, name: str, stamp: Stamp, into: Callable[[int], torch.Tensor]) -> Work:
+    def read(self, unit: int, name: str, stamp: Stamp, into: Mapping[int, torch.Tensor]) -> Work:
         self.check()
-        for src in self.connections.peers:
-            self._reading[unit, src] = into(src)
+        owners = list(into)  # of their memory nothing is kept once it has come
+        for src, memory in into.items():
+            self._reading[unit, src] = memory
             self._send(src, Read(self.number, unit, stamp))
 
         def missing() -> list[int]:
-            return [src for src in self.connections.peers if (unit, src) in self._reading]
+            return [src for src in owners if (unit, src) in self._reading]
 
         return _RankWork(self, missing, f"reading unit {name}")
 

@@ -21,7 +21,7 @@ Rule 4: every wait has a time limit. When it has passed, or when a rank has fail
         error that names the rank and the cause.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum, auto
 from typing import NamedTuple, NoReturn, Protocol
@@ -93,8 +93,8 @@ class Transport(Protocol):
         """Memory of the stream's device, not initialized: all of a storage that nothing else has."""
 
     # ---- shards
-    def read(self, unit: int, name: str, stamp: Stamp, into: Callable[[int], torch.Tensor]) -> Work:
-        """Start reading every other rank's shard of `unit`, in the state `stamp`, into `into(rank)`."""
+    def read(self, unit: int, name: str, stamp: Stamp, into: Mapping[int, torch.Tensor]) -> Work:
+        """Start reading the shards that these ranks have of `unit`, in the state `stamp`, each into its tensor."""
 
     def shards_changed(self) -> None:
         """This rank's shards have changed: a reader that had to wait may be served now."""

@@ -119,18 +119,14 @@ class ThreadTransport:
             shared.transports[rank] = self
             shared.changed.notify_all()
 
-    @property
-    def _peers(self) -> list[int]:
-        return [rank for rank in range(self.world) if rank != self.rank]
-
     def allocate(self, memory: Memory, numel: int, dtype: torch.dtype, stream: Stream) -> torch.Tensor:
         return stream.empty(numel, dtype)
 
     # ---- shards
-    def read(self, unit: int, name: str, stamp: Stamp, into: Callable[[int], torch.Tensor]) -> Work:
+    def read(self, unit: int, name: str, stamp: Stamp, into: Mapping[int, torch.Tensor]) -> Work:
         """The owner's shard is copied when it is in the state asked for: now, or when this rank waits for it."""
         self.check()
-        missing = {src: into(src) for src in self._peers}
+        missing = dict(into)
 
         def copy_those_there() -> bool:
             for src in list(missing):
