@@ -1,10 +1,12 @@
 """Pure arithmetic: which parameters form a unit, and where each lies in the flat buffer and the shards."""
 
+from retrograde.layout.boxes import Box, slot_boxes, view_box
 from retrograde.layout.flat import Layout, Slot, is_dense, row_by_row, strides_of
 from retrograde.layout.policy import Policy, Precision, check_reduce, check_stage, parse_bytes
 from retrograde.layout.units import Units, UnitSpec, check_units, find_units
 
 __all__ = [
+    "Box",
     "Layout",
     "Policy",
     "Precision",
@@ -18,5 +20,7 @@ __all__ = [
     "is_dense",
     "parse_bytes",
     "row_by_row",
+    "slot_boxes",
     "strides_of",
+    "view_box",
 ]
