@@ -23,6 +23,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean, median
 
+from rich.console import Console
+from rich.progress import track
+
 from benchmarks import meters
 from benchmarks.crew import ENVIRONMENT, Crew, CrewError
 from benchmarks.overhead_rank import (
@@ -70,13 +73,14 @@ class Rounds:
             costs.seconds[engine] = {case: [] for case in self._cases}
             costs.main_thread[engine] = {case: [] for case in self._cases}
 
-    def run(self, rounds: int, deadline: float) -> None:
+    def run(self, rounds: int, deadline: float, console: Console) -> None:
         """At least one, and none that begins after the deadline."""
         self._take(random.Random(0))
         busy = meters.machine_busy_seconds() - self._our_cpu_seconds()
         began = time.monotonic()
-        for number in range(1, rounds):
+        for number in track(range(1, rounds), "rounds", console=console, transient=True):
             if time.monotonic() > deadline:
+                console.print(f"stopped after {number} rounds: the time limit is reached", highlight=False)
                 break
             self._take(random.Random(number))
         busy = meters.machine_busy_seconds() - self._our_cpu_seconds() - busy
@@ -106,7 +110,7 @@ def _seconds(case: Case, ranks: list[Measured]) -> float:
     return fmean(median(rank.cpu) for rank in ranks)
 
 
-def measure(work: SmallParameters, rounds: int, patience: float, limit: float) -> Costs:
+def measure(work: SmallParameters, rounds: int, patience: float, limit: float, console: Console) -> Costs:
     """`patience`: seconds a rank may take to answer; `limit`: seconds after which no round is begun."""
     deadline = time.monotonic() + limit
     costs = Costs(_setting(work))
@@ -114,9 +118,10 @@ def measure(work: SmallParameters, rounds: int, patience: float, limit: float) -
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="retrograde-overhead-")))
         crews = {}
         for engine in ENGINES:
+            console.print(f"starting {engine}", highlight=False)
             crew = Crew(engine, work, _WORLD, logs, patience, OverheadRank)
             crews[engine] = stack.enter_context(crew)
-        Rounds(crews, costs).run(rounds, deadline)
+        Rounds(crews, costs).run(rounds, deadline, console)
     return costs
 
 
@@ -150,7 +155,7 @@ def _operations_grid(costs: Costs, cases: list[Case]) -> Grid:
 
 
 def _step_grid(costs: Costs, case: Case) -> Grid:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for engine, taken in costs.seconds.items():
         ratio = "1.00" if engine == PLAIN else ranged(costs.over_plain(engine, case))
         rows.append((engine, f"{1e3 * median(taken[case]):.1f}", ratio))
@@ -198,7 +203,8 @@ def main(argv: list[str] | None = None) -> int:
     console = wide_console()
     rounds = 2 if options.tiny else options.rounds
     try:
-        costs = measure(SMOKE if options.tiny else SmallParameters(), rounds, options.patience, options.limit)
+        work = SMOKE if options.tiny else SmallParameters()
+        costs = measure(work, rounds, options.patience, options.limit, console)
     except CrewError as error:
         console.print(f"FAILED {error}", markup=False, highlight=False)
         return 1
