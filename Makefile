@@ -23,7 +23,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE
 N ?= 1000
 SEED ?= 0
 
-.PHONY: help demo quick test test-all lint fuzz patterns bench clean
+.PHONY: help demo quick test test-all lint fuzz patterns bench bench-overhead clean
 
 help:
 	@echo "make demo      train a small GPT on 2 ranks, stage 3, and compare it with plain torch"
@@ -34,6 +34,7 @@ help:
 	@echo "make fuzz      random models and programs against plain torch: N=1000 of them, from SEED=0 on"
 	@echo "make patterns  run the free-form backward matrix and put its table into docs/matrix.md"
 	@echo "make bench     time retrograde and its peers, and fill docs/benchmarks.md and README.md"
+	@echo "make bench-overhead  what sharding costs per small parameter, into docs/benchmarks.md, in ten minutes"
 	@echo "make clean     remove the virtual environment and everything built"
 
 # The first interpreter that runs and is new enough; a name on PATH alone may be a shim that does not.
@@ -93,6 +94,10 @@ patterns: $(READY)
 bench: $(PEERS)
 	@$(PY) -m benchmarks.run
 	@$(PY) tools/fill_tables.py benchmarks benchmarks/results
+
+bench-overhead: $(READY)
+	@$(PY) -m benchmarks.overhead
+	@$(PY) tools/fill_tables.py overhead benchmarks/results/latest-overhead.md
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -88,19 +88,25 @@ def _ddp_zero(model: GPT, work: Workload) -> Training:
     return Training(_torch_step(wrapped, optimizer))
 
 
+def fully_shard_blocks(model: nn.Module, blocks: Iterable[nn.Module], reshard: bool) -> None:
+    """Each block is a unit, and what is left is the root's."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    # None is torch's default: every unit but the root, which backward needs at once, drops its weights.
+    policy = None if reshard else False
+    for block in blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=policy)
+    fully_shard(model, mesh=mesh, reshard_after_forward=policy)
+
+
 def _fsdp2(reshard: bool, compiled: bool = False) -> Setup:
     def setup(model: GPT, work: Workload) -> Training:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-        # None is torch's default: every unit but the root, which backward needs at once, drops its weights.
-        policy = None if reshard else False
-        for block in model.blocks:
-            if compiled:
+        if compiled:
+            for block in model.blocks:
                 block.compile()  # block by block, as torchtitan does
-            fully_shard(block, mesh=mesh, reshard_after_forward=policy)
-        fully_shard(model, mesh=mesh, reshard_after_forward=policy)
+        fully_shard_blocks(model, model.blocks, reshard)
         return Training(_torch_step(model, _adamw(model, work)))
 
     return setup

@@ -5,14 +5,14 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from benchmarks import worker
-from benchmarks.model import Workload
-from benchmarks.protocol import Close, Command, Failed, Ready, Seat
+from benchmarks.protocol import Close, Failed, Seat
 
 # Inherited by the ranks, and read by libraries while they are imported.
 ENVIRONMENT = {
@@ -33,7 +33,16 @@ class CrewError(Exception):
 
 
 class Crew:
-    def __init__(self, contender: str, work: Workload, world: int, logs: Path, limit: float) -> None:
+    def __init__(
+        self,
+        contender: str,
+        work: Any,
+        world: int,
+        logs: Path,
+        limit: float,
+        member: Callable[[Seat[Any]], worker.Member] = worker.Rank,
+    ) -> None:
+        """`member` makes a rank of a seat in the new process, and `work` is what it is given to do."""
         self.contender = contender
         self._limit = limit
         self._logs = [logs / f"{contender}-{rank}.log" for rank in range(world)]
@@ -47,17 +56,17 @@ class Crew:
                 log = str(self._logs[rank])
                 seat = Seat(contender, work, rank, world, self._store.port, log, os.getpid(), limit)
                 ours, theirs = spawn.Pipe()
-                process = spawn.Process(target=worker.main, args=(seat, theirs), daemon=True)
+                process = spawn.Process(target=worker.main, args=(seat, theirs, member), daemon=True)
                 process.start()
                 theirs.close()  # so that a dead rank is seen as the end of its pipe
                 self._processes.append(process)
                 self._pipes.append(ours)
-            self.ready: list[Ready] = self._answers()
+            self.ready = self._answers()
         except BaseException:
             self.kill()
             raise
 
-    def ask(self, command: Command) -> list[Any]:
+    def ask(self, command: object) -> list[Any]:
         """Send `command` to every rank at once and wait for all answers."""
         for rank, pipe in enumerate(self._pipes):
             try:

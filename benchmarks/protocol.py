@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from benchmarks.model import Workload
+Work = TypeVar("Work")
 
 
 @dataclass(frozen=True)
-class Seat:
+class Seat(Generic[Work]):
     """Where a rank sits: everything a new process needs to become a contender's rank."""
 
     contender: str
-    work: Workload
+    work: Work
     rank: int
     world: int
     port: int
@@ -37,9 +38,6 @@ class Count:
 @dataclass(frozen=True)
 class Close:
     """Leave the process group and end."""
-
-
-Command = Turn | Count | Close
 
 
 @dataclass(frozen=True)
@@ -74,6 +72,3 @@ class Closed:
 @dataclass(frozen=True)
 class Failed:
     error: str
-
-
-Reply = Ready | TurnTaken | Counted | Closed | Failed

@@ -60,7 +60,7 @@ def _overview(results: Results) -> Grid:
     limit = results.records.get(LIMIT)
     rows = []
     for record in results.records.values():
-        ratio = _range(record.over(limit)) if limit and record is not limit else "1.00"
+        ratio = ranged(record.over(limit)) if limit and record is not limit else "1.00"
         rows.append(
             (
                 record.name,
@@ -79,7 +79,7 @@ def _overview(results: Results) -> Grid:
 def _against_peers(results: Results) -> Grid:
     ours = [record for name, record in results.records.items() if name.startswith("retrograde")]
     peers = [record for name, record in results.records.items() if not name.startswith(("retrograde", LIMIT))]
-    rows = [(peer.name, *(_range(peer.over(mine)) for mine in ours)) for peer in peers if ours]
+    rows = [(peer.name, *(ranged(peer.over(mine)) for mine in ours)) for peer in peers if ours]
     columns = ("peer's step time ÷", *(mine.name for mine in ours))
     return Grid("Above 1, retrograde is faster", columns, rows)
 
@@ -90,7 +90,7 @@ def _promises(results: Results) -> Grid:
     return Grid("Promises (ms, MiB)", ("claim", "ours", "theirs", "kept"), rows)
 
 
-def _range(spread: Spread) -> str:
+def ranged(spread: Spread) -> str:
     return f"{spread.median:.2f} ({spread.low:.2f} to {spread.high:.2f})"
 
 
@@ -106,9 +106,9 @@ def notes(results: Results) -> list[str]:
     load = sorted(results.other_load)
     if load:
         middle = load[len(load) // 2]
-        worst = load[-1]
-        doubt = "" if middle <= _QUIET_ENOUGH else ": not a quiet machine, do not trust these figures"
-        found.append(f"Others used {middle:.0%} of the machine in a median turn, at most {worst:.0%}{doubt}.")
+        found.append(
+            f"Others used {middle:.0%} of the machine in a median turn, at most {load[-1]:.0%}{doubt(middle)}."
+        )
     check = check_losses(results.records)
     if check and len(check.deviation) > 1:
         far = max(check.deviation.values())
@@ -120,6 +120,11 @@ def notes(results: Results) -> list[str]:
     found += [f"Not run: {', '.join(names)}: {why}." for why, names in _grouped(results.absent).items()]
     found += [f"Failed: {name}." for name in results.failed]
     return found
+
+
+def doubt(other_load: float) -> str:
+    """What is to be said of figures while others used this share of the machine."""
+    return "" if other_load <= _QUIET_ENOUGH else ": not a quiet machine, do not trust these figures"
 
 
 def _grouped(reasons: dict[str, str]) -> dict[str, list[str]]:

@@ -1,4 +1,7 @@
-"""One rank of one contender: builds it, then sleeps on a pipe and runs a turn when it is told to."""
+"""One rank of one contender: builds it, then sleeps on a pipe and runs a turn when it is told to.
+
+`Member` is what the ranks of all benchmarks have in common, `Rank` is one that trains the GPT.
+"""
 
 from __future__ import annotations
 
@@ -12,31 +15,44 @@ from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from benchmarks import meters
 from benchmarks.contenders import CONTENDERS
-from benchmarks.model import Batches, build
-from benchmarks.protocol import (
-    Close,
-    Closed,
-    Command,
-    Count,
-    Counted,
-    Failed,
-    Ready,
-    Reply,
-    Seat,
-    Turn,
-    TurnTaken,
-)
+from benchmarks.model import Batches, Workload, build
+from benchmarks.protocol import Close, Closed, Count, Counted, Failed, Ready, Seat, Turn, TurnTaken
 
+Handlers = dict[type, Callable[..., object]]  # by the type of a command; what they return is the reply
 _PR_SET_PDEATHSIG = 1
 
 
-def main(seat: Seat, pipe: Connection) -> None:
+class Member:
+    """Answers commands until it is told to close."""
+
+    ready: object  # the first reply, sent before there is a command
+
+    def handlers(self) -> Handlers:
+        raise NotImplementedError
+
+    def serve(self, pipe: Connection) -> None:
+        handlers = self.handlers()
+        while True:
+            command = pipe.recv()
+            if isinstance(command, Close):
+                pipe.send(self._close())
+                return
+            pipe.send(handlers[type(command)](command))
+
+    def _close(self) -> Closed:
+        dist.barrier()
+        dist.destroy_process_group()
+        return Closed()
+
+
+def main(seat: Seat[Any], pipe: Connection, member: Callable[[Seat[Any]], Member]) -> None:
     # A rank may be stuck in a collective when the harness is killed, and would then outlive it.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != seat.harness:  # it was killed before the line above
@@ -44,7 +60,7 @@ def main(seat: Seat, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the harness's to handle
     _redirect_output(seat.log)
     try:
-        rank = Rank(seat)
+        rank = member(seat)
         pipe.send(rank.ready)
         rank.serve(pipe)
     except EOFError:  # the harness closed its end
@@ -54,10 +70,10 @@ def main(seat: Seat, pipe: Connection) -> None:
         os._exit(1)  # a clean exit would wait for peers that may never answer
 
 
-class Rank:
-    def __init__(self, seat: Seat) -> None:
+class Rank(Member):
+    def __init__(self, seat: Seat[Workload]) -> None:
         torch.set_num_threads(1)
-        _join(seat)
+        join_ranks(seat)
         contender = CONTENDERS[seat.contender]
         importlib.import_module(contender.package)
         base = meters.memory_bytes("VmRSS")
@@ -69,14 +85,8 @@ class Rank:
         self._asleep_since = time.perf_counter()
         self._cpu_when_asleep = time.process_time()
 
-    def serve(self, pipe: Connection) -> None:
-        handlers: dict[type, Callable[..., Reply]]
-        handlers = {Turn: self._turn, Count: self._count, Close: self._close}
-        while True:
-            command: Command = pipe.recv()
-            pipe.send(handlers[type(command)](command))
-            if isinstance(command, Close):
-                return
+    def handlers(self) -> Handlers:
+        return {Turn: self._turn, Count: self._count}
 
     def _turn(self, turn: Turn) -> TurnTaken:
         idle = time.perf_counter() - self._asleep_since
@@ -115,13 +125,8 @@ class Rank:
         meters.return_free_memory()
         return Counted(calls, dict(Counter(after) - Counter(before)))
 
-    def _close(self, _: Close) -> Closed:
-        dist.barrier()
-        dist.destroy_process_group()
-        return Closed()
 
-
-def _join(seat: Seat) -> None:
+def join_ranks(seat: Seat[Any]) -> None:
     # The names torchrun would have set: DeepSpeed reads them even when the group exists already.
     os.environ.update(
         MASTER_ADDR="127.0.0.1",

@@ -1,6 +1,7 @@
-"""Put tables from runs between their markers: fill_tables.py patterns FILE, or fill_tables.py benchmarks FOLDER.
+"""Put tables from runs between their markers: fill_tables.py NAME FILE, or fill_tables.py benchmarks FOLDER.
 
 `patterns`: FILE is the output of `python -m tests.patterns.table`; it goes into docs/matrix.md.
+`overhead`: FILE is what `python -m benchmarks.overhead` has written; it goes into docs/benchmarks.md.
 `benchmarks`: FOLDER has latest.md, which goes into docs/benchmarks.md, and latest.json, from which the five figures on
 the README's first screen are made.
 """
@@ -25,6 +26,7 @@ class Block(NamedTuple):
 BLOCKS = {
     "patterns": Block(MATRIX, "patterns"),
     "benchmarks": Block(BENCHMARKS, "benchmarks"),
+    "overhead": Block(BENCHMARKS, "overhead"),
     "figures": Block(README, "figures"),
 }
 
@@ -92,8 +94,8 @@ def figures(results: dict[str, Any]) -> str:
 
 def main() -> None:
     which, source = sys.argv[1], Path(sys.argv[2])
-    if which == "patterns":
-        fill("patterns", source.read_text(encoding="utf-8"))
+    if which in ("patterns", "overhead"):
+        fill(which, source.read_text(encoding="utf-8"))
         return
     fill("benchmarks", (source / "latest.md").read_text(encoding="utf-8"))
     fill("figures", figures(json.loads((source / "latest.json").read_text(encoding="utf-8"))))

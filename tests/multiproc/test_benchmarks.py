@@ -72,6 +72,17 @@ def test_the_cost_of_hooks_is_measured(tmp_path: Path) -> None:
     assert "retrograde, stage 3" in found["over_plain"]
 
 
+def test_the_cost_per_parameter_is_measured(tmp_path: Path) -> None:
+    done = run("benchmarks.overhead", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout
+    found = json.loads((tmp_path / "tiny-overhead.json").read_text())["costs"]
+    assert {cost["engine"] for cost in found} == {"plain", "fsdp2", "retrograde-3"}
+    assert len(found) == 3 * (2 * 7 + 1)  # seven operations on two numbers of parameters, and the whole step
+    assert all(len(cost["seconds"]) == 2 and min(cost["seconds"]) > 0 for cost in found)
+    assert (tmp_path / "tiny-overhead.md").read_text().startswith("**CPU time per parameter and call")
+    assert not list(tmp_path.glob("latest*"))
+
+
 def test_a_rank_that_dies_is_named_and_takes_its_crew_along(tmp_path: Path) -> None:
     with Crew("alone", TINY, world=2, logs=tmp_path, limit=60.0) as crew:
         assert len(crew.ask(Turn(steps=1, settle=0))) == 2

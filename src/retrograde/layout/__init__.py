@@ -1,11 +1,13 @@
 """Pure arithmetic: which parameters form a unit, where each lies in the flat buffer and the shards, on whom."""
 
+from retrograde.layout.boxes import Box, slot_boxes, view_box
 from retrograde.layout.flat import Layout, Slot, is_dense, row_by_row, strides_of
 from retrograde.layout.grid import Grid
 from retrograde.layout.policy import Policy, Precision, check_reduce, check_stage, parse_bytes
 from retrograde.layout.units import Units, UnitSpec, check_units, find_units
 
 __all__ = [
+    "Box",
     "Grid",
     "Layout",
     "Policy",
@@ -20,5 +22,7 @@ __all__ = [
     "is_dense",
     "parse_bytes",
     "row_by_row",
+    "slot_boxes",
     "strides_of",
+    "view_box",
 ]

@@ -34,6 +34,15 @@ class Slot(NamedTuple):
     def numel(self) -> int:
         return self.end - self.offset
 
+    @property
+    def outermost_first(self) -> tuple[int, ...]:
+        """The dimensions in the order in which they lie in memory."""
+        dims = tuple(range(len(self.shape)))
+        if self.strides is None:
+            return dims
+        strides = self.strides
+        return tuple(sorted(dims, key=lambda dim: strides[dim], reverse=True))
+
     def full(self, flat: torch.Tensor) -> torch.Tensor:
         """The parameter, in its true shape, as a view of its elements in memory order."""
         if self.strides is None:
@@ -44,9 +53,7 @@ class Slot(NamedTuple):
         """The elements of a tensor in the parameter's shape, in memory order. A view where that is possible."""
         if self.strides is None:
             return full.reshape(-1)
-        strides = self.strides
-        outermost_first = sorted(range(len(strides)), key=lambda dim: strides[dim], reverse=True)
-        return full.reshape(self.shape).permute(outermost_first).reshape(-1)
+        return full.reshape(self.shape).permute(self.outermost_first).reshape(-1)
 
 
 def strides_of(param: torch.Tensor) -> Strides | None:
