@@ -25,6 +25,7 @@ class Sharding(Protocol):
     """The engine, as modules see it."""
 
     saved: SavedTensors
+    saves_shards: bool  # state dicts are sharded, for now
 
     @property
     def grow(self) -> Callable[[], None]:
@@ -63,7 +64,10 @@ class Sharded(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, leaf in leaves(self).items():
+        sharded = leaves(self)
+        if not sharded or self._retrograde_engine.saves_shards:
+            return
+        for name, leaf in sharded.items():
             if prefix + name in destination:
                 destination[prefix + name] = leaf.full() if keep_vars else leaf.copy_for(destination)
 
