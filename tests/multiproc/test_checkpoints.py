@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint: what is saved at one number of ranks, stage and grouping of units is read at another."""
+"""torch.distributed.checkpoint: what is saved at one number of ranks, stage and grouping is read at another."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def _waits(rank: int, world: int, path: str) -> None:
     state = {"model": engine.state_dict()}
     dcp.load(state, checkpoint_id=path)
     assert not any(value.any() for value in model.state_dict().values())
-    with pytest.raises(Exception, match=r"load into engine\.state_dict\(\)"):  # in torch's own CheckpointException
+    with pytest.raises(BaseException, match=r"load into engine\.state_dict\(\)"):  # a CheckpointException is no other
         dcp.load({"model": leaves}, checkpoint_id=path)
     engine.load_state_dict(state["model"])
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

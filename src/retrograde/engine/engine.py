@@ -39,10 +39,12 @@ class Engine:
         grid: Grid,
         fence: WriteFence,
         enlist_added: Callable[["Engine"], None],
+        copy_model: Callable[[dict[int, Any]], nn.Module],
     ) -> None:
         """The only place that knows which class stands behind which door."""
         self.model = model
         self.grow = growth(lambda: enlist_added(self))  # shards parameters that have joined the model meanwhile
+        self.copy_model = copy_model
         self.policy = policy
         self.device = device
         self.transport = transport
