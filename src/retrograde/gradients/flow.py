@@ -318,6 +318,11 @@ class GradientFlow:
         return {index: self._units[index].layout.page_bytes for index in self._pending}
 
     @property
+    def at_rest(self) -> bool:
+        """Has every gradient arrived? Asked at each look at `p.grad`."""
+        return not (self._backwards or self._pending or self._orphans)
+
+    @property
     def waits(self) -> bool:
         """Is there anything that a flush would reduce?"""
         return bool(self._pending or self._orphans)

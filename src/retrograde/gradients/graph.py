@@ -112,12 +112,15 @@ class UnitGraph:
     def packed(self, grad: torch.Tensor) -> Sequence[torch.Tensor | None]:
         """The pieces of a reduced gradient, for the leaves."""
         present = self._delivering if self._delivering is not None else self.flow.ready_for_pack(self.unit)
-        layout, rank = self.unit.layout, self.unit.rank
-        pieces = [
-            grad[layout.piece(slot, rank)] if there else None for slot, there in zip(layout.slots, present, strict=True)
-        ]
         self.arrived = list(present)
-        return pieces
+        pieces = self._pieces_of(grad)
+        return [piece if there else None for piece, there in zip(pieces, present, strict=True)]
+
+    def _pieces_of(self, grad: torch.Tensor) -> Sequence[torch.Tensor]:
+        layout, rank = self.unit.layout, self.unit.rank
+        if torch.is_grad_enabled():  # what `split` returns may not be edited in place where it is part of a graph
+            return [grad[layout.piece(slot, rank)] for slot in layout.slots]
+        return grad.split_with_sizes(layout.runs(rank))[1::2]
 
     def nothing_packed(self) -> Sequence[None]:
         self.arrived = [False] * len(self.unit.leaves)

@@ -6,6 +6,7 @@ in another order elsewhere. A parameter's *piece* on a rank is the overlap of th
 may be empty, and it may be the whole parameter.
 """
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -126,6 +127,17 @@ class Layout:
         """The part of `rank`'s shard that belongs to `slot`, in shard coordinates; it may be empty."""
         low, high = (at - rank * self.shard_numel for at in (slot.offset, slot.end))
         return slice(min(max(low, 0), self.shard_numel), min(max(high, 0), self.shard_numel))
+
+    @functools.lru_cache(maxsize=2)  # noqa: B019 - a layout lives as long as its unit
+    def runs(self, rank: int) -> list[int]:
+        """`rank`'s shard end to end: the sizes of a gap, a piece, a gap, ..., a piece, and the gap at the end."""
+        sizes = []
+        at = 0
+        for slot in self.slots:
+            piece = self.piece(slot, rank)
+            sizes += [max(piece.start - at, 0), piece.stop - piece.start]
+            at = max(at, piece.stop)
+        return [*sizes, self.shard_numel - at]
 
     def within(self, slot: Slot, rank: int) -> slice:
         """The same piece in coordinates of the flattened parameter."""

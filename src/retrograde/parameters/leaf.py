@@ -103,7 +103,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
     @property
     def grad(self) -> torch.Tensor | None:
         owner = self._owner()
-        if owner is not None:
+        if owner is not None and not owner.flow.at_rest:
             owner.coordinator.flush_pending_gradients("p.grad was read")
         with without_torch_function():
             raw = raw_grad(self)

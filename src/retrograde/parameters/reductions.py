@@ -87,26 +87,27 @@ def _order(given: Any) -> float:
 def norms(parts: Sequence[Part], order: float) -> list[Number]:
     """The norms of the wholes, in one meeting."""
 
+    with without_torch_function():
+        dtypes = [part.dtype for part in parts]
+
     def mine() -> torch.Tensor:
         with without_torch_function():
-            return _of_pieces(parts, order)
+            return _of_pieces(parts, order, any(dtype.is_complex for dtype in set(dtypes)))
 
     by_rank = torch.stack(everybodys(f"norm {order:g}", parts, mine))
     found = by_rank.sum(0) if order == 0 else torch.linalg.vector_norm(by_rank, order, dim=0)
-    with without_torch_function():
-        dtypes = [part.dtype.to_real() for part in parts]
     if len(set(dtypes)) == 1:
-        return list(found.to(dtypes[0]).unbind())
-    return [norm.to(dtype) for norm, dtype in zip(found.unbind(), dtypes, strict=True)]
+        return list(found.to(dtypes[0].to_real()).unbind())
+    return [norm.to(dtype.to_real()) for norm, dtype in zip(found.unbind(), dtypes, strict=True)]
 
 
-def _of_pieces(parts: Sequence[Part], order: float) -> torch.Tensor:
+def _of_pieces(parts: Sequence[Part], order: float, complex_ones: bool) -> torch.Tensor:
     """One number for each piece, in double precision. An empty one has 0, which changes no norm."""
     if math.isinf(order):
         nothing = torch.zeros((), dtype=torch.double)
         pieces = [part.local for part in parts]
         return torch.stack([piece.abs().amax().double() if piece.numel() else nothing for piece in pieces])
-    if any(part.is_complex() for part in parts):
+    if complex_ones:
         return torch.stack(norms_of([part.abs() for part in parts], order, dtype=torch.double))
     return torch.stack(norms_of(parts, order, dtype=torch.double))
 
