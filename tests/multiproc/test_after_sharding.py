@@ -177,9 +177,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], tuple[str, ...]]] = {
         lambda model: nn.utils.parametrizations.spectral_norm(model[1][0]),
         ("parametrizing parameter 1.0.weight", "before rg.shard()"),
     ),
-    "deepcopy": (copy.deepcopy, ("sharded Sequential cannot be copied", "build it as the first one", "rg.shard()")),
-    "AveragedModel": (torch.optim.swa_utils.AveragedModel, ("AveragedModel()", "torch._foreach_lerp_()")),
-    "deepcopy of a part": (lambda model: copy.deepcopy(model[1]), ("sharded Sequential cannot be copied",)),
+    "deepcopy of a part": (lambda model: copy.deepcopy(model[1]), ("part of a sharded model", "Copy the whole model")),
 }
 
 

@@ -20,6 +20,7 @@ Rule 5: a graph may edit given tensors, which share memory and version counter w
 Rule 6: without torch.compile a region costs one call.
 """
 
+import contextlib
 import functools
 import sys
 from collections.abc import Iterator, Sequence
@@ -33,9 +34,8 @@ from retrograde.compiling.backend import Keeping, Services
 from retrograde.compiling.inlined import GIVEN, Forward
 from retrograde.layout import UnitSpec
 from retrograde.parameters import ShardedParameter
-from retrograde.parameters.access import MADE, Sharded, leaves, specialize
+from retrograde.parameters.access import leaves, original_class, specialize
 from retrograde.torch_internals import (
-    ReadsWeightsAnew,
     backend_of,
     compiling_frames,
     dynamo_is_loaded,
@@ -194,13 +194,19 @@ def _layer(module: nn.Module, forward: Any) -> None:
     cls = type(module)
     if _LAYER not in vars(cls):
         body: dict[str, Any] = {name: inlined.given_or(name, getattr(cls, name)) for name in leaves(module)}
-        body |= {"forward": forward(cls.forward, _original(cls).forward), GIVEN: None, _LAYER: forward}
+        body |= {"forward": forward(cls.forward, original_class(cls).forward), GIVEN: None, _LAYER: forward}
         specialize(module, body, _LAYER, forward)
 
 
-def _original(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class the user gave the module."""
-    return next(each for each in cls.__mro__ if MADE not in vars(each) and each not in (Sharded, ReadsWeightsAnew))
+@contextlib.contextmanager
+def without_regions(model: nn.Module) -> Iterator[None]:
+    """For a while modules know of no regions: a copy of one has its own."""
+    taken = {module: module.__dict__.pop(REGION) for module in model.modules() if REGION in module.__dict__}
+    try:
+        yield
+    finally:
+        for module, region in taken.items():
+            module.__dict__[REGION] = region
 
 
 def _members(module: nn.Module, others: set[nn.Module]) -> Iterator[Member]:
@@ -212,7 +218,7 @@ def _members(module: nn.Module, others: set[nn.Module]) -> Iterator[Member]:
 
 
 def _compilable(module: nn.Module) -> Forward:
-    cls = _original(type(module))
+    cls = original_class(type(module))
     if cls.forward.__module__.split(".")[0] == "torch":
         # One for modules of the same sizes: they share graphs, and others do not count as their recompilations.
         shapes = [leaf.slot.shape for leaf in module.parameters() if isinstance(leaf, ShardedParameter)]

@@ -2,7 +2,8 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,10 +39,12 @@ class Engine:
         grid: Grid,
         fence: WriteFence,
         enlist_added: Callable[["Engine"], None],
+        copy_model: Callable[[dict[int, Any]], nn.Module],
     ) -> None:
         """The only place that knows which class stands behind which door."""
         self.model = model
         self.grow = growth(lambda: enlist_added(self))  # shards parameters that have joined the model meanwhile
+        self.copy_model = copy_model
         self.policy = policy
         self.device = device
         self.transport = transport
@@ -57,6 +60,7 @@ class Engine:
         self.pager = Pager(policy, self.pages, self.flow.recover)
         self.coordinator = Coordinator(transport, grid, meetings, fence, self.flow, self.pager)
         self.saved = SavedTensors(self.pager)
+        self.saves_shards = False
         self._fence = fence
         self._owners: list[Owner] = []
 
@@ -171,6 +175,20 @@ class Engine:
     def _whole_grads(self, leaves: list[ShardedParameter]) -> list[torch.Tensor | None]:
         self.coordinator.flush_pending_gradients("a gradient was read")
         return together("the gradient", leaves, lambda: [_piece_of_gradient(leaf) for leaf in leaves])
+
+    def state_dict(self) -> dict[str, Any]:
+        """`model.state_dict()` with sharded parameters, for torch.distributed.checkpoint.
+
+        They show the model's memory. What is read into them reaches the model with `load_state_dict()`."""
+        self.saves_shards = True
+        try:
+            return self.model.state_dict()
+        finally:
+            self.saves_shards = False
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+        """Load a state dict with sharded or whole parameters. For all ranks together, as `model.load_state_dict()`."""
+        return self.model.load_state_dict(state_dict, strict)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float | str = 2.0) -> torch.Tensor:
         """`torch.nn.utils.clip_grad_norm_` over this engine's parameters."""

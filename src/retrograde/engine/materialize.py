@@ -4,7 +4,7 @@ Modules are reset in the order in which constructing them would have drawn rando
 parents), so with the same seed the values are those of the model built on a real device, at any world size.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch import nn
@@ -37,12 +37,17 @@ def materialize(model: nn.Module, device: torch.device, move_in: Callable[[nn.Pa
             del made  # before the next module is made
 
 
-def check_resettable(model: nn.Module) -> None:
-    """Refuse before anything is changed."""
+def check_resettable(model: nn.Module, elsewhere: Collection[int]) -> None:
+    """Refuse before anything is changed. `elsewhere`: the identities of parameters that get their values there."""
     for name, module in model.named_modules():
-        own = [*own_parameters(module).values(), *own_buffers(module).values()]
-        if any(t is not None and t.device.type == "meta" for t in own):
+        own = [param for param in own_parameters(module).values() if param is not None and _is_meta(param)]
+        buffers = [buffer for buffer in own_buffers(module).values() if buffer is not None and _is_meta(buffer)]
+        if buffers or any(id(param) not in elsewhere for param in own):
             _reset_of(module, name)
+
+
+def _is_meta(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "meta"
 
 
 def _construction_order(module: nn.Module) -> Iterator[nn.Module]:

@@ -6,8 +6,9 @@ give each unit its memory and values on this rank, `Engine.enlist` makes units w
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from retrograde.arguments import Said, check_module, differences, instance, said
 from retrograde.compiling import Services, mark_regions
 from retrograde.coordination import WriteFence
 from retrograde.devices import device_of
+from retrograde.engine.copying import copied
 from retrograde.engine.ddp_and_fsdp import check_no_dtensors, check_unwrapped, refuse_ddp_and_fsdp
 from retrograde.engine.engine import Engine
 from retrograde.engine.materialize import check_resettable
@@ -95,10 +97,17 @@ class Options(NamedTuple):
         ]
 
 
-def shard_over(ranks: Ranks, model: nn.Module, options: Options, grid: Grid | None = None) -> Engine:
+def shard_over(
+    ranks: Ranks,
+    model: nn.Module,
+    options: Options,
+    grid: Grid | None = None,
+    sources: Mapping[int, ShardedParameter] = MappingProxyType({}),
+) -> Engine:
     """`shard()` over any kind of ranks: processes, threads, or imagined ones (transport/).
 
-    `grid`: who holds which shard; by default all ranks hold the model together."""
+    `grid`: who holds which shard; by default all ranks hold the model together. `sources`: whose values parameters on
+    the meta device get, by their identity; the others draw theirs."""
     grid = grid or Grid.line(ranks.rank, ranks.world)
     fence = WriteFence()
     transport = ranks.transport(fence, WAIT_FOR_ARGUMENTS)
@@ -118,8 +127,17 @@ def shard_over(ranks: Ranks, model: nn.Module, options: Options, grid: Grid | No
         _prepare_torch()
         device = device_of(param for spec in specs for _, param in spec.params)
         added = partial(_added, model, options.units, least)
-        engine = Engine(model, policy, device, transport, grid, fence, lambda engine: _enlist(engine, added()))
-    _enlist(engine, specs, arguments)
+        engine = Engine(
+            model,
+            policy,
+            device,
+            transport,
+            grid,
+            fence,
+            lambda engine: _enlist(engine, added()),
+            lambda memo: copied(model, memo, lambda made, sources: shard_over(ranks, made, options, grid, sources)),
+        )
+    _enlist(engine, specs, arguments, sources)
     return engine
 
 
@@ -141,7 +159,12 @@ def _connecting_time(timeout: float) -> float:
         return WAIT_FOR_ARGUMENTS
 
 
-def _enlist(engine: Engine, specs: list[UnitSpec], arguments: Sequence[Said] = ()) -> None:
+def _enlist(
+    engine: Engine,
+    specs: list[UnitSpec],
+    arguments: Sequence[Said] = (),
+    sources: Mapping[int, ShardedParameter] = MappingProxyType({}),
+) -> None:
     """Make units of plain parameters. Nothing of the model is touched before all ranks agree that they may."""
     at_first = not engine.units
     if specs:
@@ -150,11 +173,11 @@ def _enlist(engine: Engine, specs: list[UnitSpec], arguments: Sequence[Said] = (
         _check_same(engine, specs, arguments)
         if at_first:
             engine.open()
-        check_resettable(engine.model)
+        check_resettable(engine.model, sources)
         _make_same_values(engine, specs, with_buffers=at_first)
         with engine.transport.shared_fate("making shards of parameters"):
             drawn = [unit for unit in made if any(param.device.type == "meta" for _, param in unit.spec.params)]
-            fill(engine.model, made, engine.grid.shard, engine.device)
+            fill(engine.model, made, engine.grid.shard, engine.device, sources)
         _make_same_replicas(engine, drawn)
         engine.enlist(made)
     for module in engine.model.modules():

@@ -1,7 +1,7 @@
 """From parameters to shards: the memory of each unit on this rank, and how it gets its values."""
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from retrograde.engine.materialize import materialize
 from retrograde.errors import UnsupportedError
 from retrograde.layout import Grid, Layout, Policy, UnitSpec, strides_of
 from retrograde.pages import BufferPool
+from retrograde.parameters import ShardedParameter
 from retrograde.torch_internals import set_data
 from retrograde.transport import Memory, Transport
 
@@ -55,7 +56,13 @@ def allocate(
     return made
 
 
-def fill(model: nn.Module, made: Sequence[UnitMemory], shard: int, device: torch.device) -> None:
+def fill(
+    model: nn.Module,
+    made: Sequence[UnitMemory],
+    shard: int,
+    device: torch.device,
+    sources: Mapping[int, ShardedParameter],
+) -> None:
     """Copy each parameter's piece into its shard and point the parameter there, a parameter at a time."""
     places = {id(param): (unit, place) for unit in made for place, (_, param) in enumerate(unit.spec.params)}
 
@@ -67,10 +74,12 @@ def fill(model: nn.Module, made: Sequence[UnitMemory], shard: int, device: torch
         _point(param, slot.name, piece)
 
     params = [param for unit in made for _, param in unit.spec.params]
-    real = [param for param in params if param.device.type != "meta"]
-    for param in real:
-        move_in(param, param)
-    if len(real) < len(params):
+    for param in params:
+        if id(param) in sources:
+            move_in(param, sources[id(param)].full_tensor())
+        elif param.device.type != "meta":
+            move_in(param, param)
+    if any(param.device.type == "meta" for param in params):
         materialize(model, device, move_in)
 
 

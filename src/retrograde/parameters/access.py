@@ -25,6 +25,12 @@ class Sharding(Protocol):
     """The engine, as modules see it."""
 
     saved: SavedTensors
+    saves_shards: bool  # state dicts are sharded, for now
+    model: nn.Module
+
+    @property
+    def copy_model(self) -> Callable[[dict[int, Any]], nn.Module]:
+        """Makes a second sharded model, for `copy.deepcopy`."""
 
     @property
     def grow(self) -> Callable[[], None]:
@@ -63,7 +69,10 @@ class Sharded(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, leaf in leaves(self).items():
+        sharded = leaves(self)
+        if not sharded or self._retrograde_engine.saves_shards:
+            return
+        for name, leaf in sharded.items():
             if prefix + name in destination:
                 destination[prefix + name] = leaf.full() if keep_vars else leaf.copy_for(destination)
 
@@ -78,13 +87,21 @@ class Sharded(nn.Module):
             leaf.forget_writes_to_copies()
         super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A second sharded model (engine/copying.py). All ranks copy it together."""
+        engine: Sharding | None = getattr(self, "_retrograde_engine", None)
+        if engine is None or engine.model is not self:
+            raise UnsupportedError(
+                f"a {type(self).__name__} that is part of a sharded model cannot be copied: its shards live on all "
+                f"ranks, together with those of other modules. Copy the whole model, or build the part anew and give "
+                f"its load_state_dict() what model.state_dict() has of it"
+            )
+        return engine.copy_model(memo)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(
-            f"a sharded {type(self).__name__} cannot be copied or pickled: its shards live on all ranks. For a second "
-            f"model (a reference, an average, as deepcopy() and AveragedModel() make it) build it as the first one, "
-            f"load_state_dict(model.state_dict()) and give it to rg.shard(), on every rank; for an average of the "
-            f"weights keep [p.detach().clone() for p in model.parameters()] and torch._foreach_lerp_(); to save, use "
-            f"model.state_dict()"
+            f"a sharded {type(self).__name__} cannot be pickled: its shards live on all ranks. To save it, use "
+            f"model.state_dict(), or engine.state_dict() with torch.distributed.checkpoint"
         )
 
 
@@ -122,6 +139,11 @@ def patch(module: nn.Module, engine: Sharding) -> None:
     forward = _forward(type(module), engine.saved if names else None, engine.grow)
     body = {name: _property(name) for name in names} | {"forward": forward, "_retrograde_engine": engine}
     specialize(module, body, id(engine), *names)
+
+
+def original_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class the user gave a module, under those of ours."""
+    return next(each for each in cls.__mro__ if MADE not in vars(each) and each not in (Sharded, ReadsWeightsAnew))
 
 
 _made: "weakref.WeakValueDictionary[Hashable, type[nn.Module]]" = weakref.WeakValueDictionary()

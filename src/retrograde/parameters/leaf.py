@@ -80,6 +80,12 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
         with torch.no_grad():
             self.copy_(value)
 
+    def prepare_to_be_loaded(self) -> None:
+        raise UnsupportedError(
+            f"{self.called}: reading a checkpoint into the parameter itself, while other ranks may read it: load into "
+            f"engine.state_dict(), and give that to engine.load_state_dict()"
+        )
+
     # ---- gradients
     @property
     def requires_grad(self) -> bool:

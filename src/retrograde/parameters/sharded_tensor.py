@@ -17,14 +17,14 @@ from typing import Any, TypeVar, cast
 import torch
 
 from retrograde.errors import UnsupportedError
+from retrograde.parameters.checkpointing import Checkpointable
 from retrograde.parameters.handlers import serve
 from retrograde.parameters.owner import Owner
-from retrograde.parameters.part import Part
 from retrograde.parameters.wholes import plain, whole
 from retrograde.torch_internals import clip_together, set_data, without_torch_function
 
 
-class ShardedTensor(Part):
+class ShardedTensor(Checkpointable):
     """A tensor of which each rank holds a piece."""
 
     @classmethod
@@ -145,6 +145,12 @@ class ParameterView(ShardedTensor):
 
     def reshaped(self, data: torch.Tensor, shape: torch.Size) -> ShardedTensor:
         return cast(ShardedTensor, self.unit.leaves[self.place]).reshaped(data, shape)
+
+    def prepare_to_be_loaded(self) -> None:
+        """What is read from a checkpoint waits for `load_state_dict()`, which passes the fence."""
+        with without_torch_function():
+            set_data(self, self.clone())
+        turn(self, ShardedTensor)
 
 
 class ShardedGradient(ShardedTensor):

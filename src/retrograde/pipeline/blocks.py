@@ -155,7 +155,7 @@ def materialize_stages(blocks: Sequence[Block], mine: Collection[nn.Module], dev
     whole = nn.ModuleList(block.module for block in blocks)
     if not any(p.device.type == "meta" for p in whole.parameters()):
         return
-    check_resettable(whole)
+    check_resettable(whole, ())
     kept = {id(p) for module in mine for p in module.parameters()}
 
     def settle(parameter: nn.Parameter, value: torch.Tensor) -> None:
