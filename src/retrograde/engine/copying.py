@@ -14,6 +14,7 @@ from torch import nn
 from retrograde.compiling import without_regions
 from retrograde.parameters import ShardedParameter
 from retrograde.parameters.access import original_class
+from retrograde.torch_internals import forget_weight_references
 
 
 def copied(
@@ -31,6 +32,8 @@ def copied(
             memo[id(leaf)] = stand_in
     with without_regions(model), _of_the_users_classes(model):
         made = copy.deepcopy(model, memo)
+    for module in made.modules():
+        forget_weight_references(module)
     shard(made, sources)
     return made
 

@@ -17,6 +17,7 @@ _TORCHS = tuple(
     for name in ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 )
 _declared: set[type[Optimizer]] = set()
+_found: dict[tuple[type[Optimizer], Callable[..., Any] | None], bool] = {}  # what was asked before
 
 
 def elementwise(optimizer: C) -> C:
@@ -28,15 +29,18 @@ def elementwise(optimizer: C) -> C:
     if not (isinstance(optimizer, type) and issubclass(optimizer, Optimizer)):
         raise ShardingError(f"elementwise(optimizer): {optimizer!r} is not a class of optimizers; give the class")
     _declared.add(optimizer)
+    _found.clear()
     return optimizer
 
 
-def is_elementwise(optimizer: Optimizer, step: Callable[..., Any] | None = None) -> bool:
-    """Does this optimizer work so? It was declared, or its update is one of torch's own.
+def is_elementwise(cls: type[Optimizer], step: Callable[..., Any] | None = None) -> bool:
+    """Do optimizers of this class work so? It was declared, or its update is one of torch's own.
 
     `step`: the function that is about to run; its class's if it is not given."""
-    cls = type(optimizer)
-    if cls in _declared:
-        return True
-    written = original_of(cls.step if step is None else step)
-    return any(issubclass(cls, own) and written is original_of(own.step) and prepares_as(cls, own) for own in _TORCHS)
+    if (cls, step) not in _found:
+        _found[cls, step] = cls in _declared or any(_updates_as(cls, step or cls.step, own) for own in _TORCHS)
+    return _found[cls, step]
+
+
+def _updates_as(cls: type[Optimizer], step: Callable[..., Any], own: type[Optimizer]) -> bool:
+    return issubclass(cls, own) and original_of(step) is original_of(own.step) and prepares_as(cls, own)

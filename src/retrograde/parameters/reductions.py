@@ -93,10 +93,11 @@ def norms(parts: Sequence[Part], order: float) -> list[Number]:
 
     by_rank = torch.stack(everybodys(f"norm {order:g}", parts, mine))
     found = by_rank.sum(0) if order == 0 else torch.linalg.vector_norm(by_rank, order, dim=0)
-    dtypes = {part.dtype for part in parts}
-    if len(dtypes) == 1:
-        return list(found.to(dtypes.pop().to_real()).unbind())
-    return [norm.to(part.dtype.to_real()) for norm, part in zip(found.unbind(), parts, strict=True)]
+    with without_torch_function():
+        dtypes = [part.dtype.to_real() for part in parts]
+    if len(set(dtypes)) == 1:
+        return list(found.to(dtypes[0]).unbind())
+    return [norm.to(dtype) for norm, dtype in zip(found.unbind(), dtypes, strict=True)]
 
 
 def _of_pieces(parts: Sequence[Part], order: float) -> torch.Tensor:

@@ -166,7 +166,7 @@ def _fit(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | N
     if len(indices) != len(params):
         return None  # torch says so in its own words
     fitted = dict(state_dict["state"])
-    strict = is_elementwise(optimizer)  # others may keep tensors of any shape
+    strict = is_elementwise(type(optimizer))  # others may keep tensors of any shape
     for index, param in zip(indices, params, strict=True):
         for key, value in fitted.get(index, {}).items():
             if isinstance(param, ShardedParameter):

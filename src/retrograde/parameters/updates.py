@@ -12,6 +12,9 @@ Updates of other optimizers (Muon, Adafactor, LAMB, one that nobody knows) run o
 
 import contextlib
 import functools
+import itertools
+import operator
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -97,16 +100,17 @@ def _zeroing(params: list[torch.Tensor]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _plain(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-    """For a while leaves and their gradients are plain tensors."""
+def _plain(leaves: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """For a while leaves and their gradients are plain tensors. Gives those leaves that have a gradient."""
     grads: list[torch.Tensor] = []
     try:
         for leaf in leaves:
             leaf.__class__ = nn.Parameter
-        grads += [grad for leaf in leaves if isinstance(grad := leaf.grad, ShardedTensor)]
+        found = [leaf.grad for leaf in leaves]
+        grads += [grad for grad in found if isinstance(grad, ShardedTensor)]
         for grad in grads:
             grad.__class__ = torch.Tensor
-        yield
+        yield [leaf for leaf, grad in zip(leaves, found, strict=True) if grad is not None]
     finally:
         for grad in grads:
             grad.__class__ = ShardedGradient
@@ -117,50 +121,130 @@ def _plain(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
 # ---- updates
 def _updating(step: Callable[..., Any], optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """Around what an optimizer's `step()` does between the hooks."""
-    leaves, owners = _leaves_in(_params_of(optimizer))
-    if not leaves:
+    holding = _holding_of(optimizer)
+    if not holding.leaves:
         return step(optimizer, *args, **kwargs)
-    update = _Update(optimizer, leaves, owners, is_elementwise(optimizer, step))
-    if update.on_plain_tensors:
-        args = tuple(update.outside(arg) if callable(arg) else arg for arg in args)
-        kwargs = {name: update.outside(arg) if callable(arg) else arg for name, arg in kwargs.items()}
+    update = (_PlainUpdate if is_elementwise(type(optimizer), step) else _Update)(optimizer, holding)
+    args = tuple(update.outside(arg) if callable(arg) else arg for arg in args)
+    kwargs = {name: update.outside(arg) if callable(arg) else arg for name, arg in kwargs.items()}
     with update:
         return step(optimizer, *args, **kwargs)
+
+
+class _Holding:
+    """What an optimizer holds that is sharded. Looked for once, and again when any of it has changed."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._params = list(_params_of(optimizer))
+        self._types = list(map(type, self._params))
+        self.leaves, owners = _leaves_in(self._params)
+        self._owners = [weakref.ref(owner) for owner in owners]
+        self._values: list[Any] = []
+        self._states: list[torch.Tensor] = []
+
+    def holds(self, optimizer: Optimizer) -> bool:
+        """Has it still the same parameters? Compared by identity, which takes less time than to look again."""
+        params = list(_params_of(optimizer))
+        same = _same(params, self._params) and list(map(type, params)) == self._types
+        return same and all(owner() is not None for owner in self._owners)
+
+    def states(self, optimizer: Optimizer) -> list[torch.Tensor]:
+        """What an elementwise one keeps that is sharded."""
+        if not _same(_values_of(optimizer), self._values):
+            kept = ((leaf, optimizer.state.get(leaf, {})) for leaf in self.leaves)  # not [leaf], which makes an entry
+            self._states = [value for leaf, state in kept for value in sharded_states(state, leaf)]
+            self._values = _values_of(optimizer)
+        return self._states
+
+    def adopt_new_states(self, optimizer: Optimizer) -> None:
+        """After an update of plain tensors."""
+        if not _same(_values_of(optimizer), self._values):
+            for leaf in self.leaves:
+                adopt_new(optimizer.state.get(leaf, {}), leaf)
+
+    @property
+    def coordinators(self) -> list[Coordinator]:
+        return _coordinators([owner for reference in self._owners if (owner := reference()) is not None])
+
+
+_holdings: "weakref.WeakKeyDictionary[Optimizer, _Holding]" = weakref.WeakKeyDictionary()
+
+
+def _holding_of(optimizer: Optimizer) -> _Holding:
+    known = _holdings.get(optimizer)
+    if known is None or not known.holds(optimizer):
+        known = _holdings[optimizer] = _Holding(optimizer)
+    return known
+
+
+def _values_of(optimizer: Optimizer) -> list[Any]:
+    """All that it keeps. There may be other things than the states of parameters."""
+    states = (each.values() for each in optimizer.state.values() if isinstance(each, dict))
+    return list(itertools.chain.from_iterable(states))
+
+
+def _same(some: list[Any], others: list[Any]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 class _Update:
     """One run of an update: ranks meet, write their shards, and read again."""
 
-    def __init__(
-        self, optimizer: Optimizer, leaves: list[ShardedParameter], owners: list[Owner], on_plain_tensors: bool
-    ) -> None:
-        self.on_plain_tensors = on_plain_tensors
+    def __init__(self, optimizer: Optimizer, holding: _Holding) -> None:
         self._optimizer = optimizer
-        self._leaves = leaves
-        self._coordinators = _coordinators(owners)
-        self._plain = contextlib.ExitStack()
-        self._states: list[torch.Tensor] = []
-        self._kept: list[tuple[ShardedParameter, dict[str, Any], int]] = []  # with how many entries there were
+        self._holding = holding
 
     def __enter__(self) -> None:
-        for leaf in self._leaves:
+        for leaf in self._holding.leaves:
             if leaf.copies is not None:
                 leaf.copies.check()  # before ranks meet: a step that is refused is refused as a whole
-        for coordinator in self._coordinators:
+        for coordinator in self._holding.coordinators:
             coordinator.begin_step()
-        if self.on_plain_tensors:
-            self._become_plain()
 
     def __exit__(self, *error: object) -> None:
-        self._become_sharded()
         with without_torch_function():
-            written = [leaf for leaf in self._leaves if raw_grad(leaf) is not None]
-            torch.autograd.graph.increment_version(written)  # an optimizer may write memory torch does not see
-        for coordinator in self._coordinators:
+            self._written([leaf for leaf in self._holding.leaves if raw_grad(leaf) is not None])
+        self._end()
+
+    def _written(self, leaves: list[torch.Tensor]) -> None:
+        torch.autograd.graph.increment_version(leaves)  # an optimizer may write memory torch does not see
+
+    def _end(self) -> None:
+        for coordinator in self._holding.coordinators:
             coordinator.end_step()
 
     def outside(self, closure: Callable[..., Any]) -> Callable[..., Any]:
-        """`closure` with everything sharded while it runs, between two updates."""
+        """A closure that runs during an update."""
+        return closure
+
+
+class _PlainUpdate(_Update):
+    """One on plain tensors."""
+
+    def __init__(self, optimizer: Optimizer, holding: _Holding) -> None:
+        super().__init__(optimizer, holding)
+        self._plain = contextlib.ExitStack()
+        self._states: list[torch.Tensor] = []
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._states = self._holding.states(self._optimizer)
+        for value in self._states:
+            value.__class__ = torch.Tensor
+        self._plain.callback(self._states_are_sharded)
+        self._written(self._plain.enter_context(_plain(self._holding.leaves)))
+
+    def __exit__(self, *error: object) -> None:
+        self._plain.close()
+        self._end()
+
+    def _states_are_sharded(self) -> None:
+        for value in self._states:
+            value.__class__ = OptimizerState
+        self._holding.adopt_new_states(self._optimizer)
+
+    def outside(self, closure: Callable[..., Any]) -> Callable[..., Any]:
+        """Everything is sharded while it runs, between two updates."""
 
         @functools.wraps(closure)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -170,28 +254,3 @@ class _Update:
             return result
 
         return run
-
-    def _become_plain(self) -> None:
-        state = self._optimizer.state
-        for leaf in self._leaves:
-            kept = state.get(leaf, _NOTHING)  # not [leaf], which would make an entry
-            self._kept.append((leaf, kept, len(kept)))
-            if kept:
-                self._states += sharded_states(kept, leaf)
-        for value in self._states:
-            value.__class__ = torch.Tensor
-        self._plain.enter_context(_plain(self._leaves))
-
-    def _become_sharded(self) -> None:
-        self._plain.close()
-        for value in self._states:
-            value.__class__ = OptimizerState
-        self._states.clear()
-        state = self._optimizer.state
-        for leaf, kept, entries in self._kept:
-            if len(kept) != entries or kept is _NOTHING:
-                adopt_new(state.get(leaf, _NOTHING), leaf)
-        self._kept.clear()
-
-
-_NOTHING: dict[str, Any] = {}

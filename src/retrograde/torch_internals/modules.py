@@ -66,7 +66,7 @@ def _modules_can_be_reset() -> None:
 def forget_weight_references(module: nn.Module) -> None:
     """Recurrent modules keep weak references to their weights, with which torch refuses to swap a tensor."""
     if isinstance(module, nn.RNNBase):
-        module._flat_weight_refs = []
+        module._flat_weight_refs = [None for _ in module._flat_weights_names]
 
 
 class ReadsWeightsAnew:
