@@ -99,7 +99,8 @@ def _recurrent_modules_keep_a_list() -> None:
     module._flat_weights = []  # torch does so when they change
     expect(module(given)[0].flatten().tolist(), [2.0, 6.0], "what it computes when its list was set")
     forget_weight_references(module)
-    expect(module._flat_weight_refs, [], "the weak references")
+    expect(module._flat_weight_refs, [None, None], "the weak references")
+    expect(module(given)[0].flatten().tolist(), [2.0, 6.0], "what it computes without weak references")
 
 
 # ---- methods that torch calls
