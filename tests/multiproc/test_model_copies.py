@@ -14,8 +14,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import retrograde as rg
 from tests.harness import Ranks
 from tests.multiproc.idioms import Idiom, Loss, batch, both, net, sgd, trained, weight
-from tests.multiproc.test_strides import batch as picture_batch
-from tests.multiproc.test_strides import pictures
+from tests.multiproc.pictures import batch as picture_batch
+from tests.multiproc.pictures import pictures
 from tests.stages import EACH_STAGE
 
 

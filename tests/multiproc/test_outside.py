@@ -23,6 +23,11 @@ def saved(thing: Any) -> None:
     torch.save(thing, io.BytesIO())
 
 
+@torch.library.custom_op("retrograde_tests::scaled", mutates_args=("x",))
+def _scaled(x: Tensor) -> None:
+    x.mul_(2)
+
+
 REFUSED: dict[str, tuple[Callable[[nn.Module], Any], tuple[str, ...]]] = {
     "all_reduce by hand": (
         lambda model: [dist.all_reduce(param.grad) for param in model.parameters()],
@@ -53,6 +58,14 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], tuple[str, ...]]] = {
     "a buffer": (
         lambda model: model.register_buffer("before", weight(model).detach().clone()),
         ("Sequential.before, a buffer", "module.weight.detach().clone()"),
+    ),
+    "a custom operator that writes": (
+        lambda model: _scaled(weight(model).grad),
+        ("parameter 1.0.weight: scaled writes to its arguments", "p.local"),
+    ),
+    "out= of an operator": (
+        lambda model: torch.ops.aten.mul.out(weight(model).grad, torch.tensor(2.0), out=weight(model).grad),
+        ("parameter 1.0.weight: mul writes to its arguments",),
     ),
     "t_": (lambda model: weight(model).grad.t_(), ("t_ would change the shape",)),
     "t_ of a full tensor": (

@@ -33,7 +33,7 @@ from retrograde.compiling import inlined
 from retrograde.compiling.backend import Keeping, Services
 from retrograde.compiling.inlined import GIVEN, Forward
 from retrograde.layout import UnitSpec
-from retrograde.parameters import ShardedParameter
+from retrograde.parameters import ShardedParameter, classes_of_sharded_tensors
 from retrograde.parameters.access import leaves, original_class, specialize
 from retrograde.torch_internals import (
     backend_of,
@@ -256,4 +256,4 @@ def _hide_from_dynamo() -> None:
         room, ours = name.count(".") == 1, name.startswith(str(__package__))  # other rooms as a whole: it is slow
         if name.startswith("retrograde.") and module is not inlined and room != ours:
             hidden.append(name)
-    hide_from_dynamo(hidden, inlined.all_code())
+    hide_from_dynamo(hidden, inlined.all_code(), classes_of_sharded_tensors())

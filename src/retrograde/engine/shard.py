@@ -113,17 +113,11 @@ def shard_over(
     transport = ranks.transport(fence, WAIT_FOR_ARGUMENTS)
     with transport.shared_fate("shard()"):
         transport.timeout = seconds("timeout", options.timeout)
-        check_module("model", model)
         policy = options.policy()
         arguments = options.said(policy, grid)
         _check_sums(policy, grid)
-        _check_unsharded(model)
-        check_unwrapped(model)
         least = parse_bytes(options.join, "join")
-        specs = find_units(model, options.units, least)
-        if not specs:
-            raise ShardingError(f"{type(model).__name__} has no parameters to shard")
-        _check_plain(specs)
+        specs = _units_of(model, options.units, least)
         _prepare_torch()
         device = device_of(param for spec in specs for _, param in spec.params)
         added = partial(_added, model, options.units, least)
@@ -139,6 +133,18 @@ def shard_over(
         )
     _enlist(engine, specs, arguments, sources)
     return engine
+
+
+def _units_of(model: nn.Module, units: Units, least: float) -> list[UnitSpec]:
+    """The units of a model that can be sharded; raises if it cannot."""
+    check_module("model", model)
+    _check_unsharded(model)
+    check_unwrapped(model)
+    specs = find_units(model, units, least)
+    if not specs:
+        raise ShardingError(f"{type(model).__name__} has no parameters to shard")
+    _check_plain(specs)
+    return specs
 
 
 def _prepare_torch() -> None:

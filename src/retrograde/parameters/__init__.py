@@ -4,7 +4,7 @@ from retrograde.parameters.elementwise import elementwise
 from retrograde.parameters.leaf import ShardedParameter
 from retrograde.parameters.outside import refuse_pieces_outside
 from retrograde.parameters.owner import Owner
-from retrograde.parameters.sharded_tensor import ShardedGradient, ShardedTensor
+from retrograde.parameters.sharded_tensor import ShardedGradient, ShardedTensor, classes_of_sharded_tensors
 from retrograde.parameters.state import watch_states
 from retrograde.parameters.updates import watch_updates
 
@@ -13,6 +13,7 @@ __all__ = [
     "ShardedGradient",
     "ShardedParameter",
     "ShardedTensor",
+    "classes_of_sharded_tensors",
     "elementwise",
     "refuse_pieces_outside",
     "watch_states",

@@ -13,7 +13,7 @@ from retrograde.parameters.part import Part, parts_in
 from retrograde.parameters.reductions import reduced, reduced_lists, unscaled
 from retrograde.parameters.routes import Call, Route, route
 from retrograde.parameters.wholes import whole, wholes
-from retrograde.torch_internals import without_torch_function
+from retrograde.torch_internals import without_torch_function, writes_unseen
 
 USED_TOGETHER = "computing with gradients: zero_grad(), clipping or an edit of p.grad"
 
@@ -315,6 +315,11 @@ def _gradient(grad: torch.Tensor | None, of: Any) -> torch.Tensor | None:
 
 
 def refused(call: Call) -> Any:
+    if writes_unseen(call.func):
+        raise UnsupportedError(
+            f"{call.first.called}: {call.name} writes to its arguments, and would write to a copy: give it p.local for "
+            f"this rank's elements, or module.weight for the whole of a parameter"
+        )
     raise UnsupportedError(
         f"{call.first.called}: {call.name} would change the shape of this rank's piece and not of what it is a piece "
         f"of: use the function that returns another tensor ({call.name[:-1]}), or p.data = value"

@@ -22,7 +22,7 @@ import torch
 
 from retrograde.pages import RESHAPES, edits, views
 from retrograde.parameters.part import Part, parts_in
-from retrograde.torch_internals import get_requires_grad, overloads, returns_of, without_torch_function
+from retrograde.torch_internals import get_requires_grad, overloads, returns_of, without_torch_function, writes_unseen
 
 
 class Route(Enum):
@@ -178,11 +178,20 @@ def _returns_tensors(overload: Any) -> bool:
 
 def row_of(func: Callable[..., Any]) -> Route:
     """The route of a function as torch hands it to `__torch_function__`."""
-    name = func.__name__
+    name = name_of(func)
     if name in ("__get__", "__set__", "__delete__"):
         attribute: str = func.__self__.__name__  # type: ignore[attr-defined]
         return ATTRIBUTES.get(attribute, Route.MEMORY)
+    if (getattr(func, "__module__", None) or "").startswith("torch.distributed"):
+        return Route.MEMORY  # outside.py refuses it
+    if writes_unseen(func):
+        return Route.REFUSED
     return row(name)
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """Of an operator (`torch.ops.aten.mul_.Tensor`) without that of its overload."""
+    return getattr(func, "__name__", "").partition(".")[0]
 
 
 # ---- the arguments
@@ -200,7 +209,7 @@ class Call(NamedTuple):
         kwargs = dict(kwargs or {})
         if not args and (first := kwargs.keys() & _FIRST):
             args = (kwargs.pop(first.pop()),)
-        name = getattr(func, "__name__", "")
+        name = name_of(func)
         return Call(func, name, tuple(args), kwargs, list(parts_in((*args, *kwargs.values()))))
 
     @property

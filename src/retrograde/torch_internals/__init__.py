@@ -82,6 +82,7 @@ from retrograde.torch_internals.tensors import (
     with_torch_function,
     without_modes_or_torch_function,
     without_torch_function,
+    writes_unseen,
 )
 from retrograde.torch_internals.training import (
     around_updates,
@@ -198,4 +199,5 @@ __all__ = [
     "with_torch_function",
     "without_modes_or_torch_function",
     "without_torch_function",
+    "writes_unseen",
 ]

@@ -116,19 +116,26 @@ def is_untraced(function: Callable[..., Any]) -> bool:
     return bool(getattr(function, "_torchdynamo_disable", False))
 
 
-def hide_from_dynamo(modules: Iterable[str], code: Iterable[CodeType]) -> None:
-    """Have Dynamo run these modules eagerly, whole packages by their name, and start no graph in this code."""
+def hide_from_dynamo(modules: Iterable[str], code: Iterable[CodeType], classes: Iterable[type[torch.Tensor]]) -> None:
+    """Have Dynamo run these modules eagerly, whole packages by their name, start no graph in this code, and end graphs
+    where there is a tensor of these classes."""
     hide: Callable[[str], None] = import_module("torch._dynamo.trace_rules").add
     skip: Callable[[CodeType], None] = import_module("torch._dynamo.eval_frame").skip_code
     for name in modules:
         hide(name)
     for each in code:
         skip(each)
+    untraced: set[type] = import_module("torch._dynamo.config").nontraceable_tensor_subclasses
+    untraced.update(classes)
 
 
 def keep_sizes(tensor: torch.Tensor) -> None:
     """Tell Dynamo that this tensor keeps its sizes, so that graphs may rely on them."""
     import_module("torch._dynamo").mark_static(tensor)
+
+
+class _Untraced(torch.Tensor):
+    """Of a probe."""
 
 
 @probe(
@@ -143,7 +150,7 @@ def keep_sizes(tensor: torch.Tensor) -> None:
 )
 def _some_code_is_not_traced() -> None:
     """Assumes: Dynamo ends graphs at functions with `_torchdynamo_disable`, as `torch.compiler.disable` marks them, and
-    leaves alone modules that are added to its rules and code that it was told to skip."""
+    leaves alone modules that are added to its rules, code that it was told to skip, and tensors of classes in a set."""
     graphs: list[Any] = []
     traced: list[bool] = []
 
@@ -161,11 +168,13 @@ def _some_code_is_not_traced() -> None:
     disabled = torch.compiler.disable(lambda: None)  # type: ignore[no-untyped-call]
     expect(is_untraced(disabled), True, "whether torch marks functions in the same way")
     expect([is_untraced(eager), is_untraced(skipped)], [True, False], "which functions are marked")
-    hide_from_dynamo([], [each.__code__ for each in (eager, skipped)])
+    hide_from_dynamo([], [each.__code__ for each in (eager, skipped)], [])
     keep_sizes(tiny())
     for function in (calls, skipped):
         torch.compile(function, backend=backend)(tiny())
     expect([len(graphs), traced], [0, [False]], "the number of graphs of what is not to be traced")
-    hide_from_dynamo([__package__], [])  # as retrograde does itself
+    hide_from_dynamo([__package__], [], [_Untraced])  # as retrograde does itself
+    torch.compile(traceable("def run(tensor): return tensor * 2"), backend=backend)(tiny().as_subclass(_Untraced))
+    expect(len(graphs), 0, "the number of graphs with a tensor of a class that is hidden")
     rules: Any = import_module("torch._dynamo.trace_rules")
     expect(rules.check(tiny), True, "whether Dynamo skips a function of a module that is hidden")

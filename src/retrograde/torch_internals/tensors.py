@@ -208,7 +208,10 @@ def _hooks_are_in_tables() -> None:
 # ---- what torch's functions do
 def overloads(name: str) -> list[Any]:
     """What torch knows of its function of this name: none if it is written in Python."""
-    packet = getattr(torch.ops.aten, name, None)
+    return _overloads_of(getattr(torch.ops.aten, name, None))
+
+
+def _overloads_of(packet: Any) -> list[Any]:
     if not isinstance(packet, torch._ops.OpOverloadPacket):
         return []
     return [getattr(packet, overload) for overload in packet.overloads()]  # type: ignore[no-untyped-call]
@@ -220,9 +223,16 @@ def returns_of(overload: Any) -> list[Any]:
     return returned
 
 
+def writes_unseen(func: Any) -> bool:
+    """Is it an operator (`torch.ops...`, a custom one) that writes to an argument though its name does not say so?"""
+    known: list[Any] = [func] if isinstance(func, torch._ops.OpOverload) else _overloads_of(func)
+    return any(each._schema.is_mutable and not each._schema.name.endswith("_") for each in known)
+
+
 @probe(
     "schemas of torch's functions",
     "overloads",
+    "writes_unseen",
     "returns_of",
     "overridable_functions",
     needed_for="knowing which functions of a parameter give views, and which can be computed from a rank's piece",
@@ -238,6 +248,8 @@ def _schemas_say_what_is_returned() -> None:
     tags = [torch.Tag.pointwise in each.tags for each in (product, total)]
     expect(tags, [True, False], "whether mul() and sum() are pointwise")
     expect(overloads("no_such_function"), [], "what is known of a function that does not exist")
+    operators = (torch.ops.aten.mul_.Tensor, torch.ops.aten.mul.out, torch.ops.aten.mul.Tensor, torch.mul)
+    expect([writes_unseen(each) for each in operators], [False, True, False, False], "who writes without saying so")
     expect({"mul", "norm"} < overridable_functions(), True, "whether classes are asked of both")
 
 
