@@ -85,7 +85,7 @@ def _frames_have_a_callback() -> None:
     def look() -> None:
         inside.append(compiling_frames())
 
-    hide_from_dynamo([], [look.__code__])
+    hide_from_dynamo([], [look.__code__], [])
     run = traceable(_THREE_PARTS, look=look, compiler=sys.modules[__name__])
     result = torch.compile(run, backend=backend)(tiny())
     expect(result.tolist(), [3.0, 3.0], "what a compiled function computes")
