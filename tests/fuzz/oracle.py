@@ -15,6 +15,7 @@ from torch import Tensor
 from tests.fuzz.models import Model, build
 from tests.fuzz.play import RATE, TOGETHER, Player, install_hooks, nothing, sgd
 from tests.fuzz.recipes import Act, Phase, Recipe
+from tests.fuzz.touches import Toucher
 from tests.fuzz.traces import Trace, copies
 from tests.reference import Contribution, PlainRanks, Recorder
 
@@ -52,7 +53,7 @@ def play(recipe: Recipe) -> list[Trace]:
     sides = [PlainSide(rank, model, ranks.recorders[rank]) for rank, model in enumerate(models)]
     players = [Player(recipe, side) for side in sides]
     trained = models[0]
-    optimizer = sgd(trained, recipe)
+    optimizer, toucher = sgd(trained, recipe), Toucher(trained)
     grads, backwards = [], []
     for phase in recipe.phases:
         ranks.begin()
@@ -63,6 +64,9 @@ def play(recipe: Recipe) -> list[Trace]:
         if phase.raises:
             TOGETHER["zero"](recipe, trained, optimizer)
         grads.append(copies({name: p.grad for name, p in trained.named_parameters()}))
+        for seen in map(toucher.touch, phase.touches):
+            for side in sides:
+                side.records += seen
         for name in phase.then:
             TOGETHER[name](recipe, trained, optimizer)
         ranks.follow()

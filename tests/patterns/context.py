@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from retrograde.parameters.part import Part
 from tests.patterns.models import Batch, Spec, logits_of
 
 Record = tuple[str, Any]
@@ -105,6 +106,10 @@ class EngineContext(ModelContext):
     def __init__(self, spec: Spec, rank: int, world: int, model: nn.Module, engines: Sequence[Any]) -> None:
         super().__init__(spec, rank, world, model)
         self._engines = engines
+
+    def record(self, name: str, value: Any) -> None:
+        """What is sharded is recorded whole, so on all ranks."""
+        super().record(name, value.full_tensor() if isinstance(value, Part) else value)
 
     @property
     def engine(self) -> Any:

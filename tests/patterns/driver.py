@@ -29,12 +29,10 @@ def seed_phase(rank: int, step: int, phase: int) -> None:
 
 
 def optimizers(case: Case, model: nn.Module) -> dict[str, torch.optim.Optimizer]:
-    """One per scope. Powers of two: their products are exact, so that a fused multiply-add, which the
-    kernels use or not depending on where a tensor starts, cannot make a difference."""
+    """One per scope."""
     chosen = {}
     for scope in {phase.scope for phase in case.phases}:
-        params = [p for name, p in model.named_parameters() if name.startswith(scope)]
-        chosen[scope] = torch.optim.SGD(params, lr=2**-4, momentum=2**-1)
+        chosen[scope] = case.optimizer([p for name, p in model.named_parameters() if name.startswith(scope)])
     return chosen
 
 
@@ -93,7 +91,7 @@ class Player:
         if self.case.edit is not None:
             self.case.edit(self.model, self.context)
         if self.case.optimizer_steps:
-            self.optimizers[phase.scope].step()
+            self.case.take_step(self.optimizers[phase.scope])
         grads = self._grads()
         if self.case.after is not None:
             self.case.after(self.model, self.context)

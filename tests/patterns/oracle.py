@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.patterns.context import NaturalContext
 from tests.patterns.driver import build, optimizers, seed_phase, snapshot
 from tests.patterns.models import Spec
-from tests.patterns.registry import Case
+from tests.patterns.registry import Case, ModelHook
 from tests.patterns.trace import Trace
 from tests.reference import Grads, PlainRanks, Recorder
 
@@ -76,19 +76,27 @@ class Oracle:
         self.ranks.begin()
         self._run(step, index)
         self.ranks.reduce()
-        if self.case.edit is not None:
-            self.case.edit(trained, self.contexts[0])
+        self._once(self.case.edit)
         if self.case.optimizer_steps:
-            self.optimizers[phase.scope].step()
+            self.case.take_step(self.optimizers[phase.scope])
         grads = snapshot({name: p.grad for name, p in self.ranks.params.items()})
         # Once a run has diverged, everything is NaN on both sides and nothing is compared any more.
         assert all(g is None or g.isfinite().all() for g in grads.values()), f"{self.case.id} diverges"
-        if self.case.after is not None:
-            self.case.after(trained, self.contexts[0])
+        self._once(self.case.after)
         if not self.case.keep_grads:
             trained.zero_grad()
         self.ranks.follow(phase.scope)
         return grads
+
+    def _once(self, hook: ModelHook | None) -> None:
+        """For all ranks, which see what it records."""
+        if hook is None:
+            return
+        first, *others = self.contexts
+        known = len(first.records)
+        hook(self.ranks.trained, first)
+        for context in others:
+            context.records += first.records[known:]
 
     def _run(self, step: int, index: int) -> None:
         batches = [self.case.spec.batch(rank, step) for rank in range(self.world)]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from tests.patterns.context import Context
@@ -20,6 +21,17 @@ from tests.reference import LeafHook
 Run = Callable[[nn.Module, Batch, Context], None]
 ModelHook = Callable[[nn.Module, Context], None]
 Together = Callable[[Sequence[nn.Module], Sequence[Batch], Sequence[Context]], None]
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def momentum(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Powers of two: their products are exact, so that a fused multiply-add, which the kernels use or not depending on
+    where a tensor starts, cannot make a difference."""
+    return torch.optim.SGD(params, lr=2**-4, momentum=2**-1)
+
+
+def step(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
 
 
 @dataclass(frozen=True)
@@ -44,7 +56,9 @@ class Case:
     leaf_hook: LeafHook | None = None  # register_post_accumulate_grad_hook on every leaf
     together: Together | None = None  # the reference, where one rank's gradient depends on all ranks' data
     sharded: tuple[str, ...] = ("",)  # the submodules that are sharded, each by an engine of its own
+    optimizer: MakeOptimizer = momentum
     optimizer_steps: bool = True
+    take_step: Callable[[torch.optim.Optimizer], None] = step
     optimizer_first: bool = False  # the optimizer is made before sharding
     keep_grads: bool = False  # no zero_grad between steps
     rtol: float = 0.0  # whoever sets it says why

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.overrides import get_testing_overrides
 
 from retrograde.cli import main
+from retrograde.pages import edits
 from retrograde.parameters.handlers import HANDLERS
 from retrograde.parameters.routes import Route, row
 
@@ -33,6 +37,45 @@ ROWS = {
 @pytest.mark.parametrize("route", ROWS, ids=lambda route: route.name)
 def test_rows(route: Route) -> None:
     assert {name: row(name) for name in ROWS[route]} == dict.fromkeys(ROWS[route], route)
+
+
+# ---- all that torch lets a subclass of Tensor serve
+def functions() -> set[str]:
+    return {func.__name__ for func in get_testing_overrides()} - {"__get__"}
+
+
+def schemas(name: str) -> list[Any]:
+    packet = getattr(torch.ops.aten, name, None)
+    known = isinstance(packet, torch._ops.OpOverloadPacket)
+    return [getattr(packet, overload) for overload in packet.overloads()] if known else []
+
+
+# One of their forms is not pointwise, or what they return is not a tensor.
+NOT_ONLY_POINTWISE = {"max": Route.REDUCED, "min": Route.REDUCED, "equal": Route.WHOLE}
+# What they return is the object itself, or one with the same meaning.
+RETURN_THEMSELVES = {"detach_", "requires_grad_", "share_memory_", "retain_grad", "__deepcopy__", "module_load"}
+# torch has no schema of these, and none returns a tensor.
+ABOUT_THE_OBJECT = {"__dlpack_device__", "__reduce_ex__", "__repr__", "__setstate__", "_is_view", "backward"}
+ABOUT_THE_OBJECT |= {"register_hook", "register_post_accumulate_grad_hook", "_clear_non_serializable_cached_data"}
+ABOUT_MEMORY = {"data_ptr", "const_data_ptr", "is_shared", "storage", "storage_type", "untyped_storage"}
+ABOUT_MEMORY |= {"record_stream"}
+
+
+def test_what_torch_says_is_pointwise_is_done_on_pieces() -> None:
+    tagged = {name for name in functions() if any(torch.Tag.pointwise in each.tags for each in schemas(name))}
+    found = {name: row(name) for name in tagged if row(name) not in (Route.ELEMENTS, Route.EDIT)}
+    assert found == NOT_ONLY_POINTWISE
+    assert {name for name in tagged if row(name) is Route.EDIT} == {name for name in tagged if edits(name)}
+    assert len(tagged) > 200
+
+
+def test_no_tensor_comes_from_this_ranks_memory_alone() -> None:
+    memory = {name for name in functions() if row(name) is Route.MEMORY}
+    returned = {
+        name: [str(each.type) for schema in schemas(name) for each in schema._schema.returns] for name in memory
+    }
+    tensors = {name for name, types in returned.items() if not types or any("Tensor" in each for each in types)}
+    assert tensors - ABOUT_MEMORY - ABOUT_THE_OBJECT <= RETURN_THEMSELVES
 
 
 def test_every_route_has_a_handler() -> None:

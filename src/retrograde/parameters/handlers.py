@@ -70,7 +70,7 @@ def on_pieces(call: Call) -> Any:
 def _derived(result: Any, source: Part, args: Sequence[Any]) -> Any:
     """What was computed from pieces is a piece; what was given comes back as it is (`x.to(x.dtype)`)."""
     if isinstance(result, tuple):
-        return tuple(_derived(each, source, args) for each in result)
+        return type(result)([_derived(each, source, args) for each in result])  # it may have names
     if not isinstance(result, torch.Tensor) or any(result is arg for arg in args):
         return result
     return source.derive(result)
@@ -140,7 +140,16 @@ def on_wholes(call: Call) -> Any:
         target.become_whole()
         return _with_wholes(call)
     with torch.inference_mode():  # a view of a copy: torch refuses to write to it
-        return _with_wholes(call)
+        full, *rest = wholes(call.args, call.name)
+        found = call.func(full, *rest, **call.kwargs)
+    return found if _is_view(found, full) else found.clone()
+
+
+def _is_view(found: Any, of: torch.Tensor) -> bool:
+    """Not what was picked by a mask or a list of indices."""
+    if not isinstance(found, torch.Tensor) or found.layout is not torch.strided:
+        return True
+    return found.untyped_storage().data_ptr() == of.untyped_storage().data_ptr()
 
 
 def _view_of_weights(call: Call) -> Any:

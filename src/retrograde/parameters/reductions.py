@@ -13,7 +13,7 @@ import torch
 
 from retrograde.pages import alive
 from retrograde.parameters.part import Part, everybodys
-from retrograde.parameters.routes import Call
+from retrograde.parameters.routes import Call, norm_order
 from retrograde.torch_internals import norms_of, without_torch_function
 
 Number = torch.Tensor  # of no dimensions
@@ -59,8 +59,7 @@ REDUCTIONS: dict[str, Reduction] = {
 def reduced(call: Call) -> Number:
     """One number of one sharded tensor."""
     if "norm" in call.name:
-        order = call.args[1] if len(call.args) > 1 else call.kwargs.get("p", call.kwargs.get("ord"))
-        (norm,) = norms([call.first], _order(order))
+        (norm,) = norms([call.first], _order(norm_order(call)))
         dtype = call.kwargs.get("dtype")
         return norm if dtype is None else norm.to(dtype)
     return _reduce(REDUCTIONS[call.name], call.first, call)
@@ -117,10 +116,10 @@ def reduced_lists(call: Call) -> list[Number]:
     tensors = list(call.args[0])
     coordinators = {alive(reference).coordinator for reference in {part._owner for part in call.parts}}
     of_one_model = len(coordinators) == 1 and len(call.parts) == len(tensors)
-    if call.name == "_foreach_max" or not of_one_model:
+    given = call.args[1] if len(call.args) > 1 else call.kwargs.get("ord")
+    if call.name == "_foreach_max" or not of_one_model or _order(given) < 0:  # of which an empty piece has none
         single = torch.max if call.name == "_foreach_max" else torch.linalg.vector_norm
         return [single(tensor, *call.args[1:], **call.kwargs) for tensor in tensors]
-    given = call.args[1] if len(call.args) > 1 else call.kwargs.get("ord")
     found = norms(call.parts, _order(given))
     dtype = call.kwargs.get("dtype")
     return found if dtype is None else [norm.to(dtype) for norm in found]

@@ -209,6 +209,8 @@ class Call(NamedTuple):
         kwargs = dict(kwargs or {})
         if not args and (first := kwargs.keys() & _FIRST):
             args = (kwargs.pop(first.pop()),)
+        if kwargs.pop("inplace", False):  # of functions in torch.nn.functional
+            kwargs["out"] = args[0]
         name = name_of(func)
         return Call(func, name, tuple(args), kwargs, list(parts_in((*args, *kwargs.values()))))
 
@@ -288,13 +290,21 @@ def _spreads(tensor: torch.Tensor, over: torch.Size) -> bool:
 def _fit_reduction(call: Call) -> bool:
     """Is one number asked for, of one sharded tensor?"""
     if "norm" in call.name:
-        order, *along = [*call.args[1:], None] if len(call.args) > 1 else [None]
         named = [value for name, value in call.kwargs.items() if name not in ("p", "ord", "dtype")]
-        return not any(value is not None and value is not False for value in (*along, *named)) and _is_order(order)
+        along = [value for value in (*call.args[2:], *named) if value is not None and value is not False]
+        return not along and _is_order(norm_order(call), call)
     return len(call.args) == 1 and not call.kwargs
 
 
-def _is_order(order: Any) -> bool:
+def norm_order(call: Call) -> Any:
+    """Which norm is asked for, as it was given."""
+    return call.args[1] if len(call.args) > 1 else call.kwargs.get("p", call.kwargs.get("ord"))
+
+
+def _is_order(order: Any, call: Call) -> bool:
+    """Of a norm over all elements. An order given to `linalg.norm` is a matrix norm's."""
+    if call.name == "linalg_norm" and order is not None and call.first.dim() > 1:
+        return False
     return order is None or order == "fro" or (isinstance(order, int | float) and order >= 0)
 
 
