@@ -160,7 +160,7 @@ def _own_ones(where: Any, base: type, method: str) -> list[str]:
 Step = Callable[..., Any]
 AroundUpdate = Callable[[Step, Optimizer, Any, Any], Any]
 _HOOKED = Optimizer.profile_hook_step(lambda optimizer: None).__code__  # of what torch puts around every `step`
-_AROUND = "_retrograde_original"
+_AROUND = "_retrograde_around"
 
 
 def around_updates(around: AroundUpdate) -> None:
@@ -180,15 +180,24 @@ def _put_around(hooked: Any, around: AroundUpdate) -> None:
         return
     (cell,) = hooked.__closure__
     step: Step = cell.cell_contents
-    if hasattr(step, _AROUND):
+    if _is_around(around, step):
         return
 
     @functools.wraps(step)
     def update(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         return around(step, optimizer, args, kwargs)
 
-    setattr(update, _AROUND, step)
+    setattr(update, _AROUND, around)
     cell.cell_contents = update
+
+
+def _is_around(around: AroundUpdate, step: Step | None) -> bool:
+    """Is it already, or somewhere inside what is around it?"""
+    while step is not None:
+        if getattr(step, _AROUND, None) is around:
+            return True
+        step = getattr(step, "__wrapped__", None)
+    return False
 
 
 def original_of(step: Step) -> Step:
