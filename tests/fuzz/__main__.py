@@ -25,7 +25,7 @@ from tests.fuzz.shrink import shrink
 BATCH = 20
 SCRIPT = """
 from tests.fuzz.check import Checker
-from tests.fuzz.recipes import Act, Phase, Recipe
+from tests.fuzz.recipes import Act, Phase, Recipe, Touch
 from tests.harness import Pools
 
 if __name__ == "__main__":

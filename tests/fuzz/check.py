@@ -17,6 +17,7 @@ from tests.fuzz.models import build, units_of
 from tests.fuzz.oracle import step_in_backward
 from tests.fuzz.play import TOGETHER, Player, install_hooks, nothing, sgd
 from tests.fuzz.recipes import PLAIN, Act, Phase, Recipe
+from tests.fuzz.touches import Toucher
 from tests.fuzz.traces import Reduced, Trace, copies, differences, miscounted
 from tests.harness import RankError, Ranks, RankTimeout
 from tests.meshes import mesh_of
@@ -125,6 +126,8 @@ def play(recipe: Recipe, rank: int) -> Trace:
             TOGETHER["zero"](recipe, side.model, optimizer)
         grads.append(copies(side.engine.full_grads()))
         reductions.append(side.reductions())
+        for seen in map(Toucher(side.model).touch, phase.touches):
+            side.records += seen
         for name in phase.then:
             TOGETHER[name](recipe, side.model, optimizer)
             if name == "step":

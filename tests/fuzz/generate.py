@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from tests.fuzz.recipes import ALIKE, ALONE, CHECKPOINT, KINDS, NESTED, PLAIN, REENTRANT, Act, Phase, Recipe
+from tests.fuzz.recipes import ALIKE, ALONE, CHECKPOINT, KINDS, NESTED, PLAIN, REENTRANT, Act, Phase, Recipe, Touch
+from tests.fuzz.touches import TOUCHES
 
 ENDINGS = (("step", "zero"), ("step", "zero"), ("zero", "step"), ("step",), ("zeros",), ("zero",), ())
 BETWEEN = ("clip value", "clip norm", "edit", "edit weights", "toggle")
@@ -33,7 +34,20 @@ def recipe(seed: int) -> Recipe:
         replicas=_replicas(seed, world),
     )
     phases = tuple(_phase(chance, shape, alike) for _ in range(chance.randint(1, 4)))
-    return replace(shape, phases=phases)
+    return replace(shape, phases=_touched(shape, phases))
+
+
+def _touched(shape: Recipe, phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
+    """By a chance of its own as well. Sums of touched gradients are exact in whole numbers only."""
+    if not shape.exact or shape.in_backward:
+        return phases
+    chance = random.Random(f"touches {shape.seed}")
+    kinds = sorted(TOUCHES)
+
+    def some() -> tuple[Touch, ...]:
+        return tuple(Touch(chance.choice(kinds), chance.randrange(1000)) for _ in range(chance.choice((0, 1, 2, 4))))
+
+    return tuple(replace(phase, touches=some()) for phase in phases)
 
 
 def _replicas(seed: int, world: int) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor
 from tests.fuzz.models import Model, build
 from tests.fuzz.play import RATE, TOGETHER, Player, install_hooks, nothing, sgd
 from tests.fuzz.recipes import Act, Phase, Recipe
+from tests.fuzz.touches import Toucher
 from tests.fuzz.traces import Trace, copies
 from tests.reference import Contribution, PlainRanks, Recorder
 
@@ -63,6 +64,9 @@ def play(recipe: Recipe) -> list[Trace]:
         if phase.raises:
             TOGETHER["zero"](recipe, trained, optimizer)
         grads.append(copies({name: p.grad for name, p in trained.named_parameters()}))
+        for seen in map(Toucher(trained).touch, phase.touches):
+            for side in sides:
+                side.records += seen
         for name in phase.then:
             TOGETHER[name](recipe, trained, optimizer)
         ranks.follow()

@@ -28,6 +28,14 @@ class Act:
 
 
 @dataclass(frozen=True)
+class Touch:
+    """Something all ranks do with parameters and gradients (touches.py), with numbers drawn from `seed`."""
+
+    kind: str
+    seed: int
+
+
+@dataclass(frozen=True)
 class Phase:
     """Each rank's acts, then what all ranks do together."""
 
@@ -35,6 +43,7 @@ class Phase:
     window: str | None = None  # "coalesce" or "no_sync"
     budget: int | None = None
     then: tuple[str, ...] = ()
+    touches: tuple[Touch, ...] = ()  # between the acts and that
 
     @property
     def alike(self) -> bool:

@@ -79,6 +79,8 @@ def _phases(phase: Phase, diverging: bool) -> Iterator[Phase]:
         yield replace(phase, window=None, budget=None)
     if phase.budget is not None:
         yield replace(phase, budget=None)
+    for index in range(len(phase.touches)):
+        yield replace(phase, touches=phase.touches[:index] + phase.touches[index + 1 :])
     for index in range(len(phase.then)):
         yield replace(phase, then=phase.then[:index] + phase.then[index + 1 :])
 

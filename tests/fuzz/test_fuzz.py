@@ -13,8 +13,9 @@ from tests.fuzz.check import Checker, play
 from tests.fuzz.generate import recipe
 from tests.fuzz.models import batch, build
 from tests.fuzz.play import sgd
-from tests.fuzz.recipes import ALIKE, ALONE, KINDS, NESTED, Act, Phase, Recipe
+from tests.fuzz.recipes import ALIKE, ALONE, KINDS, NESTED, Act, Phase, Recipe, Touch
 from tests.fuzz.shrink import candidates, shrink
+from tests.fuzz.touches import TOUCHES
 from tests.fuzz.traces import Reduced, Trace, differences, miscounted
 from tests.harness import Ranks
 
@@ -45,11 +46,12 @@ def test_everything_is_tried() -> None:
     assert sum(all(phase.alike for phase in case.phases) for case in cases) > 300
     assert sum(not all(phase.alike for phase in case.phases) for case in cases) > 300
     assert all(case.possible for case in cases)
+    assert {touch.kind for case in cases for phase in case.phases for touch in phase.touches} == set(TOUCHES)
 
 
 def test_a_recipe_is_a_program() -> None:
     case = recipe(3)
-    assert eval(repr(case), {"Recipe": Recipe, "Phase": Phase, "Act": Act}) == case
+    assert eval(repr(case), {"Recipe": Recipe, "Phase": Phase, "Act": Act, "Touch": Touch}) == case
     assert recipe(3) == case
 
 
