@@ -31,12 +31,16 @@ def elementwise(optimizer: C) -> C:
     return optimizer
 
 
+def is_declared(optimizer: Optimizer) -> bool:
+    return type(optimizer) in _declared
+
+
 def is_elementwise(optimizer: Optimizer, step: Callable[..., Any] | None = None) -> bool:
     """Does this optimizer work so? It was declared, or its update is one of torch's own.
 
     `step`: the function that is about to run; its class's if it is not given."""
-    cls = type(optimizer)
-    if cls in _declared:
+    if is_declared(optimizer):
         return True
+    cls = type(optimizer)
     written = original_of(cls.step if step is None else step)
     return any(issubclass(cls, own) and written is original_of(own.step) and prepares_as(cls, own) for own in _TORCHS)

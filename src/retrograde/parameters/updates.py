@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from retrograde.coordination import Coordinator
-from retrograde.parameters.elementwise import is_elementwise
+from retrograde.parameters.elementwise import is_declared, is_elementwise
 from retrograde.parameters.handlers import USED_TOGETHER
 from retrograde.parameters.leaf import ShardedParameter
 from retrograde.parameters.owner import Owner
@@ -188,8 +188,9 @@ class _Update:
             value.__class__ = OptimizerState
         self._states.clear()
         state = self._optimizer.state
+        may_replace = is_declared(self._optimizer)  # an entry by another; torch's own only add entries
         for leaf, kept, entries in self._kept:
-            if len(kept) != entries or kept is _NOTHING:
+            if may_replace or len(kept) != entries or kept is _NOTHING:
                 adopt_new(state.get(leaf, _NOTHING), leaf)
         self._kept.clear()
 
