@@ -115,7 +115,7 @@ class EngineSide:
 
 def play(recipe: Recipe, rank: int) -> Trace:
     side = EngineSide(recipe, rank)
-    player, optimizer = Player(recipe, side), sgd(side.model, recipe)
+    player, optimizer, toucher = Player(recipe, side), sgd(side.model, recipe), Toucher(side.model)
     grads, reductions = [], []
     for phase in recipe.phases:
         side.engine.ledger.clear()
@@ -126,7 +126,7 @@ def play(recipe: Recipe, rank: int) -> Trace:
             TOGETHER["zero"](recipe, side.model, optimizer)
         grads.append(copies(side.engine.full_grads()))
         reductions.append(side.reductions())
-        for seen in map(Toucher(side.model).touch, phase.touches):
+        for seen in map(toucher.touch, phase.touches):
             side.records += seen
         for name in phase.then:
             TOGETHER[name](recipe, side.model, optimizer)

@@ -53,7 +53,7 @@ def play(recipe: Recipe) -> list[Trace]:
     sides = [PlainSide(rank, model, ranks.recorders[rank]) for rank, model in enumerate(models)]
     players = [Player(recipe, side) for side in sides]
     trained = models[0]
-    optimizer = sgd(trained, recipe)
+    optimizer, toucher = sgd(trained, recipe), Toucher(trained)
     grads, backwards = [], []
     for phase in recipe.phases:
         ranks.begin()
@@ -64,7 +64,7 @@ def play(recipe: Recipe) -> list[Trace]:
         if phase.raises:
             TOGETHER["zero"](recipe, trained, optimizer)
         grads.append(copies({name: p.grad for name, p in trained.named_parameters()}))
-        for seen in map(Toucher(trained).touch, phase.touches):
+        for seen in map(toucher.touch, phase.touches):
             for side in sides:
                 side.records += seen
         for name in phase.then:

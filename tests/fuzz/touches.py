@@ -7,6 +7,7 @@ what plain torch reads. Weights are small whole numbers again after it.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,11 +25,12 @@ RATE = 2.0**-4
 
 
 class Toucher:
-    """One side's model, and what is drawn and seen in one touch."""
+    """One side's model, what is kept of it, and what is drawn and seen in one touch."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.params = list(model.parameters())
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def touch(self, touch: Touch) -> Records:
         self._generator = torch.Generator().manual_seed(touch.seed)
@@ -132,14 +134,35 @@ def computed(at: Toucher) -> None:
         param.grad = update
 
 
-def of_another(at: Toucher) -> None:
-    """A gradient beside one of the same shape, which is cut elsewhere."""
-    for _, grad in at.grads():
-        for other in at.graded:
-            if other.grad is not None and other.shape == grad.shape and other.grad is not grad:
-                grad.add_(other.grad, alpha=0.5)
-                at.see(grad * other.grad, torch.max(grad, other.grad))
-                break
+def of_others(at: Toucher) -> None:
+    """Parameters and gradients beside those of the same shape, which may be cut elsewhere."""
+    for one, two in itertools.pairwise(sorted(at.graded, key=lambda param: param.shape)):
+        if one.shape != two.shape:
+            continue
+        assert one.grad is not None and two.grad is not None
+        one.grad.add_(two.grad, alpha=0.5)
+        two.mul_(one)
+        at.see(one.grad * two.grad, torch.max(one, two), one + two.grad)
+        torch._foreach_add_([one, two.grad], [two, one.grad])
+        at.see(*torch._foreach_sub([one, two], [two.grad, one.grad]))
+        two.grad = one.grad.clamp(-4.0, 4.0)
+        one.grad.clamp_(-4.0, 4.0)
+
+
+def averages(at: Toucher) -> None:
+    """Kept from phase to phase, over steps, sharded and plain."""
+    for number in range(at.number(len(at.params)) + 1):
+        param = at.params[number]
+        if number not in at.kept:
+            at.kept[number] = param.detach().clone(), torch.zeros(param.shape, dtype=torch.double)
+        sharded, plain = at.kept[number]
+        sharded.lerp_(param, 0.5)
+        plain.mul_(0.5).add_(sharded).add_(param)
+        if param.grad is not None:
+            sharded.copy_(sharded.round()).add_(param.grad.sign())
+        at.see(sharded, plain, plain - sharded, (sharded - param).abs().sum())
+        plain.copy_(plain.round().clamp(-4.0, 4.0))
+        param.copy_(sharded.round())
 
 
 # ---- numbers
@@ -304,7 +327,8 @@ TOUCHES: dict[str, Callable[[Toucher], None]] = {
         assigned,
         views_of_gradients,
         computed,
-        of_another,
+        of_others,
+        averages,
         reductions,
         lists,
         weights,
