@@ -67,6 +67,10 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], tuple[str, ...]]] = {
         lambda model: torch.ops.aten.mul.out(weight(model).grad, torch.tensor(2.0), out=weight(model).grad),
         ("parameter 1.0.weight: mul writes to its arguments",),
     ),
+    "as_strided": (
+        lambda model: weight(model).data.as_strided((2, 2), (4, 1), 0),
+        ("parameter 1.0.weight: as_strided asks where in memory", "full_tensor().clone()"),
+    ),
     "t_": (lambda model: weight(model).grad.t_(), ("t_ would change the shape",)),
     "t_ of a full tensor": (
         lambda model: model[1][0].weight.data.t_(),

@@ -57,7 +57,7 @@ def _decayed_by_dimensions(params: list[nn.Parameter]) -> Optimizer:
     return torch.optim.SGD([group for group in groups if group["params"]], lr=RATE)
 
 
-@row("30", "counts and shapes, weight decay by `p.dim()`", SHAPES, edit=_count, optimizer=_decayed_by_dimensions)
+@row("31", "counts and shapes, weight decay by `p.dim()`", SHAPES, edit=_count, optimizer=_decayed_by_dimensions)
 def counted(model: nn.Module, batch: Batch, ctx: Context) -> None:
     _plain(model, batch, ctx)
 
@@ -74,7 +74,7 @@ def _clip_by_hand(model: nn.Module, ctx: Context) -> None:
             p.grad.mul_(2.0 ** -math.ceil(math.log2(largest * 2**6)))
 
 
-@row("30b", "`.item()` of reductions: gradients clipped by hand", SHAPES, edit=_clip_by_hand)
+@row("31b", "`.item()` of reductions: gradients clipped by hand", SHAPES, edit=_clip_by_hand)
 def clipped_by_hand(model: nn.Module, batch: Batch, ctx: Context) -> None:
     _plain(model, batch, ctx)
 
@@ -90,7 +90,7 @@ def _skip_if_not_finite(model: nn.Module, ctx: Context) -> None:
             p.grad = None
 
 
-@row("30c", "`bool()` of reductions: a step is skipped if a gradient is not finite", BOTH, edit=_skip_if_not_finite)
+@row("31c", "`bool()` of reductions: a step is skipped if a gradient is not finite", BOTH, edit=_skip_if_not_finite)
 def skipped_if_not_finite(model: nn.Module, batch: Batch, ctx: Context) -> None:
     _plain(model, batch, ctx)
 
@@ -102,7 +102,7 @@ def _adafactor(params: list[nn.Parameter]) -> Optimizer:
 
 # Tolerance: it scales by norms of parameters and updates, which are sums of pieces here; 3 steps of it. Not the GPT:
 # its keys' biases have gradients of nothing but rounding errors, which Adafactor makes large.
-@row("30d", "Adafactor", ("mlp", "conv"), optimizer=_adafactor, rtol=1e-5)
+@row("31d", "Adafactor", ("mlp", "conv"), optimizer=_adafactor, rtol=1e-5)
 def adafactor(model: nn.Module, batch: Batch, ctx: Context) -> None:
     _plain(model, batch, ctx)
 
@@ -112,7 +112,7 @@ def _muon(params: list[nn.Parameter]) -> Optimizer:
 
 
 # Exact although it divides by a norm: the norm is rounded to bf16, which hides the order of a sum in floats.
-@row("30e", "Muon for matrices", BOTH, optimizer=_muon)
+@row("31e", "Muon for matrices", BOTH, optimizer=_muon)
 def muon(model: nn.Module, batch: Batch, ctx: Context) -> None:
     _plain(model, batch, ctx)
 
@@ -137,7 +137,7 @@ class Lamb(Optimizer):
 
 
 # Tolerance: norms, as above.
-@row("30f", "LAMB, written by hand", ("mlp", "gpt", "conv"), optimizer=Lamb, rtol=1e-5)
+@row("31f", "LAMB, written by hand", ("mlp", "gpt", "conv"), optimizer=Lamb, rtol=1e-5)
 def lamb(model: nn.Module, batch: Batch, ctx: Context) -> None:
     _plain(model, batch, ctx)
 
@@ -151,7 +151,7 @@ def _with_these_gradients(optimizer: Optimizer) -> None:
     optimizer.step(lambda: torch.ones(()))
 
 
-@row("30g", "LBFGS, an iteration a step", BOTH, optimizer=_lbfgs, take_step=_with_these_gradients, steps=4)
+@row("31g", "LBFGS, an iteration a step", BOTH, optimizer=_lbfgs, take_step=_with_these_gradients, steps=4)
 def lbfgs(model: nn.Module, batch: Batch, ctx: Context) -> None:
     """All of its sums are over a vector that it makes of whole gradients: in torch's order."""
     _plain(model, batch, ctx)
@@ -161,7 +161,7 @@ def _rprop(params: list[nn.Parameter]) -> Optimizer:
     return torch.optim.Rprop(params, lr=2**-6, etas=(0.5, 2.0), step_sizes=(2**-10, 2**-3))
 
 
-@row("30h", "Rprop, made before `shard()`", BOTH, optimizer=_rprop, optimizer_first=True)
+@row("31h", "Rprop, made before `shard()`", BOTH, optimizer=_rprop, optimizer_first=True)
 def early_rprop(model: nn.Module, batch: Batch, ctx: Context) -> None:
     _plain(model, batch, ctx)
 
@@ -183,7 +183,7 @@ class RowScaled(Optimizer):
             p.sub_(RATE * grad / (state["largest"] + 2**-10))
 
 
-@row("30h", "an optimizer that nobody knows, made before `shard()`", BOTH, optimizer=RowScaled, optimizer_first=True)
+@row("31h", "an optimizer that nobody knows, made before `shard()`", BOTH, optimizer=RowScaled, optimizer_first=True)
 def unknown_optimizer(model: nn.Module, batch: Batch, ctx: Context) -> None:
     _plain(model, batch, ctx)
 
@@ -202,13 +202,13 @@ class Lion(Optimizer):
             state["average"].lerp_(grad, 0.25)
 
 
-@row("30i", "an optimizer of the user's, declared elementwise", SHAPES, optimizer=Lion)
+@row("31i", "an optimizer of the user's, declared elementwise", SHAPES, optimizer=Lion)
 def declared_elementwise(model: nn.Module, batch: Batch, ctx: Context) -> None:
     _plain(model, batch, ctx)
 
 
 # ---- parameters in graphs
-@row("30j", "penalties over `model.parameters()`", BOTH)
+@row("31j", "penalties over `model.parameters()`", BOTH)
 def penalties(model: nn.Module, batch: Batch, ctx: Context) -> None:
     """Each parameter in one of them: torch adds three gradients in an order of its own."""
     kinds: list[Callable[[Tensor], Tensor]] = [
@@ -245,7 +245,7 @@ def _average_copies(model: nn.Module, ctx: Context) -> None:
         p.data.copy_(before[name])
 
 
-@row("30k", "an average of `deepcopy(p)`, swapped in and out", BOTH, setup=_copy_parameters, after=_average_copies)
+@row("31k", "an average of `deepcopy(p)`, swapped in and out", BOTH, setup=_copy_parameters, after=_average_copies)
 def averaged_copies(model: nn.Module, batch: Batch, ctx: Context) -> None:
     _plain(model, batch, ctx)
 
@@ -270,7 +270,7 @@ def _average_lists(model: nn.Module, ctx: Context) -> None:
 
 
 @row(
-    "30l",
+    "31l",
     "averages by `torch._foreach_lerp_`, of lists sharded and plain",
     SHAPES,
     setup=_start_lists,
@@ -290,7 +290,7 @@ def _through_vectors(model: nn.Module, ctx: Context) -> None:
     vector_to_parameters(weights.sign() * 2**-6, [p.grad for p in model.parameters()][::2])
 
 
-@row("30m", "`parameters_to_vector` and back, of weights and gradients", ("mlp", "gpt", "conv"), edit=_through_vectors)
+@row("31m", "`parameters_to_vector` and back, of weights and gradients", ("mlp", "gpt", "conv"), edit=_through_vectors)
 def vectors(model: nn.Module, batch: Batch, ctx: Context) -> None:
     _plain(model, batch, ctx)
 
@@ -315,7 +315,7 @@ def _fill(model: nn.Module, ctx: Context) -> None:
             nn.init.uniform_(p, -0.5, 0.5) if index % 2 else nn.init.constant_(p, 0.25)
 
 
-@row("30n", "`nn.init` over the parameters, after `shard()`", ("mlp", "gpt", "conv", "odd-shapes"), setup=_fill)
+@row("31n", "`nn.init` over the parameters, after `shard()`", ("mlp", "gpt", "conv", "odd-shapes"), setup=_fill)
 def filled_anew(model: nn.Module, batch: Batch, ctx: Context) -> None:
     _plain(model, batch, ctx)
 
@@ -337,7 +337,7 @@ def _momentum_by_hand(model: nn.Module, ctx: Context) -> None:
 
 
 @row(
-    "30o",
+    "31o",
     "plain buffers in the whole's shape: momentum by hand",
     SHAPES,
     setup=_make_buffers,
@@ -367,6 +367,6 @@ def _edit_rows(model: nn.Module, ctx: Context) -> None:
         p.grad = torch.where(grad > 0, grad, grad * 0.5)
 
 
-@row("30p", "rows and masks of gradients, edited before the step", BOTH, edit=_edit_rows)
+@row("31p", "rows and masks of gradients, edited before the step", BOTH, edit=_edit_rows)
 def rows_and_masks(model: nn.Module, batch: Batch, ctx: Context) -> None:
     _plain(model, batch, ctx)

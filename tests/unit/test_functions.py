@@ -138,12 +138,13 @@ def served() -> list[Said]:
 
 
 class Net(nn.Module):
-    """The matrix is cut inside its rows."""
+    """The matrix is cut inside its rows by 3 and 5 ranks; of 5, two have nothing of it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.before = nn.Parameter(torch.ones(5, dtype=torch.double))
         self.matrix = nn.Parameter(values())
+        self.after = nn.Parameter(torch.ones(3, dtype=torch.double))
 
 
 def different(all_said: list[Said], of_gradients: bool, world: int = 3) -> list[list[str]]:
@@ -180,6 +181,15 @@ def test_functions_say_what_they_say_of_the_whole(of_gradients: bool) -> None:
     said = served()
     assert len({each.name for each in said}) > 500
     assert different(said, of_gradients) == [[], [], []]
+
+
+def test_the_matrix_is_cut_inside_its_rows() -> None:
+    def program(ranks: ThreadRanks) -> int:
+        model = Net()
+        shard_over(ranks, model, Options(stage=3, timeout=20.0))
+        return model.get_parameter("matrix").local.numel()  # type: ignore[attr-defined, no-any-return]
+
+    assert [threads.run(world, program) for world in (3, 5)] == [[3, 11, 2], [0, 6, 7, 3, 0]]
 
 
 # ---- more than a name and simple arguments

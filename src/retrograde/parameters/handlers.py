@@ -329,6 +329,11 @@ def refused(call: Call) -> Any:
             f"{call.first.called}: {call.name} writes to its arguments, and would write to a copy: give it p.local for "
             f"this rank's elements, or module.weight for the whole of a parameter"
         )
+    if not edits(call.name):
+        raise UnsupportedError(
+            f"{call.first.called}: {call.name} asks where in memory elements are, and this rank has a piece of them: "
+            f"use indices, or p.full_tensor().clone()"
+        )
     raise UnsupportedError(
         f"{call.first.called}: {call.name} would change the shape of this rank's piece and not of what it is a piece "
         f"of: use the function that returns another tensor ({call.name[:-1]}), or p.data = value"

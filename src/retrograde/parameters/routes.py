@@ -46,7 +46,7 @@ class Route(Enum):
     REDUCED_LISTS = "as REDUCED, for all tensors of a list in one meeting"
     UNSCALED = "on pieces; inf on one rank is inf on all"
     GRADIENTS = "torch.autograd.grad: what it returns for a parameter is sharded"
-    REFUSED = "would change what a tensor is, not its elements: an error with a name"
+    REFUSED = "about a tensor's memory, which here is a piece: an error with a name"
 
 
 # ---- the exceptions
@@ -79,6 +79,7 @@ _rows(Route.MEMORY, "__repr__ __deepcopy__ __reduce_ex__ __setstate__ __dlpack_d
 _rows(
     Route.MEMORY, "_clear_non_serializable_cached_data element_size get_device record_stream storage_offset is_set_to"
 )
+_rows(Route.REFUSED, "as_strided")
 _rows(Route.UNSCALED, "_amp_foreach_non_finite_check_and_unscale_")
 _rows(Route.GRADIENTS, "grad")
 
