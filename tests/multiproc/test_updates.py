@@ -1,0 +1,170 @@
+"""Updates on plain tensors: who sees what while an optimizer steps, and what is left when a step raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import retrograde as rg
+from retrograde.ledger import Activity
+from retrograde.parameters import ShardedParameter, ShardedTensor
+from retrograde.parameters.elementwise import is_elementwise
+from tests.harness import Ranks
+from tests.multiproc.idioms import Loss, batch, both, net
+from tests.stages import EACH_STAGE
+
+Optimizer = torch.optim.Optimizer
+
+
+class Averaging(Optimizer):
+    """Elementwise, and says what it sees."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.seen: list[type] = []
+        self.fails = False
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Any:  # type: ignore[override]
+        value = None
+        if closure is not None:
+            with torch.enable_grad():
+                value = closure()
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            state["average"] = state["average"].lerp(param.grad, 0.5) if state else param.grad.clone()
+            param.sub_(state["average"], alpha=0.25)
+            self.seen += [type(param), type(param.grad), type(state["average"])]
+            if self.fails:
+                raise ValueError("in the middle of an update")
+        return value
+
+
+class Declared(Averaging):
+    """The same, declared."""
+
+
+rg.elementwise(Declared)
+
+
+def test_which_are_elementwise() -> None:
+    elementwise = (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad, Declared)
+    others = (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam, Averaging)
+    assert [is_elementwise(cls) for cls in (*elementwise, *others)] == [True] * 4 + [False] * 5
+
+    class Own(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    class Renamed(torch.optim.AdamW):
+        pass
+
+    class OtherState(torch.optim.AdamW):
+        def _init_group(self, *args: Any) -> Any:
+            return super()._init_group(*args)
+
+    assert [is_elementwise(cls) for cls in (Own, Renamed, OtherState)] == [False, True, False]
+    with pytest.raises(rg.ShardingError, match="not a class of optimizers"):
+        rg.elementwise(torch.optim.SGD([torch.ones(1)]))
+
+
+# ---- the same numbers
+def declared(model: nn.Module, loss: Loss) -> Tensor:
+    return _trained(model, loss, Declared(model.parameters()))
+
+
+def undeclared(model: nn.Module, loss: Loss) -> Tensor:
+    return _trained(model, loss, Averaging(model.parameters()))
+
+
+def _trained(model: nn.Module, loss: Loss, optimizer: Averaging) -> Tensor:
+    for step in range(3):
+        optimizer.zero_grad()
+        loss(step).backward()
+        optimizer.step()
+    for step in range(2):
+
+        def again(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            value = loss(step)
+            value.backward()
+            return value
+
+        optimizer.step(again)
+    return torch.stack([optimizer.state[param]["average"].norm() for param in model.parameters()])
+
+
+@EACH_STAGE
+@pytest.mark.parametrize("idiom", (declared, undeclared), ids=lambda idiom: idiom.__name__)
+def test_idiom(ranks: Ranks, idiom: Any, stage: int) -> None:
+    assert ranks(2).run(both, stage, idiom, net) == ["", ""]
+
+
+# ---- who sees what
+def _seen(rank: int, world: int, stage: int) -> None:
+    model = net()
+    engine = rg.shard(model, stage)
+    params = list(model.parameters())
+    optimizer = Declared(params)
+    seen: list[Any] = []
+
+    def look(*_: Any) -> None:
+        seen.append([type(param) for param in params])
+        seen.append([param.grad is None or isinstance(param.grad, ShardedTensor) for param in params])
+
+    def closure() -> Tensor:
+        look()
+        value = model(batch(rank)).pow(2).sum()
+        value.backward()
+        return value
+
+    optimizer.register_step_pre_hook(look)
+    optimizer.register_step_post_hook(look)
+    optimizer.step(closure)
+    assert seen == [[ShardedParameter] * len(params), [True] * len(params)] * 3
+    assert set(optimizer.seen) == {nn.Parameter, Tensor}
+    assert all(isinstance(optimizer.state[param]["average"], ShardedTensor) for param in params)
+    assert all(optimizer.state[param]["average"].shape == param.shape for param in params)
+    model(batch(rank)).sum().backward()
+    engine.ledger.clear()
+    torch.optim.AdamW(params, fused=True).step()
+    assert sum(entry.kind is Activity.AGREE for entry in engine.ledger.entries) == 1
+    dist.barrier()
+
+
+@EACH_STAGE
+def test_who_sees_what(ranks: Ranks, stage: int) -> None:
+    """Hooks and closures see sharded tensors; a declared update sees plain ones; an update is one meeting."""
+    ranks(2).run(_seen, stage)
+
+
+def _raised(rank: int, world: int, cls: type[Averaging]) -> None:
+    model = net()
+    rg.shard(model, 3)
+    params = list(model.parameters())
+    optimizer = cls(params)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model(batch(rank)).sum().backward()
+    optimizer.fails = True
+    with pytest.raises(ValueError, match="in the middle of an update"):
+        optimizer.step()
+    assert all(type(param) is ShardedParameter and isinstance(param.grad, ShardedTensor) for param in params)
+    assert isinstance(optimizer.state[params[0]]["average"], ShardedTensor)
+    after = model.state_dict()
+    changed = [name for name, value in before.items() if not torch.equal(value, after[name])]
+    assert changed == ["0.0.weight"]  # as in torch: what was done is done
+    optimizer.fails = False
+    optimizer.zero_grad()
+    model(batch(rank)).sum().backward()
+    optimizer.step()
+    dist.barrier()
+
+
+@pytest.mark.parametrize("cls", (Averaging, Declared), ids=lambda cls: cls.__name__)
+def test_a_step_that_raises(ranks: Ranks, cls: type[Averaging]) -> None:
+    ranks(2).run(_raised, cls)
