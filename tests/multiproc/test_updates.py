@@ -168,3 +168,41 @@ def _raised(rank: int, world: int, cls: type[Averaging]) -> None:
 @pytest.mark.parametrize("cls", (Averaging, Declared), ids=lambda cls: cls.__name__)
 def test_a_step_that_raises(ranks: Ranks, cls: type[Averaging]) -> None:
     ranks(2).run(_raised, cls)
+
+
+# ---- what others put around a step
+class Wrapped(Optimizer):
+    """Its `step` is wrapped after torch has wrapped it, as Dynamo does with some."""
+
+    def step(self) -> None:  # type: ignore[override]
+        """Changes nothing."""
+
+
+class Hidden(Optimizer):
+    """So is this one's, and nothing says what is inside."""
+
+    def step(self) -> None:  # type: ignore[override]
+        """Changes nothing."""
+
+
+def _replaced(rank: int, world: int) -> str:
+    model = net()
+    rg.shard(model, 3)
+    wrapped, hidden = Wrapped(model.parameters(), {}), Hidden(model.parameters(), {})
+    Wrapped.step = torch.compiler.disable(Wrapped.step)  # type: ignore[method-assign]
+    inside = Hidden.step
+    Hidden.step = lambda self: inside(self)  # type: ignore[assignment, method-assign]
+    model(batch(rank)).sum().backward()
+    clock = model._retrograde_engine._fence.clock
+    wrapped.step()
+    assert model._retrograde_engine._fence.clock == clock + 1
+    with pytest.raises(rg.UnsupportedError) as refused:
+        hidden.step()
+    dist.barrier()
+    return str(refused.value)
+
+
+def test_replaced_steps(ranks: Ranks) -> None:
+    for rank, said in enumerate(ranks(2).run(_replaced)):
+        assert said.startswith(f"rank {rank}: parameter 0.0.weight: Hidden.step was replaced")
+        assert "functools.wraps" in said

@@ -23,6 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from retrograde.coordination import Coordinator
+from retrograde.errors import UnsupportedError
 from retrograde.parameters.elementwise import is_elementwise
 from retrograde.parameters.handlers import USED_TOGETHER
 from retrograde.parameters.leaf import ShardedParameter
@@ -45,7 +46,7 @@ def watch_updates() -> None:
     check_before_first_use()
     before_clipping(_bring_gradients)
     around_zero_grad(_zeroing)
-    around_updates(_updating)
+    around_updates(_updating, _refuse_hidden)
 
 
 # ---- who is concerned
@@ -119,6 +120,15 @@ def _plain(leaves: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 # ---- updates
+def _refuse_hidden(optimizer: Optimizer) -> None:
+    leaves, _ = _leaves_in(_params_of(optimizer))
+    if leaves:
+        raise UnsupportedError(
+            f"{leaves[0].called}: {type(optimizer).__name__}.step was replaced by a function that hides torch's own, "
+            f"so that ranks cannot meet before the update: use functools.wraps in what replaces it"
+        )
+
+
 def _updating(step: Callable[..., Any], optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """Around what an optimizer's `step()` does between the hooks."""
     holding = _holding_of(optimizer)

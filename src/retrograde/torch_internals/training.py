@@ -163,21 +163,32 @@ _HOOKED = Optimizer.profile_hook_step(lambda optimizer: None).__code__  # of wha
 _AROUND = "_retrograde_around"
 
 
-def around_updates(around: AroundUpdate) -> None:
+def around_updates(around: AroundUpdate, not_found: Callable[[Optimizer], None]) -> None:
     """Have `around(step, optimizer, args, kwargs)` called in place of what any optimizer's `step()` does between its
-    hooks, whoever wrote the optimizer. It calls `step(optimizer, *args, **kwargs)`."""
+    hooks, whoever wrote the optimizer. It calls `step(optimizer, *args, **kwargs)`.
+
+    `not_found` is called for an optimizer whose class hides what torch has put around its `step`."""
 
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for cls in type(optimizer).__mro__:
-            _put_around(cls.__dict__.get("step"), around)
+        wrappers = [_hooked_in(cls.__dict__.get("step")) for cls in type(optimizer).__mro__]
+        for wrapper in wrappers:
+            if wrapper is not None:
+                _put_around(wrapper, around)
+        if not any(wrappers):
+            not_found(optimizer)
 
     register_optimizer_step_pre_hook(before)
 
 
+def _hooked_in(step: Any) -> Any:
+    """torch's wrapper with hooks, under what others (Dynamo) have put around it."""
+    while step is not None and getattr(step, "__code__", None) is not _HOOKED:
+        step = getattr(step, "__wrapped__", None)
+    return step
+
+
 def _put_around(hooked: Any, around: AroundUpdate) -> None:
     """`hooked`: torch's wrapper. It looks up the function inside it after it has called hooks."""
-    if getattr(hooked, "__code__", None) is not _HOOKED:
-        return
     (cell,) = hooked.__closure__
     step: Step = cell.cell_contents
     if _is_around(around, step):
@@ -210,7 +221,7 @@ def prepares_as(cls: type[Optimizer], known: type[Optimizer]) -> bool:
     """Does a class of optimizers collect gradients and make state as another one does?"""
     one: Any = cls
     other: Any = known
-    return one._init_group is other._init_group
+    return original_of(one._init_group) is original_of(other._init_group)  # Dynamo wraps each class's own
 
 
 def _bare(cls: type[Optimizer]) -> Optimizer:
@@ -239,7 +250,7 @@ def _updates_are_closures() -> None:
         calls.append("step")
 
     class Probed(Optimizer):
-        step: Any = Optimizer.profile_hook_step(written)
+        step: Any = functools.wraps(written)(Optimizer.profile_hook_step(written))  # as Dynamo wraps some
 
     optimizer = _bare(Probed)
 
@@ -249,7 +260,7 @@ def _updates_are_closures() -> None:
 
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         calls.append("before")
-        _put_around(Probed.__dict__["step"], around)
+        _put_around(_hooked_in(Probed.__dict__["step"]), around)
 
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(lambda *_: calls.append("after"))
