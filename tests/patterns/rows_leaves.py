@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import copy
 import math
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import Optimizer
@@ -369,4 +373,29 @@ def _edit_rows(model: nn.Module, ctx: Context) -> None:
 
 @row("31p", "rows and masks of gradients, edited before the step", BOTH, edit=_edit_rows)
 def rows_and_masks(model: nn.Module, batch: Batch, ctx: Context) -> None:
+    _plain(model, batch, ctx)
+
+
+# ---- checkpoints
+def _through_a_checkpoint(model: nn.Module, ctx: Context) -> None:
+    """Saved, lost, and loaded again. On plain torch nothing has to be lost."""
+    engine = getattr(model, "_retrograde_engine", None)
+    if engine is None:
+        return
+    folder = [tempfile.mkdtemp() if ctx.rank == 0 else ""]
+    dist.broadcast_object_list(folder, src=0)
+    dcp.save({"model": engine.state_dict()}, checkpoint_id=folder[0])
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    state = {"model": engine.state_dict()}
+    dcp.load(state, checkpoint_id=folder[0])
+    engine.load_state_dict(state["model"])
+    dist.barrier()
+    if ctx.rank == 0:
+        shutil.rmtree(folder[0])
+
+
+@row("31q", "the model through `dcp.save` and `dcp.load` after each step", BOTH, after=_through_a_checkpoint)
+def through_a_checkpoint(model: nn.Module, batch: Batch, ctx: Context) -> None:
     _plain(model, batch, ctx)
