@@ -145,19 +145,19 @@ def row(name: str) -> Route:
     if name in RESHAPES:
         return Route.REFUSED
     if edits(name):
-        return Route.EDIT if _pointwise(_bare(name, 1)) else Route.EDIT_WHOLE
+        return Route.EDIT if _pointwise(_bare(name, in_place=True)) else Route.EDIT_WHOLE
     if name.endswith("_like"):
         return Route.LIKE
     if name.startswith("new_"):
         return Route.MEMORY
-    if _pointwise(_bare(name, 0)):
+    if _pointwise(_bare(name)):
         return Route.ELEMENTS
-    known = overloads(_bare(name, 0))
+    known = overloads(_bare(name))
     describes = known and not views(name) and not any(_returns_tensors(overload) for overload in known)
     return Route.MEMORY if describes else Route.WHOLE
 
 
-def _bare(name: str, in_place: int) -> str:
+def _bare(name: str, in_place: bool = False) -> str:
     """The name under which torch knows most: of `__imul__` and `mul_`, `mul`."""
     if name in _SPELLINGS:
         return _SPELLINGS[name]
