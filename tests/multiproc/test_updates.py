@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -168,6 +169,61 @@ def _raised(rank: int, world: int, cls: type[Averaging]) -> None:
 @pytest.mark.parametrize("cls", (Averaging, Declared), ids=lambda cls: cls.__name__)
 def test_a_step_that_raises(ranks: Ranks, cls: type[Averaging]) -> None:
     ranks(2).run(_raised, cls)
+
+
+# ---- updates that read while they write
+class OneRankLooks(Optimizer):
+    """Rank 0 reads each whole parameter; the others go on to a value that all ranks compute."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            if dist.get_rank() == 0:
+                param.full_tensor()
+            param.sub_(param.grad / (1 + param.grad.abs().sum()))
+
+
+class SlowAndSilent(Optimizer):
+    """Writes memory that nobody is told of, later on rank 1 than on rank 0."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        if dist.get_rank() == 1:
+            time.sleep(0.3)
+        for param in self.param_groups[0]["params"]:
+            param.local.sub_(param.grad.local)
+
+
+def _read_in_an_update(rank: int, world: int, stage: int, cls: type[Optimizer]) -> None:
+    model = net()
+    rg.shard(model, stage, timeout=20)
+    optimizer = cls(model.parameters(), {})
+    for step in range(2):
+        expected = [_updated(param, cls) for param in _with_gradients(model, step)]
+        optimizer.step()
+        for param, new in zip(model.parameters(), expected, strict=True):
+            assert torch.equal(param.full_tensor(), new)
+        optimizer.zero_grad()
+    dist.barrier()
+
+
+def _with_gradients(model: nn.Module, step: int) -> list[nn.Parameter]:
+    model(batch(step)).sum().backward()
+    return list(model.parameters())
+
+
+def _updated(param: Any, cls: type[Optimizer]) -> Tensor:
+    weight, grad = param.full_tensor().clone(), param.grad.full_tensor()
+    scale = 1 if cls is SlowAndSilent else 1 + param.grad.abs().sum()
+    return weight - grad / scale
+
+
+@EACH_STAGE
+@pytest.mark.parametrize("cls", (OneRankLooks, SlowAndSilent), ids=lambda cls: cls.__name__)
+def test_reads_in_an_update(ranks: Ranks, stage: int, cls: type[Optimizer]) -> None:
+    """A rank that reads weights in an update is served by ranks in the same update; one that has finished its update
+    waits for those that have not."""
+    ranks(2).run(_read_in_an_update, stage, cls)
 
 
 # ---- what others put around a step

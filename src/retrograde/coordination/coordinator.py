@@ -178,6 +178,16 @@ class Coordinator:
         self.attend(Reason.STEP, f"step {self._steps}")
         self._pager.release()
 
+    def serve_during_step(self) -> None:
+        """The step that began reads other ranks' weights and gradients while it writes (fences.py, Rule 2)."""
+        self._fence.serve_during_step()
+        self._transport.shards_changed()
+
+    def end_served_step(self) -> None:
+        self._fence.end_served_step()
+        self._transport.shards_changed()
+        self._pager.renew()
+
     def end_step(self) -> None:
         self._fence.come_to_rest()
         self._transport.shards_changed()

@@ -12,7 +12,8 @@ Rule 1: a request names the clock. An owner that is behind answers when it has c
         refuses: the reader missed a fence.
 Rule 2: during a step nothing is served. Edits are counted, unit by unit, and a reader names how many it has made:
         an owner that has made fewer answers when it has caught up, one that has made more undoes them in a copy.
-        So ranks may edit at their own pace, and read in between or not.
+        So ranks may edit at their own pace, and read in between or not. A step that is not element by element (Muon,
+        LBFGS) reads in between, so it is a row of edits, served like others; its end counts as one more.
 Rule 3: the first edit after a step needs a fence; so does editing a parameter a second time, which bounds what is kept
         for undoing by one shard. Only edits count, which all ranks make alike: what a rank has read is its own affair,
         and a rank that counted it would wait at a fence for others that have no reason to come. So from the first
@@ -42,7 +43,7 @@ class WritePhase(Enum):
 
     READ = auto()  # they are at rest
     EDITED = auto()  # a fence was passed for the sake of edits
-    STEPPED = auto()  # an optimizer is at work
+    STEPPED = auto()  # an optimizer is at work that reads nothing of other ranks
 
 
 class WriteFence:
@@ -96,6 +97,17 @@ class WriteFence:
                 else:
                     unit.edits.pass_fence()
             self._enter(phase)
+
+    def serve_during_step(self) -> None:
+        """This step is a row of edits, with reads among them: it has passed the fence that they need."""
+        with self._lock:
+            self._enter(WritePhase.EDITED)
+
+    def end_served_step(self) -> None:
+        with self._lock:
+            for unit in self._units:
+                unit.edits.end_update()
+            self._enter(WritePhase.READ)
 
     def come_to_rest(self) -> None:
         """The step has ended; or, in a hook after a step, once more: it has read the new weights."""

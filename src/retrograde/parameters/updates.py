@@ -209,7 +209,7 @@ class _Update:
             if leaf.copies is not None:
                 leaf.copies.check()  # before ranks meet: a step that is refused is refused as a whole
         for coordinator in self._holding.coordinators:
-            coordinator.begin_step()
+            self._begin(coordinator)
 
     def __exit__(self, *error: object) -> None:
         with without_torch_function():
@@ -219,9 +219,13 @@ class _Update:
     def _written(self, leaves: list[torch.Tensor]) -> None:
         torch.autograd.graph.increment_version(leaves)  # an optimizer may write memory torch does not see
 
+    def _begin(self, coordinator: Coordinator) -> None:
+        coordinator.begin_step()
+        coordinator.serve_during_step()
+
     def _end(self) -> None:
         for coordinator in self._holding.coordinators:
-            coordinator.end_step()
+            coordinator.end_served_step()
 
     def outside(self, closure: Callable[..., Any]) -> Callable[..., Any]:
         """A closure that runs during an update."""
@@ -247,6 +251,13 @@ class _PlainUpdate(_Update):
     def __exit__(self, *error: object) -> None:
         self._plain.close()
         self._end()
+
+    def _begin(self, coordinator: Coordinator) -> None:
+        coordinator.begin_step()
+
+    def _end(self) -> None:
+        for coordinator in self._holding.coordinators:
+            coordinator.end_step()
 
     def _states_are_sharded(self) -> None:
         for value in self._states:
