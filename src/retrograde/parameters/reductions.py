@@ -91,24 +91,28 @@ def norms(parts: Sequence[Part], order: float) -> list[Number]:
 
     def mine() -> torch.Tensor:
         with without_torch_function():
-            return _of_pieces(parts, order, any(dtype.is_complex for dtype in set(dtypes)))
+            return norms_of_pieces([part.local for part in parts], order)
 
-    by_rank = torch.stack(everybodys(f"norm {order:g}", parts, mine))
-    found = by_rank.sum(0) if order == 0 else torch.linalg.vector_norm(by_rank, order, dim=0)
+    found = norms_of_wholes(everybodys(f"norm {order:g}", parts, mine), order)
     if len(set(dtypes)) == 1:
         return list(found.to(dtypes[0].to_real()).unbind())
     return [norm.to(dtype.to_real()) for norm, dtype in zip(found.unbind(), dtypes, strict=True)]
 
 
-def _of_pieces(parts: Sequence[Part], order: float, complex_ones: bool) -> torch.Tensor:
-    """One number for each piece, in double precision. An empty one has 0, which changes no norm."""
+def norms_of_wholes(by_rank: list[torch.Tensor], order: float) -> torch.Tensor:
+    """From every rank's norms of its pieces, in double precision as these are."""
+    answers = torch.stack(by_rank)
+    return answers.sum(0) if order == 0 else torch.linalg.vector_norm(answers, order, dim=0)
+
+
+def norms_of_pieces(pieces: Sequence[torch.Tensor], order: float) -> torch.Tensor:
+    """One number for each, in double precision. An empty piece has 0, which changes no norm."""
     if math.isinf(order):
         nothing = torch.zeros((), dtype=torch.double)
-        pieces = [part.local for part in parts]
         return torch.stack([piece.abs().amax().double() if piece.numel() else nothing for piece in pieces])
-    if complex_ones:
-        return torch.stack(norms_of([part.abs() for part in parts], order, dtype=torch.double))
-    return torch.stack(norms_of(parts, order, dtype=torch.double))
+    if any(piece.is_complex() for piece in pieces):
+        pieces = [piece.abs() for piece in pieces]
+    return torch.stack(norms_of(pieces, order, dtype=torch.double))
 
 
 def reduced_lists(call: Call) -> list[Number]:

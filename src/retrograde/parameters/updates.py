@@ -15,25 +15,23 @@ import functools
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from retrograde.coordination import Coordinator
 from retrograde.errors import UnsupportedError
+from retrograde.parameters.clipping import clip_norm
 from retrograde.parameters.elementwise import is_elementwise
 from retrograde.parameters.handlers import USED_TOGETHER
-from retrograde.parameters.leaf import ShardedParameter
-from retrograde.parameters.owner import Owner
-from retrograde.parameters.sharded_tensor import ShardedGradient, ShardedTensor
+from retrograde.parameters.plain import bring_gradients_of, coordinators_of, leaves_in, plain_for_a_while
 from retrograde.parameters.state import OptimizerState, adopt_new, sharded_states
 from retrograde.torch_internals import (
+    around_clipping,
     around_updates,
     around_zero_grad,
-    before_clipping,
     check_before_first_use,
     raw_grad,
     without_torch_function,
@@ -44,24 +42,9 @@ from retrograde.torch_internals import (
 def watch_updates() -> None:
     """Put ours around torch's functions, once for the process."""
     check_before_first_use()
-    before_clipping(_bring_gradients)
+    around_clipping(bring_gradients_of, clip_norm)
     around_zero_grad(_zeroing)
     around_updates(_updating, _refuse_hidden)
-
-
-# ---- who is concerned
-def _leaves_in(params: Iterable[torch.Tensor]) -> tuple[list[ShardedParameter], list[Owner]]:
-    """The sharded parameters whose models are still there, and their owners, each once, in the order given."""
-    leaves = [param for param in params if type(param) is ShardedParameter]
-    references = dict.fromkeys(leaf._owner for leaf in leaves)
-    owners = [owner for reference in references if (owner := reference()) is not None]
-    if len(owners) < len(references):
-        leaves = [leaf for leaf in leaves if not leaf.orphaned]
-    return leaves, owners
-
-
-def _coordinators(owners: list[Owner]) -> list[Coordinator]:
-    return list(dict.fromkeys(owner.coordinator for owner in owners))
 
 
 def _params_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
@@ -69,59 +52,28 @@ def _params_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
         yield from group["params"]
 
 
-def _bring_gradients(params: Iterable[torch.Tensor]) -> None:
-    """Where this rank has no gradient of what it is about to use, it waits for those of the others.
-
-    Without it, torch's functions would do nothing on a rank without any backward, and the others would wait for it."""
-    leaves, owners = _leaves_in(params)
-    for coordinator in _coordinators(owners):
-        with without_torch_function():
-            idle = all(raw_grad(leaf) is None for leaf in leaves if leaf.coordinator is coordinator)
-        if idle:
-            coordinator.wait_for_gradients(f"gradients of {leaves[0].slot.name} and others are used")
-
-
 # ---- zeroing
 @contextlib.contextmanager
 def _zeroing(params: list[torch.Tensor]) -> Iterator[None]:
     """Around torch's own `zero_grad()`."""
-    leaves, owners = _leaves_in(params)
+    leaves, owners = leaves_in(params)
     if not leaves:
         yield
         return
-    _bring_gradients(leaves)
-    for coordinator in _coordinators(owners):
+    bring_gradients_of(leaves)
+    for coordinator in coordinators_of(owners):
         coordinator.flush_pending_gradients("zero_grad()")
         coordinator.catch_up_on_gradients(USED_TOGETHER)
     waiting = {owner for owner in owners if owner.flow.has_pending(owner.unit)}
     for leaf in leaves if waiting else ():
         leaf.owner.flow.forget(leaf.unit, leaf.place)
-    with _plain(leaves):
+    with plain_for_a_while(leaves):
         yield
-
-
-@contextlib.contextmanager
-def _plain(leaves: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """For a while leaves and their gradients are plain tensors. Gives those leaves that have a gradient."""
-    grads: list[torch.Tensor] = []
-    try:
-        for leaf in leaves:
-            leaf.__class__ = nn.Parameter
-        found = [leaf.grad for leaf in leaves]
-        grads += [grad for grad in found if isinstance(grad, ShardedTensor)]
-        for grad in grads:
-            grad.__class__ = torch.Tensor
-        yield [leaf for leaf, grad in zip(leaves, found, strict=True) if grad is not None]
-    finally:
-        for grad in grads:
-            grad.__class__ = ShardedGradient
-        for leaf in leaves:
-            leaf.__class__ = ShardedParameter
 
 
 # ---- updates
 def _refuse_hidden(optimizer: Optimizer) -> None:
-    leaves, _ = _leaves_in(_params_of(optimizer))
+    leaves, _ = leaves_in(_params_of(optimizer))
     if leaves:
         raise UnsupportedError(
             f"{leaves[0].called}: {type(optimizer).__name__}.step was replaced by a function that hides torch's own, "
@@ -147,7 +99,7 @@ class _Holding:
     def __init__(self, optimizer: Optimizer) -> None:
         self._params = list(_params_of(optimizer))
         self._types = list(map(type, self._params))
-        self.leaves, owners = _leaves_in(self._params)
+        self.leaves, owners = leaves_in(self._params)
         self._owners = [weakref.ref(owner) for owner in owners]
         self._values: list[Any] = []
         self._states: list[torch.Tensor] = []
@@ -174,7 +126,7 @@ class _Holding:
 
     @property
     def coordinators(self) -> list[Coordinator]:
-        return _coordinators([owner for reference in self._owners if (owner := reference()) is not None])
+        return coordinators_of([owner for reference in self._owners if (owner := reference()) is not None])
 
 
 _holdings: "weakref.WeakKeyDictionary[Optimizer, _Holding]" = weakref.WeakKeyDictionary()
@@ -189,8 +141,10 @@ def _holding_of(optimizer: Optimizer) -> _Holding:
 
 def _values_of(optimizer: Optimizer) -> list[Any]:
     """All that it keeps. There may be other things than the states of parameters."""
-    states = (each.values() for each in optimizer.state.values() if isinstance(each, dict))
-    return list(itertools.chain.from_iterable(states))
+    states: Iterable[Any] = optimizer.state.values()
+    if not set(map(type, states)) <= {dict}:
+        states = (each for each in states if isinstance(each, dict))
+    return list(itertools.chain.from_iterable(map(dict.values, states)))
 
 
 def _same(some: list[Any], others: list[Any]) -> bool:
@@ -246,7 +200,7 @@ class _PlainUpdate(_Update):
         for value in self._states:
             value.__class__ = torch.Tensor
         self._plain.callback(self._states_are_sharded)
-        self._written(self._plain.enter_context(_plain(self._holding.leaves)))
+        self._written(self._plain.enter_context(plain_for_a_while(self._holding.leaves)))
 
     def __exit__(self, *error: object) -> None:
         self._plain.close()

@@ -23,13 +23,20 @@ from retrograde.torch_internals.probes import When, expect, probe, tiny
 
 # ---- clipping
 SeeParameters = Callable[[list[torch.Tensor]], None]
+Clip = Callable[..., Any]  # torch's own: takes what `clip_grad_norm_` and `clip_grad_value_` take
+_CLIP_NORM_TAKES = ["parameters", "max_norm", "norm_type", "error_if_nonfinite", "foreach"]
 
 
-def before_clipping(call: SeeParameters) -> None:
-    """Have `call(parameters)` run before torch clips the gradients of these parameters."""
-    cells = [_cell_of(public) for public in (clip_grad.clip_grad_norm_, clip_grad.clip_grad_value_)]
-    for cell in cells:
-        cell.cell_contents = _after_call(cell.cell_contents, call)
+def around_clipping(before: SeeParameters, clip_norm: Callable[..., Any]) -> None:
+    """Have `before(parameters)` run before torch clips the gradients of these parameters, and norms clipped by
+    `clip_norm(torch's own, parameters, ...)`, with torch's further arguments."""
+    norm, value = (_cell_of(public) for public in (clip_grad.clip_grad_norm_, clip_grad.clip_grad_value_))
+    norm.cell_contents = _around(norm.cell_contents, before, clip_norm)
+    value.cell_contents = _around(value.cell_contents, before, _as_torch_does)
+
+
+def _as_torch_does(inner: Clip, parameters: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    return inner(parameters, *args, **kwargs)
 
 
 def _cell_of(public: Any) -> types.CellType:
@@ -41,33 +48,39 @@ def _cell_of(public: Any) -> types.CellType:
     return cells[0]
 
 
-def _after_call(inner: Callable[..., Any], call: SeeParameters) -> Callable[..., Any]:
+def _around(inner: Clip, before: SeeParameters, run: Callable[..., Any]) -> Clip:
     @functools.wraps(inner)
     def clip(parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         if isinstance(parameters, torch.Tensor):
-            call([parameters])
-        elif given := list(parameters):
-            call(given)
-            parameters = given  # a generator is used up; torch warns of an empty one, which it still is
-        return inner(parameters, *args, **kwargs)
+            given = [parameters]
+        else:
+            given = list(parameters)
+        if not given:
+            return inner(parameters, *args, **kwargs)  # torch warns of an empty generator, which it still is
+        before(given)
+        return run(inner, given, *args, **kwargs)
 
     return clip
 
 
 @probe(
     "how gradients are clipped",
-    "before_clipping",
-    needed_for="clipping on a rank that has no gradient where others have one",
+    "around_clipping",
+    needed_for="clipping on a rank that has no gradient where others have one, and in one meeting",
     otherwise="the other ranks wait for it until their time is up",
 )
 def _clipping_is_a_closure() -> None:
     """Assumes: `clip_grad_norm_` and `clip_grad_value_` are closures over the functions that do the work, so that
-    changing the cell reaches everybody, however the name was imported and when."""
+    changing the cell reaches everybody, however the name was imported and when; the first takes the arguments that it
+    took in torch 2.13."""
+    expect(
+        list(inspect.signature(clip_grad.clip_grad_norm_).parameters), _CLIP_NORM_TAKES, "what clip_grad_norm_ takes"
+    )
     seen: list[Any] = []
     for public in (clip_grad.clip_grad_norm_, clip_grad.clip_grad_value_):
         cell = _cell_of(public)
         inner = cell.cell_contents
-        cell.cell_contents = _after_call(inner, seen.extend)
+        cell.cell_contents = _around(inner, seen.extend, _as_torch_does)
         try:
             leaf = tiny(requires_grad=True)
             leaf.grad = tiny()

@@ -1,0 +1,58 @@
+"""Leaves and their gradients as plain tensors, for a while: [Note: plain for a while] in updates.py."""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from retrograde.coordination import Coordinator
+from retrograde.parameters.leaf import ShardedParameter
+from retrograde.parameters.owner import Owner
+from retrograde.parameters.sharded_tensor import ShardedGradient, ShardedTensor
+from retrograde.torch_internals import raw_grad, without_torch_function
+
+
+def leaves_in(params: Iterable[torch.Tensor]) -> tuple[list[ShardedParameter], list[Owner]]:
+    """The sharded parameters whose models are still there, and their owners, each once, in the order given."""
+    leaves = [param for param in params if type(param) is ShardedParameter]
+    references = dict.fromkeys(leaf._owner for leaf in leaves)
+    owners = [owner for reference in references if (owner := reference()) is not None]
+    if len(owners) < len(references):
+        leaves = [leaf for leaf in leaves if not leaf.orphaned]
+    return leaves, owners
+
+
+def coordinators_of(owners: list[Owner]) -> list[Coordinator]:
+    return list(dict.fromkeys(owner.coordinator for owner in owners))
+
+
+def bring_gradients_of(params: Iterable[torch.Tensor]) -> None:
+    """Where this rank has no gradient of what it is about to use, it waits for those of the others.
+
+    Without it, torch's functions would do nothing on a rank without any backward, and the others would wait for it."""
+    leaves, owners = leaves_in(params)
+    for coordinator in coordinators_of(owners):
+        with without_torch_function():
+            idle = all(raw_grad(leaf) is None for leaf in leaves if leaf.coordinator is coordinator)
+        if idle:
+            coordinator.wait_for_gradients(f"gradients of {leaves[0].slot.name} and others are used")
+
+
+@contextlib.contextmanager
+def plain_for_a_while(leaves: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """For a while leaves and their gradients are plain tensors. Gives those leaves that have a gradient."""
+    grads: list[torch.Tensor] = []
+    try:
+        for leaf in leaves:
+            leaf.__class__ = nn.Parameter
+        found = [leaf.grad for leaf in leaves]
+        grads += [grad for grad in found if isinstance(grad, ShardedTensor)]
+        for grad in grads:
+            grad.__class__ = torch.Tensor
+        yield [leaf for leaf, grad in zip(leaves, found, strict=True) if grad is not None]
+    finally:
+        for grad in grads:
+            grad.__class__ = ShardedGradient
+        for leaf in leaves:
+            leaf.__class__ = ShardedParameter
