@@ -12,19 +12,20 @@ import torch
 
 from retrograde.transport.connections import Connections
 from retrograde.transport.line import Line
-from retrograde.transport.messages import Message
+from retrograde.transport.mapped.arena import PeerArena
+from retrograde.transport.messages import Extent, Message
 
 
 @contextlib.contextmanager
 def delayed(seed: int, longest: float = 0.002, chance: float = 0.5) -> Iterator[None]:
     """In this process, while inside: at random, the main thread pauses before it sends, and what comes from one rank is
-    left lying while what comes from others is taken in. Messages of one rank keep their order, as they always do."""
+    left lying while what comes from others is taken in. Messages of one rank keep their order, as they always do. In
+    shared memory, it pauses before it leaves a letter, and before it reads."""
     dice = random.Random(seed)
-    send, receive = Connections.send, Line.receive
+    send, receive, post, view = Connections.send, Line.receive, Connections.post, PeerArena.view
 
     def slow_send(self: Connections, dst: int, message: Message, data: Sequence[torch.Tensor] = ()) -> int:
-        if threading.current_thread() is threading.main_thread() and dice.random() < chance:
-            time.sleep(dice.random() * longest)
+        pause()
         return send(self, dst, message, data)
 
     def slow_receive(self: Line) -> None:
@@ -33,8 +34,22 @@ def delayed(seed: int, longest: float = 0.002, chance: float = 0.5) -> Iterator[
             return  # the selector says again that there is something to read
         receive(self)
 
+    def pause() -> None:
+        if threading.current_thread() is threading.main_thread() and dice.random() < chance:
+            time.sleep(dice.random() * longest)
+
+    def slow_post(self: Connections, dst: int, message: Message, data: Sequence[torch.Tensor] = ()) -> bool:
+        pause()
+        return post(self, dst, message, data)
+
+    def slow_view(self: PeerArena, extent: Extent, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        pause()
+        return view(self, extent, numel, dtype)
+
     Connections.send, Line.receive = slow_send, slow_receive  # type: ignore[method-assign]
+    Connections.post, PeerArena.view = slow_post, slow_view  # type: ignore[method-assign]
     try:
         yield
     finally:
         Connections.send, Line.receive = send, receive  # type: ignore[method-assign]
+        Connections.post, PeerArena.view = post, view  # type: ignore[method-assign]

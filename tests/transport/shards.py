@@ -2,7 +2,7 @@
 
 import torch
 
-from retrograde.transport import Stamp
+from retrograde.transport import Rest, Stamp
 
 
 class Shards:
@@ -13,6 +13,9 @@ class Shards:
 
     def shard_numel(self, unit: int) -> int:
         return self._elements
+
+    def state(self) -> tuple[int, Rest]:
+        return 0, Rest.ASK
 
     def shard_for(self, unit: int, stamp: Stamp) -> torch.Tensor | str:
         if unit:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import retrograde as rg
 from benchmarks.meters import bytes_sent
 from retrograde.gradients import bucket as buckets
-from retrograde.transport.one_sided import OneSidedTransport
+from retrograde.transport import Transport
 from tests.harness import RankPool
 from tests.reference import mean, same
 from tests.small import batch, build, loss_of
@@ -57,9 +57,10 @@ def _passed(rank: int, world: int, stage: int, limit: int) -> dict[str, Any]:
     plain, model = Uneven(), Uneven()
     engine = rg.shard(model, stage)
     sent, autograds = set(), set()
-    put, add = OneSidedTransport.put, buckets.Bucket.add
+    transport = type(engine.transport)
+    put, add = transport.put, buckets.Bucket.add
 
-    def watched_put(self: OneSidedTransport, key: Any, parts: dict[int, list[Tensor]]) -> Any:
+    def watched_put(self: Transport, key: Any, parts: dict[int, list[Tensor]]) -> Any:
         sent.update(piece.untyped_storage().data_ptr() for pieces in parts.values() for piece in pieces)
         return put(self, key, parts)
 
@@ -67,13 +68,13 @@ def _passed(rank: int, world: int, stage: int, limit: int) -> dict[str, Any]:
         autograds.update(g.untyped_storage().data_ptr() for g in grads if g is not None)
         add(self, grads)
 
-    OneSidedTransport.put, buckets.Bucket.add = watched_put, watched_add  # type: ignore[method-assign]
+    transport.put, buckets.Bucket.add = watched_put, watched_add  # type: ignore[method-assign]
     try:
         with huge(limit):
             model(_x(rank)).backward()
             grads = engine.full_grads()
     finally:
-        OneSidedTransport.put, buckets.Bucket.add = put, add  # type: ignore[method-assign]
+        transport.put, buckets.Bucket.add = put, add  # type: ignore[method-assign]
     by_rank = [torch.autograd.grad(plain(_x(r)), list(plain.parameters()), allow_unused=True) for r in range(world)]
     wrong = []
     for (name, _), *each in zip(plain.named_parameters(), *by_rank, strict=True):

@@ -241,6 +241,12 @@ class _Alone:
     def attach(self, receiver: OneSidedTransport) -> None:
         pass
 
+    def notify(self) -> None:
+        self.changed.notify_all()
+
+    def wait_until(self, over: Callable[[], bool], timeout: float, look_again: float | None = None) -> None:
+        self.changed.wait_for(over, timeout)
+
     def tell(self, dst: int, message: Message, data: Any = ()) -> None:
         self.send(dst, message, data)
 

@@ -161,6 +161,11 @@ class Coordinator:
             yield
             unit.write_back(slot)
 
+    def expose(self) -> None:
+        """This rank's shards are about to be given out as plain tensors, whose edits nobody reports."""
+        self._fence.expose()
+        self._transport.shards_changed()
+
     def pass_fence(self, what: str) -> None:
         """Before an edit of the weights in place: every rank has read all it wanted."""
         self._pager.quiesce()

@@ -35,7 +35,7 @@ import torch
 
 from retrograde.pages import Unit
 from retrograde.torch_internals import version_of
-from retrograde.transport import Stamp
+from retrograde.transport import Rest, Stamp
 
 
 class WritePhase(Enum):
@@ -53,6 +53,7 @@ class WriteFence:
         self.clock = 0
         self.phase = WritePhase.READ
         self._units: list[Unit] = []
+        self._exposed = False  # has somebody pieces of them, to write to whenever he likes?
         self._lock = threading.RLock()
 
     def add(self, unit: Unit) -> None:
@@ -98,6 +99,10 @@ class WriteFence:
                     unit.edits.pass_fence()
             self._enter(phase)
 
+    def expose(self) -> None:
+        """A piece is given out as a plain tensor: from now on readers ask (Rule 4)."""
+        self._exposed = True
+
     def serve_during_step(self) -> None:
         """This step is a row of edits, with reads among them: it has passed the fence that they need."""
         with self._lock:
@@ -120,6 +125,13 @@ class WriteFence:
             unit.version_at_rest = unit.version
 
     # ---- any thread
+    def state(self) -> tuple[int, Rest]:
+        with self._lock:
+            if self.phase is WritePhase.STEPPED:
+                return self.clock, Rest.STEPPING
+            edited = self.phase is WritePhase.EDITED or any(unit.edits.made for unit in self._units)
+            return self.clock, Rest.ASK if edited or self._exposed else Rest.AT_REST
+
     def shard_numel(self, unit: int) -> int:
         return self._units[unit].layout.shard_numel
 

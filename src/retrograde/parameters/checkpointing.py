@@ -27,7 +27,7 @@ class Checkpointable(Part):
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-        properties = TensorProperties.create_from_tensor(self.local)
+        properties = TensorProperties.create_from_tensor(self.piece)
         items = []
         for box in self._boxes():
             data = TensorWriteData(chunk=_chunk(box), properties=properties, size=self.shape)
@@ -43,7 +43,7 @@ class Checkpointable(Part):
         """The memory of one of those."""
         for box in self._boxes():
             if torch.Size(box.offsets) == index.offset:
-                return view_box(self.slot, box, self.local)
+                return view_box(self.slot, box, self.piece)
         raise ValueError(f"{self.called}: a checkpoint asks for {index}, of which this rank has nothing")
 
     def prepare_to_be_loaded(self) -> None:

@@ -48,7 +48,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
 
     # ---- the piece and the whole
     @property
-    def local(self) -> torch.Tensor:
+    def piece(self) -> torch.Tensor:
         return self.unit.pieces[self.place]
 
     def full_tensor(self) -> torch.Tensor:

@@ -98,6 +98,13 @@ class Part(torch.Tensor):
     @property
     def local(self) -> torch.Tensor:
         """This rank's piece, a plain tensor on the same memory: its elements, one after the other."""
+        if self.of_weights:
+            self.coordinator.expose()
+        return self.piece
+
+    @property
+    def piece(self) -> torch.Tensor:
+        """The same, for those who do not write to it."""
         with without_torch_function():
             return self.detach().as_subclass(torch.Tensor)
 

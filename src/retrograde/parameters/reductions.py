@@ -68,12 +68,12 @@ def reduced(call: Call) -> Number:
 def _reduce(reduction: Reduction, part: Part, call: Call) -> Number:
     def mine() -> list[Number]:
         with without_torch_function():
-            piece = part.local
+            piece = part.piece
             return [reduction.of_piece(piece)] if piece.numel() else []
 
     if part.numel() == 0:
         with without_torch_function():
-            return call.func(part.local)  # type: ignore[no-any-return]  # torch's own answer, or error
+            return call.func(part.piece)  # type: ignore[no-any-return]  # torch's own answer, or error
     answers = [number for numbers in everybodys(call.name, [part], mine) for number in numbers]
     return reduction.finish(functools.reduce(reduction.combine, answers), part)
 
@@ -91,7 +91,7 @@ def norms(parts: Sequence[Part], order: float) -> list[Number]:
 
     def mine() -> torch.Tensor:
         with without_torch_function():
-            return norms_of_pieces([part.local for part in parts], order)
+            return norms_of_pieces([part.piece for part in parts], order)
 
     found = norms_of_wholes(everybodys(f"norm {order:g}", parts, mine), order)
     if len(set(dtypes)) == 1:

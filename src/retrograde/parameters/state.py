@@ -127,7 +127,7 @@ def sharded_states(state: dict[str, Any], leaf: ShardedParameter) -> Iterator[Op
 
 def adopt_new(state: dict[str, Any], leaf: ShardedParameter) -> None:
     """After an update of plain tensors: what it has made for a parameter, element by element, is sharded."""
-    size = leaf.local.shape
+    size = leaf.piece.shape
     for key, value in state.items():
         if type(value) is torch.Tensor and value.shape == size and key != _COUNTER:
             _piece(leaf, value)

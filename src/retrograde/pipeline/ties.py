@@ -18,7 +18,7 @@ from retrograde.devices import Stream
 from retrograde.engine import Engine
 from retrograde.parameters import ShardedParameter
 from retrograde.pipeline.blocks import Tie
-from retrograde.transport import Key, Offers, Position, Reason, Stamp, Transport, Use, Work
+from retrograde.transport import Key, Offers, Position, Reason, Rest, Stamp, Transport, Use, Work
 
 _GRADIENT, _SUM = 1, 2  # turns of a tie
 
@@ -32,6 +32,9 @@ class TiedParameters:
     def shard_numel(self, unit: int) -> int:
         parameter = self.mine[unit].parameter
         return parameter.slot.numel if isinstance(parameter, ShardedParameter) else parameter.numel()
+
+    def state(self) -> tuple[int, Rest]:
+        return 0, Rest.ASK
 
     def shard_for(self, unit: int, stamp: Stamp) -> Tensor | str:
         return "stages of a pipeline have no shards to read"

@@ -82,7 +82,7 @@ class ConnectedChannel:
             return bool(self._arrived.get(address)) or self._lost is not None or peer in departed
 
         with changed:
-            changed.wait_for(over, self._patience)
+            self._connections.wait_until(over, self._patience)
             if not self._arrived.get(address):
                 self._fail(peer, address)
             return self._arrived[address].popleft()
@@ -121,7 +121,7 @@ class ConnectedChannel:
                 self._arrived.setdefault(message.address, deque()).append(None)
             case _:
                 raise MessageError(f"a {type(message).__name__} was sent to a pipeline")
-        self._connections.changed.notify_all()
+        self._connections.notify()
 
     def on_lost(self, cause: str, error: Exception) -> None:
         self._lost = (cause, error)

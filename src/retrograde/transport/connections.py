@@ -31,7 +31,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
@@ -41,15 +41,18 @@ from retrograde.torch_internals import store_of
 from retrograde.transport import leaving
 from retrograde.transport.connecting import connect
 from retrograde.transport.line import LENGTHS, Line, bytes_of, frame, message_length, unwanted
+from retrograde.transport.mapped.neighbours import Neighbours, neighbours_of
 from retrograde.transport.messages import (
     Ask,
     Fail,
     FirstCause,
     Goodbye,
+    Mapped,
     Meet,
     Message,
     MessageError,
     Read,
+    Share,
     ToRank,
     ToReceiver,
     decode,
@@ -61,6 +64,7 @@ GRACE = 0.1  # seconds between a lost connection and its being blamed
 _FLUSH = 1.0  # seconds in which a rank that fails says so
 _CLOSED = 2.0  # seconds after which a connection that takes nothing more is known to be lost
 _EARLY = 4096  # messages for engines and pipelines that this rank has not made yet
+_LETTERS = 0.5  # seconds after which letters that nobody has taken are looked at
 GONE = "so its process ended or gave up; its own output says why"
 
 
@@ -109,8 +113,10 @@ class Connections:
         """The group's connections, made at the first call: all ranks must come to it within `timeout` seconds."""
         if group not in cls._by_group:
             rank, world = dist.get_rank(group), dist.get_world_size(group)
-            sockets = connect(store_of(group), rank, world, timeout) if world > 1 else ()
-            cls._by_group[group] = made = cls(rank, world, sockets, group)
+            sockets = connect(store_of(group), rank, world, timeout) if world > 1 else []
+            together = bool(sockets) and all(sock.family == socket.AF_UNIX for _, sock in sockets)
+            neighbours = neighbours_of(rank, world) if together else None
+            cls._by_group[group] = made = cls(rank, world, sockets, group, neighbours)
             weakref.finalize(group, made.say_goodbye).atexit = False  # leaving.py has the end of the process
             if made._lines:
                 leaving.watch(made, cls._by_group.get)
@@ -122,9 +128,12 @@ class Connections:
         world: int,
         sockets: Iterable[tuple[int, socket.socket]],
         group: dist.ProcessGroup | None = None,
+        neighbours: Neighbours | None = None,
     ) -> None:
         self.rank = rank
         self.world = world
+        self.neighbours = neighbours  # where all ranks are on one host
+        self._sleepers = 0  # threads of this rank that wait for letters
         self._group = None if group is None else weakref.ref(group)
         self.changed = threading.Condition()
         self._receivers: list[weakref.ref[Receiver]] = []  # engines and pipelines
@@ -149,6 +158,9 @@ class Connections:
             self._ear.setblocking(False)
             self._selector.register(self._ear, selectors.EVENT_READ)
             threading.Thread(target=self._serve, name="retrograde-service", daemon=True).start()
+        if neighbours is not None:
+            for peer in self.peers:
+                self.tell(peer, Share(neighbours.process, neighbours.arena.descriptor))
 
     def group(self) -> dist.ProcessGroup | None:
         return None if self._group is None else self._group()
@@ -182,6 +194,11 @@ class Connections:
         with contextlib.suppress(OSError):
             self.send(dst, message, data)
 
+    def post(self, dst: int, message: Message, data: Sequence[torch.Tensor] = ()) -> bool:
+        """Leave a letter for another rank's main thread; says whether it has a box on this host, and room in it."""
+        neighbour = None if self.neighbours is None else self.neighbours.found.get(dst)
+        return neighbour is not None and neighbour.outbox.post(frame(message, data))
+
     def sent(self, dst: int, mark: int) -> bool:
         """May the tensors of that message change again?"""
         return self._lines[dst].sent >= mark
@@ -198,6 +215,57 @@ class Connections:
                     "so other ranks' shards cannot be read any more"
                 )
             return f"rank {dst} cannot be reached, {GONE}"
+
+    # ---- waiting
+    def notify(self) -> None:
+        """Something has changed, for whoever waits. With `changed` held."""
+        self.changed.notify_all()
+        if self.neighbours is not None and self._sleepers:
+            self.neighbours.mailbox.ring()
+
+    def wait_until(self, over: Callable[[], bool], timeout: float, look_again: float | None = None) -> None:
+        """Wait, with `changed` held once, until `over()` or for `timeout` seconds."""
+        if self.neighbours is None:
+            self.changed.wait_for(over, timeout)
+            return
+        mailbox, end = self.neighbours.mailbox, time.monotonic() + timeout
+        while True:
+            heard = mailbox.heard  # before anything is looked at: what changes after that rings again
+            self.take_letters()
+            if over() or (left := end - time.monotonic()) <= 0:
+                break
+            self._sleepers += 1
+            self.changed.release()
+            try:
+                mailbox.sleep(heard, left if look_again is None else min(left, look_again))
+            finally:
+                self.changed.acquire()
+                self._sleepers -= 1
+        self.take_letters()  # of a rank that has said goodbye since
+
+    def take_letters(self) -> None:
+        """What other ranks' main threads have left for this one's. Also the service thread takes them, now and then."""
+        if self.neighbours is None:
+            return
+        with self.changed:
+            for src, letter in self.neighbours.mailbox.letters():
+                try:
+                    self._open(src, memoryview(letter))
+                except Exception as error:  # whatever it is: those who wait are told
+                    self._refuse(self._lines[src], error)
+
+    def _open(self, src: int, letter: memoryview) -> None:
+        size, extra = LENGTHS.unpack(letter[: LENGTHS.size])
+        at = LENGTHS.size + size
+        message = decode(bytes(letter[LENGTHS.size : at]))
+        if isinstance(message, ToRank):
+            raise MessageError(f"a {type(message).__name__} in a letter")
+        data = self._destination(src, message, extra) or ()
+        for tensor in data:
+            if tensor.numel():
+                bytes_of(tensor)[:] = letter[at : at + tensor.nbytes]
+                at += tensor.nbytes
+        self._deliver(src, message, data)
 
     # ---- leaving (leaving.py)
     def say_goodbye(self) -> None:
@@ -252,6 +320,7 @@ class Connections:
             if self._suspicions and self._patience() == 0.0:
                 self._attend(0.0)  # has anybody said more in the meantime?
                 self._blame()
+            self.take_letters()  # for an engine that is gone, its main thread takes none
             if self._leaving:
                 self._leave()
         self._ear.close()
@@ -261,14 +330,15 @@ class Connections:
             leaving.forget(self)
         with self.changed:
             self._ended = True
-            self.changed.notify_all()
+            self.notify()
 
     def _patience(self) -> float | None:
         """Seconds until there is something to do even if nothing comes."""
+        idle = None if self.neighbours is None else _LETTERS
         if not self._suspicions:
-            return None
+            return idle
         with self.changed:
-            return max(0.0, self._suspicions[0].until - time.monotonic()) if self._suspicions else None
+            return max(0.0, self._suspicions[0].until - time.monotonic()) if self._suspicions else idle
 
     def _blame(self) -> None:
         with self.changed:
@@ -279,6 +349,8 @@ class Connections:
         """Say goodbye, and close all connections when everybody has said it."""
         if not self._said_goodbye and self._cause is None:
             self._said_goodbye = True
+            if self.neighbours is not None:
+                self.neighbours.mailbox.finish()
             for peer in self.peers:
                 self.tell(peer, Goodbye())
         with self.changed:
@@ -306,7 +378,7 @@ class Connections:
                     with contextlib.suppress(OSError):  # what came before it was closed is read first
                         line.send()
                     with self.changed:
-                        self.changed.notify_all()  # somebody may wait for this to be sent
+                        self.notify()  # somebody may wait for this to be sent
                 if ready & selectors.EVENT_READ:
                     line.receive()
             except OSError as error:
@@ -324,7 +396,7 @@ class Connections:
             elif not self._leaving:
                 text = f"rank {peer} had finished and waited as long as its time-out says; raise shard(timeout=...)"
                 self._decide(Cause(peer, text, error), tell=False)
-            self.changed.notify_all()
+            self.notify()
 
     def _refuse(self, line: Line, error: Exception) -> None:
         """What came by this line cannot be taken."""
@@ -346,7 +418,7 @@ class Connections:
             for reference in self._receivers:
                 if (receiver := reference()) is not None:
                     receiver.on_lost(cause.text, cause.error)
-            self.changed.notify_all()
+            self.notify()
 
     def _incoming(self, src: int) -> Iterator[memoryview]:
         """Memory to be filled with what comes from `src`, piece by piece; complete messages are delivered."""
@@ -377,9 +449,20 @@ class Connections:
             error = ConnectionError(f"told by rank {src}")
             self._decide(Cause(message.rank, message.text, error), tell=False)
             return
+        if isinstance(message, Share | Mapped):
+            self._meet_neighbour(src, message)
+            return
         with self.changed:
             self.departed.add(src)
-            self.changed.notify_all()  # somebody may wait for that rank's main thread
+            self.notify()  # somebody may wait for that rank's main thread
+
+    def _meet_neighbour(self, src: int, message: Share | Mapped) -> None:
+        if self.neighbours is None:
+            return  # this rank could not make shared memory, and the other is told nothing
+        if isinstance(message, Mapped):
+            self.neighbours.found_by.add(src)
+        elif self.neighbours.find(src, message.process, message.descriptor):
+            self.tell(src, Mapped())
 
     def _destination(self, src: int, message: ToReceiver, nbytes: int) -> Sequence[torch.Tensor] | None:
         """Where the tensors of a message belong: exactly as many bytes as will come."""

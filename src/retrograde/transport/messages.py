@@ -12,7 +12,7 @@ Rule 2: the receiver says how many bytes of tensors it expects with a message, a
 
 from collections.abc import Iterator, Sequence
 from enum import IntEnum, StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import torch
@@ -27,6 +27,14 @@ class MessageError(ValueError):
 
 class Record(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Part of a message. It travels as the list of its fields."""
+
+
+class Extent(NamedTuple):
+    """Where something lies in a rank's shared memory (mapped/): in which stretch of it, and where in its data."""
+
+    offset: Count  # of the stretch
+    nbytes: Count  # of its data
+    start: Count
 
 
 # ---- reading shards
@@ -183,6 +191,17 @@ class ShardData(Record, frozen=True, tag="page"):
 
     receiver: Count
     unit: Count
+    extent: Extent | None = None  # where it lies in memory that the receiver may have mapped
+    state: Extent | None = None  # where the sender says whether its shards are at rest
+
+
+class Handed(Record, frozen=True, tag="handed"):
+    """The receiver's part of a gradient, in the sender's shared memory (mapped/)."""
+
+    receiver: Count
+    key: Key
+    dtype: torch.dtype
+    extent: Extent
 
 
 class Put(Record, frozen=True, tag="put"):
@@ -254,7 +273,7 @@ class Void(Record, frozen=True, tag="void"):
     address: Address
 
 
-ToReceiver = Read | ShardData | Put | Meet | Ready | Start | Ask | Tell | Fail | Content | Void
+ToReceiver = Read | ShardData | Put | Handed | Meet | Ready | Start | Ask | Tell | Fail | Content | Void
 
 
 # ---- messages to a rank, whatever it has made
@@ -265,11 +284,22 @@ class FirstCause(Record, frozen=True, tag="cause"):
     text: str
 
 
+class Share(Record, frozen=True, tag="share"):
+    """The sender's memory, which a process of the same host can map (mapped/)."""
+
+    process: Count
+    descriptor: Count
+
+
+class Mapped(Record, frozen=True, tag="mapped"):
+    """The sender has mapped the receiver's memory."""
+
+
 class Goodbye(Record, frozen=True, tag="goodbye"):
     """The sender has finished: it needs nothing more, and answers reads until all have said this."""
 
 
-ToRank = FirstCause | Goodbye
+ToRank = FirstCause | Goodbye | Share | Mapped
 Message = ToReceiver | ToRank
 
 

@@ -116,8 +116,11 @@ class OneSidedTransport:
         found = self._shards.shard_for(request.unit, request.stamp)
         if isinstance(found, str):
             return False
-        self.connections.tell(request.reader, ShardData(self.number, request.unit), data=[found])
+        self.connections.tell(request.reader, self._shard_data(request.unit, found), data=[found])
         return True
+
+    def _shard_data(self, unit: int, found: torch.Tensor) -> ShardData:
+        return ShardData(self.number, unit)
 
     # ---- gradients, one by one
     def put(self, key: Key, parts: Mapping[int, Sequence[torch.Tensor]]) -> Work:
@@ -179,7 +182,7 @@ class OneSidedTransport:
         sent, pending = position.sent, position.pending
         message = Meet(self.number, number, position.reason, position.label, sent, pending, value)
         for peer in self.connections.peers:
-            self._send(peer, message, data=tensors)
+            self._send_position(peer, message, tensors)
 
         def absent() -> list[int]:
             return [peer for peer in self.connections.peers if peer not in self._met.get(number, {})]
@@ -188,6 +191,9 @@ class OneSidedTransport:
         self._where = f"outside retrograde, after {what}"
         met = self._met.pop(number, {}) | {self.rank: position}
         return [met[rank] for rank in range(self.world)]
+
+    def _send_position(self, peer: int, message: Meet, data: Sequence[torch.Tensor]) -> None:
+        self._send(peer, message, data)
 
     def _send(self, dst: int, message: ToReceiver, data: Sequence[torch.Tensor] = ()) -> int:
         try:
@@ -225,8 +231,16 @@ class OneSidedTransport:
                 self._announce(f"rank {self.rank}: {what} raised {type(error).__name__}: {error}")
             raise
 
-    def wait_for(self, missing: Callable[[], list[int]], what: str, for_main_threads: bool = False) -> None:
-        """Until no rank is missing. A rank that has said goodbye still serves; its main thread does nothing more."""
+    def wait_for(
+        self,
+        missing: Callable[[], list[int]],
+        what: str,
+        for_main_threads: bool = False,
+        look_again: float | None = None,
+    ) -> None:
+        """Until no rank is missing. A rank that has said goodbye still serves; its main thread does nothing more.
+
+        `look_again`: seconds after which something may have changed that nobody tells."""
 
         def finished() -> list[int]:
             return [peer for peer in missing() if peer in self.connections.departed] if for_main_threads else []
@@ -235,7 +249,7 @@ class OneSidedTransport:
             return not missing() or self.failure is not None or self._lost is not None or bool(finished())
 
         with self.connections.changed:
-            self.connections.changed.wait_for(over, self.timeout)
+            self.connections.wait_until(over, self.timeout, look_again)
             self.check()
             absent = missing()
             if not absent:
@@ -243,7 +257,7 @@ class OneSidedTransport:
             self._fail_if_gone(finished(), what)
             for peer in absent:
                 self.connections.tell(peer, Ask(self.number))
-            self.connections.changed.wait_for(lambda: all(peer in self._told for peer in absent), 1.0)
+            self.connections.wait_until(lambda: all(peer in self._told for peer in absent), 1.0)
         places = "; ".join(f"rank {peer} is {self._told.get(peer, 'not answering')}" for peer in absent)
         self.fail(
             f"rank {self.rank} waited {self.timeout:g} s for rank(s) {', '.join(map(str, absent))} "
@@ -281,7 +295,7 @@ class OneSidedTransport:
                 self._order.start(message.key)
             case _:
                 self._on_trouble(src, message)
-        self.connections.changed.notify_all()
+        self.connections.notify()
 
     def _serve(self, request: _Request) -> None:
         """Noted before it is looked at: the main thread looks at what is noted when it has changed something."""

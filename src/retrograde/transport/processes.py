@@ -5,6 +5,7 @@ import torch.distributed as dist
 
 from retrograde.transport.channel import ConnectedChannel
 from retrograde.transport.connections import TIMEOUT, Connections
+from retrograde.transport.mapped.transport import MappedTransport
 from retrograde.transport.one_sided import OneSidedTransport
 from retrograde.transport.protocol import ShardServer
 
@@ -19,6 +20,9 @@ class ProcessRanks:
         self.world = self._connections.world
 
     def transport(self, shards: ShardServer, timeout: float) -> OneSidedTransport:
+        neighbours = self._connections.neighbours
+        if neighbours is not None:
+            return MappedTransport(self._connections, neighbours, shards, timeout)
         return OneSidedTransport(self._connections, shards, timeout)
 
     def channel(self, device: torch.device, patience: float) -> ConnectedChannel:

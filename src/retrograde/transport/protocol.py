@@ -64,6 +64,14 @@ class Position(NamedTuple):
     value: Value = None
 
 
+class Rest(Enum):
+    """May a reader take a rank's shards as they lie in memory?"""
+
+    AT_REST = 0
+    STEPPING = 1  # as soon as the step has ended
+    ASK = 2  # only if their owner finds that they are what the reader needs
+
+
 class ShardServer(Protocol):
     """An engine, as other ranks' readers see it. Called by any thread, whatever the engine's own thread is doing."""
 
@@ -72,6 +80,9 @@ class ShardServer(Protocol):
 
     def shard_numel(self, unit: int) -> int:
         """How many elements the unit's shard has on this rank."""
+
+    def state(self) -> tuple[int, Rest]:
+        """How many fences this rank has passed, and whether its shards are as the last one left them."""
 
 
 class Transport(Protocol):

@@ -1,0 +1,214 @@
+"""A rank's shared memory: a file without a name, of which stretches are handed out, and another rank's view of it.
+
+A stretch begins with a flag for each rank (one byte), by which other ranks say something to its owner; then come its
+data. One that is not used any more is given back to the system, and its place in the file to the next of the same
+length: other ranks may still have that place mapped.
+"""
+
+import fcntl
+import mmap
+import os
+import platform
+import stat
+import sys
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from retrograde.transport.mapped.system import punch_hole
+from retrograde.transport.messages import Extent
+
+_PAGE = mmap.PAGESIZE
+_FLAGS = 64  # bytes are a multiple of it, so that data are aligned as torch's allocator does it
+_SPARE = 4  # parcels that are kept for the next ones: fresh memory costs page faults
+_WORD = 8
+
+
+def supported() -> bool:
+    """Files without names are Linux's; what else is needed says Rule 5 of [Note: mapped memory]."""
+    return sys.platform == "linux" and platform.machine() == "x86_64"
+
+
+def _flags_length(world: int) -> int:
+    return -(-world // _FLAGS) * _FLAGS
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Stretch:
+    """A part of this rank's arena."""
+
+    offset: int
+    nbytes: int  # of the data
+    memory: mmap.mmap
+
+
+class Arena:
+    """This rank's own."""
+
+    def __init__(self, world: int, control: int) -> None:
+        """`control`: bytes at the beginning, for letters."""
+        self.flags = _flags_length(world)
+        self._process = os.getpid()
+        self._end = -(-control // _PAGE) * _PAGE
+        self._free: defaultdict[int, list[int]] = defaultdict(list)  # places in the file, by length
+        self._tensors: dict[int, Extent] = {}  # by the address of their memory
+        self._parcels: list[tuple[Stretch, int]] = []  # that were given out, with their receivers
+        self._spare: list[Stretch] = []
+        self.descriptor = os.memfd_create("retrograde", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        os.posix_fallocate(self.descriptor, 0, self._end)
+        self.control = mmap.mmap(self.descriptor, self._end)
+
+    # ---- memory that lasts
+    def allocate(self, numel: int, dtype: torch.dtype, before_it_goes: Callable[[], None]) -> torch.Tensor:
+        """A tensor that has a stretch for itself, as long as it lives. Raises OSError where there is no memory.
+
+        `before_it_goes`: called when nobody refers to it any more, and others still find it."""
+        nbytes = numel * dtype.itemsize
+        if nbytes == 0:
+            return torch.empty(0, dtype=dtype)
+        stretch = self.reserve(nbytes)
+        data = torch.frombuffer(stretch.memory, dtype=dtype, count=numel, offset=self.flags)
+        address = data.untyped_storage().data_ptr()
+        self._tensors[address] = Extent(stretch.offset, nbytes, 0)
+        # The storage refers to the memory, and nobody else does.
+        weakref.finalize(stretch.memory, self._forget, address, before_it_goes).atexit = False
+        return data
+
+    def extent_of(self, tensor: torch.Tensor) -> Extent | None:
+        """Where a tensor lies, if it is here and in one piece."""
+        found = self._tensors.get(tensor.untyped_storage().data_ptr())
+        if found is None or not tensor.is_contiguous():
+            return None
+        return found._replace(start=int(tensor.storage_offset()) * tensor.element_size())
+
+    def reserve(self, nbytes: int) -> Stretch:
+        length = self._length(nbytes)
+        offset = self._free[length].pop() if self._free[length] else self._end
+        os.posix_fallocate(self.descriptor, offset, length)
+        self._end = max(self._end, offset + length)
+        return Stretch(offset, nbytes, mmap.mmap(self.descriptor, length, offset=offset))
+
+    def _length(self, nbytes: int) -> int:
+        return -(-(self.flags + nbytes) // _PAGE) * _PAGE
+
+    def _forget(self, address: int, before_it_goes: Callable[[], None]) -> None:
+        extent = self._tensors.pop(address)
+        if os.getpid() == self._process:  # one that was forked has no memory to give
+            before_it_goes()
+            self._give_back(extent.offset, extent.nbytes)
+
+    def _give_back(self, offset: int, nbytes: int) -> None:
+        length = self._length(nbytes)
+        punch_hole(self.descriptor, offset, length)
+        self._free[length].append(offset)
+
+    # ---- memory until it has been used
+    def parcel(self, pieces: Sequence[torch.Tensor], receiver: int) -> Extent:
+        """A copy of these, one after the other, which is the receiver's until it sets its flag."""
+        self._collect_parcels()
+        nbytes = sum(piece.nbytes for piece in pieces)
+        stretch = next((spare for spare in self._spare if spare.nbytes == nbytes), None)
+        if stretch is None:
+            stretch = self.reserve(nbytes)
+        else:
+            self._spare.remove(stretch)
+        stretch.memory[receiver] = 0
+        if nbytes:
+            numel = sum(piece.numel() for piece in pieces)
+            copy = torch.frombuffer(stretch.memory, dtype=pieces[0].dtype, count=numel, offset=self.flags)
+            torch.cat(list(pieces), out=copy)
+        self._parcels.append((stretch, receiver))
+        return Extent(stretch.offset, nbytes, 0)
+
+    def _collect_parcels(self) -> None:
+        used = [stretch for stretch, receiver in self._parcels if stretch.memory[receiver]]
+        self._parcels = [(stretch, receiver) for stretch, receiver in self._parcels if not stretch.memory[receiver]]
+        self._spare += used
+        while len(self._spare) > _SPARE:
+            old = self._spare.pop(0)
+            self._give_back(old.offset, old.nbytes)
+
+
+class SharedWord:
+    """A number of 64 bits that other ranks look at, and flags by which they say that they wait for it to change.
+
+    Its memory stays as long as the process does: others may look at it whenever they like."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._stretch = arena.reserve(_WORD)
+        self.extent = Extent(self._stretch.offset, _WORD, 0)
+        memory = memoryview(self._stretch.memory)
+        self._closed = False
+        self._flags = memory[: arena.flags]
+        self._word = memory[arena.flags : arena.flags + _WORD].cast("q")
+
+    def set(self, value: int) -> None:
+        if not self._closed:
+            self._word[0] = value
+
+    def close(self, value: int) -> None:
+        """This is its last one."""
+        self._closed = True
+        self._word[0] = value
+
+    def take_flags(self) -> list[int]:
+        """Ranks that wait; their flags are cleared."""
+        if not any(self._flags):
+            return []
+        waiting = [rank for rank, flag in enumerate(self._flags) if flag]
+        for rank in waiting:
+            self._flags[rank] = 0
+        return waiting
+
+
+class PeerArena:
+    """Another rank's."""
+
+    def __init__(self, process: int, descriptor: int, world: int, control: int) -> None:
+        """Raises OSError where it cannot be mapped: in another namespace, or as another user."""
+        self._flags = _flags_length(world)
+        self._descriptor = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor).atexit = False
+        sealed = fcntl.fcntl(self._descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+        if not sealed or not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
+            raise OSError(f"descriptor {descriptor} of process {process} is not an arena")
+        self.control = mmap.mmap(self._descriptor, control)
+        self._mapped: dict[tuple[int, int], mmap.mmap] = {}
+
+    def view(self, extent: Extent, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor that lies there."""
+        if extent.start + numel * dtype.itemsize > extent.nbytes:
+            raise OSError(f"{numel} elements of {dtype} do not fit into {extent}")
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        memory = self._stretch(extent)
+        return torch.frombuffer(memory, dtype=dtype, count=numel, offset=self._flags + extent.start)
+
+    def unpack(self, extent: Extent, numel: int, dtype: torch.dtype, receiver: int) -> torch.Tensor:
+        """A parcel. Its owner is told when nobody refers to it any more."""
+        tensor = self.view(extent, numel, dtype)
+        weakref.finalize(tensor, _set_flag, self._stretch(extent), receiver).atexit = False
+        return tensor
+
+    def flags(self, extent: Extent) -> memoryview:
+        return memoryview(self._stretch(extent))[: self._flags]
+
+    def word(self, extent: Extent) -> memoryview:
+        return memoryview(self._stretch(extent))[self._flags : self._flags + _WORD].cast("q")
+
+    def _stretch(self, extent: Extent) -> mmap.mmap:
+        at = (extent.offset, extent.nbytes)
+        if at not in self._mapped:
+            length = self._flags + extent.nbytes
+            if extent.offset % _PAGE or extent.offset + length > os.fstat(self._descriptor).st_size:
+                raise OSError(f"there is nothing at {extent}")
+            self._mapped[at] = mmap.mmap(self._descriptor, length, offset=extent.offset)
+        return self._mapped[at]
+
+
+def _set_flag(memory: mmap.mmap, rank: int) -> None:
+    memory[rank] = 1

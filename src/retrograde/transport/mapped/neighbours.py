@@ -1,0 +1,81 @@
+"""The ranks of this host: their arenas, as far as they could be mapped, and this rank's own."""
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from retrograde.transport.mapped.arena import Arena, PeerArena, supported
+from retrograde.transport.mapped.mailbox import Mailbox, Outbox, control_length
+from retrograde.transport.messages import Extent
+
+logger = logging.getLogger("retrograde")
+
+
+@dataclass(frozen=True, eq=False)
+class Neighbour:
+    """Another rank whose arena this one has mapped."""
+
+    arena: PeerArena
+    outbox: Outbox
+
+
+class Neighbours:
+    """Made with the connections. Who can map whose arena is found by trying (connections.py)."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self._rank = rank
+        self._world = world
+        self.arena = Arena(world, control_length(world))
+        self.mailbox = Mailbox(self.arena.control, rank, world)
+        self.process = os.getpid()
+        self.found: dict[int, Neighbour] = {}
+        self.found_by: set[int] = set()  # those that have mapped this rank's arena
+        self._told = False
+
+    def find(self, peer: int, process: int, descriptor: int) -> bool:
+        """Map another rank's arena; says whether that was possible."""
+        try:
+            arena = PeerArena(process, descriptor, self._world, control_length(self._world))
+        except OSError as error:
+            self._say(f"rank {self._rank} cannot map the memory of rank {peer}: {error}")
+            return False
+        self.found[peer] = Neighbour(arena, Outbox(arena.control, self._rank, self._world))
+        return True
+
+    def allocate(self, numel: int, dtype: torch.dtype, before_it_goes: Callable[[], None]) -> torch.Tensor:
+        """In the arena; where there is no more memory for it, outside."""
+        try:
+            return self.arena.allocate(numel, dtype, before_it_goes)
+        except OSError as error:
+            self._say(f"rank {self._rank}: no shared memory for {numel * dtype.itemsize} bytes: {error}")
+            return torch.empty(numel, dtype=dtype)
+
+    def parcel(self, pieces: Sequence[torch.Tensor], receiver: int) -> Extent | None:
+        """A copy of these in the arena for another rank, if it can map it."""
+        if receiver not in self.found_by:
+            return None
+        try:
+            return self.arena.parcel(pieces, receiver)
+        except OSError as error:
+            self._say(f"rank {self._rank}: no shared memory for a gradient: {error}")
+            return None
+
+    def _say(self, text: str) -> None:
+        """Once: the rest would be more of the same."""
+        if not self._told:
+            self._told = True
+            logger.warning("%s; bytes go over connections instead, which is slower", text)
+
+
+def neighbours_of(rank: int, world: int) -> Neighbours | None:
+    """For ranks that are all on this host; None where there is no shared memory to be had."""
+    if not supported():
+        return None
+    try:
+        return Neighbours(rank, world)
+    except OSError as error:
+        logger.warning("rank %d: no shared memory: %s; bytes go over connections instead", rank, error)
+        return None

@@ -1,0 +1,308 @@
+"""Shared memory between ranks of one host: letters, stretches of an arena, and what a training step sends besides."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import mmap
+import os
+import threading
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import retrograde as rg
+from retrograde.transport.connections import Connections
+from retrograde.transport.mapped import neighbours as neighbourhood
+from retrograde.transport.mapped.arena import Arena, PeerArena, SharedWord
+from retrograde.transport.mapped.mailbox import Mailbox, Outbox, box_length, control_length
+from retrograde.transport.mapped.transport import MappedTransport
+from retrograde.transport.messages import Extent
+from tests.harness import Ranks
+from tests.reference import play, same
+from tests.small import backwards, batch, build, loss_of
+from tests.stages import EACH_STAGE, WITH_OTHERS
+
+WORLD = 3
+
+
+# ---- letters
+def _boxes() -> tuple[Mailbox, list[Outbox]]:
+    memory = mmap.mmap(-1, control_length(WORLD))
+    return Mailbox(memory, 0, WORLD), [Outbox(memory, writer, WORLD) for writer in (1, 2)]
+
+
+def _letter(number: int, length: int) -> list[memoryview]:
+    return [memoryview(number.to_bytes(4, "little")), memoryview(bytes([number % 251]) * length)]
+
+
+def test_letters_come_whole_and_in_order() -> None:
+    """Of every length, so that they wrap around the end of the box at every place."""
+    mailbox, (first, second) = _boxes()
+    came: list[tuple[int, int, bytes]] = []
+    for number in range(2000):
+        length = (number * 37) % 1500
+        assert first.post(_letter(number, length)) and second.post(_letter(number + 1, 7))
+        came += [(src, int.from_bytes(data[:4], "little"), bytes(data[4:])) for src, data in mailbox.letters()]
+    assert [each for each in came if each[0] == 1] == [
+        (1, number, bytes([number % 251]) * ((number * 37) % 1500)) for number in range(2000)
+    ]
+    assert [number for src, number, _ in came if src == 2] == list(range(1, 2001))
+
+
+def test_a_full_box_takes_no_more() -> None:
+    mailbox, (first, second) = _boxes()
+    posted = 0
+    while first.post(_letter(posted, 1000)):
+        posted += 1
+    assert (box_length(WORLD) - 8) // 1016 <= posted <= box_length(WORLD) // 1012
+    assert second.post(_letter(0, 1000))  # it has a box of its own
+    assert not first.post(_letter(0, box_length(WORLD)))
+    assert sum(src == 1 for src, _ in mailbox.letters()) == posted
+    assert first.post(_letter(0, 1000))
+
+
+def test_who_sleeps_is_woken_and_a_letter_before_it_is_not_missed() -> None:
+    mailbox, (first, _) = _boxes()
+    heard = mailbox.heard
+    first.post(_letter(1, 1))
+    mailbox.sleep(heard, 60.0)  # returns at once: it rang since
+    heard = mailbox.heard
+    ringer = threading.Timer(0.05, first.ring)
+    ringer.start()
+    mailbox.sleep(heard, 60.0)
+    ringer.join()
+    assert mailbox.heard != heard
+
+
+# ---- an arena
+def _arena() -> tuple[Arena, PeerArena]:
+    arena = Arena(WORLD, control_length(WORLD))
+    return arena, PeerArena(os.getpid(), arena.descriptor, WORLD, control_length(WORLD))
+
+
+def _nothing() -> None:
+    pass
+
+
+def _blocks(arena: Arena) -> int:
+    return os.fstat(arena.descriptor).st_blocks
+
+
+def test_what_one_rank_writes_another_reads_in_place() -> None:
+    arena, peer = _arena()
+    mine = arena.allocate(1000, torch.float32, _nothing)
+    assert mine.data_ptr() % 64 == 0 and mine.storage_offset() == 0
+    extent = arena.extent_of(mine[10:30])
+    assert extent is not None
+    theirs = peer.view(extent, 20, torch.float32)
+    mine.copy_(torch.arange(1000.0))
+    assert torch.equal(theirs, torch.arange(10.0, 30.0))
+    assert arena.extent_of(mine[::2]) is None and arena.extent_of(torch.ones(3)) is None
+    assert arena.extent_of(arena.allocate(0, torch.float32, _nothing)) is None
+
+
+def test_memory_is_given_back_and_its_place_used_again() -> None:
+    arena, _ = _arena()
+    empty, went = _blocks(arena), []
+    first = arena.allocate(10**6, torch.uint8, lambda: went.append(_blocks(arena)))
+    place = arena.extent_of(first)
+    held = _blocks(arena)
+    assert held - empty >= 10**6 // 512
+    view = first[5:]
+    del first
+    assert not went, "a view keeps it"
+    del view
+    assert went == [held], "said before it goes"
+    assert _blocks(arena) == empty
+    assert arena.extent_of(arena.allocate(10**6, torch.uint8, _nothing)) == place
+
+
+def test_a_forked_process_gives_nothing_back() -> None:
+    arena, _ = _arena()
+    mine = arena.allocate(1000, torch.float32, _nothing)
+    mine.fill_(3.0)
+    child = os.fork()
+    if child == 0:
+        del mine
+        gc.collect()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert torch.equal(mine, torch.full((1000,), 3.0))
+
+
+def test_a_parcel_is_the_receivers_until_nobody_refers_to_it() -> None:
+    arena, peer = _arena()
+    pieces = [torch.arange(3.0), torch.arange(5.0)]
+    first = arena.parcel(pieces, 1)
+    part = peer.unpack(first, 8, torch.float32, 1)
+    assert torch.equal(part, torch.cat(pieces))
+    second = arena.parcel(pieces, 1)
+    assert second != first
+    view = part[2:]
+    del part
+    assert arena.parcel(pieces, 1) not in (first, second), "a view keeps it"
+    del view
+    assert arena.parcel(pieces, 2) == first
+
+
+def test_what_is_not_an_arena_is_not_mapped(tmp_path: Any) -> None:
+    with open(tmp_path / "file", "wb+") as file:
+        file.truncate(control_length(WORLD))
+        with pytest.raises(OSError):
+            PeerArena(os.getpid(), file.fileno(), WORLD, control_length(WORLD))
+    with pytest.raises(OSError):
+        PeerArena(os.getpid(), 10**6, WORLD, control_length(WORLD))
+
+
+@pytest.mark.parametrize("extent", (Extent(4096, 2**40, 0), Extent(100, 8, 0), Extent(0, 8, 4)))
+def test_what_lies_outside_an_arena_is_not_read(extent: Extent) -> None:
+    _, peer = _arena()
+    with pytest.raises(OSError):
+        peer.view(extent, 2, torch.float32)
+
+
+def test_a_word_that_is_closed_stays() -> None:
+    arena, peer = _arena()
+    word = SharedWord(arena)
+    seen = peer.word(word.extent)
+    word.set(7)
+    assert seen[0] == 7
+    peer.flags(word.extent)[2] = 1
+    assert word.take_flags() == [2] and word.take_flags() == []
+    word.close(9)
+    word.set(8)
+    assert seen[0] == 9
+
+
+# ---- ranks
+def _messages(rank: int, world: int, stage: int) -> tuple[list[str], list[str]]:
+    """What goes over connections in the third step, and whether it is exact."""
+    model, plain = build(), build()
+    engine = rg.shard(model, stage)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    sent: Counter[str] = Counter()
+    send = Connections.send
+
+    def counted(self: Connections, dst: int, message: Any, data: Any = ()) -> int:
+        sent[type(message).__name__] += 1
+        return send(self, dst, message, data)
+
+    assert isinstance(engine.transport, MappedTransport)
+    for _ in range(2):
+        backwards(0)(model, rank)
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.barrier()
+    Connections.send = counted  # type: ignore[method-assign]
+    try:
+        backwards(0, 1)(model, rank)
+        optimizer.step()
+    finally:
+        Connections.send = send  # type: ignore[method-assign]
+    grads = engine.full_grads()
+    play(plain, world, backwards(0, 1), stage)
+    dist.barrier()
+    wrong = [name for name, param in plain.named_parameters() if not same(grads[name], param.grad)]
+    return list(sent), wrong
+
+
+@EACH_STAGE
+@WITH_OTHERS
+def test_a_step_sends_nothing_over_connections(ranks: Ranks, stage: int, world: int) -> None:
+    assert ranks(world).run(_messages, stage) == [([], [])] * world
+
+
+def _unmappable(rank: int, world: int, whose: str) -> tuple[list[str], list[str]]:
+    """Train where rank 0 cannot map others' memory, or can make none."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("retrograde").addHandler(handler)
+    kept = neighbourhood.PeerArena, neighbourhood.Arena
+
+    def refuse(*args: Any) -> Any:
+        raise OSError("not here")
+
+    if rank == 0:
+        setattr(neighbourhood, whose, refuse)
+    try:
+        group = dist.new_group()
+        model, plain = build(), build()
+        engine = rg.shard(model, 3, process_group=group)
+        backwards(0, 1)(model, rank)
+        grads = engine.full_grads()
+        play(plain, world, backwards(0, 1), 3)
+        dist.barrier()
+    finally:
+        neighbourhood.PeerArena, neighbourhood.Arena = kept  # type: ignore[misc]
+        logging.getLogger("retrograde").removeHandler(handler)
+    return said, [name for name, param in plain.named_parameters() if not same(grads[name], param.grad)]
+
+
+@pytest.mark.parametrize("whose", ("PeerArena", "Arena"))
+def test_where_memory_cannot_be_shared_bytes_go_over_connections(ranks: Ranks, whose: str) -> None:
+    (said, wrong), *others = ranks(3).run(_unmappable, whose)
+    assert len(said) == 1 and said[0].startswith("rank 0") and "connections" in said[0] and wrong == []
+    assert others == [([], [])] * 2
+
+
+def _read_of_a_model_that_is_gone(rank: int, world: int) -> str:
+    model = build()
+    rg.shard(model, 3, timeout=5.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        loss_of(model, batch(rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.barrier()
+    if rank == 1:
+        del model, optimizer
+        gc.collect()
+        dist.barrier()
+        dist.barrier()
+        return ""
+    dist.barrier()
+    try:
+        model.state_dict()
+    except rg.DivergenceError as error:
+        return str(error)
+    finally:
+        dist.barrier()
+    return "it was read"
+
+
+def test_memory_of_a_model_that_is_gone_is_not_read(ranks: Ranks) -> None:
+    assert "rank 1 has let go of this model" in ranks(2).run(_read_of_a_model_that_is_gone)[0]
+
+
+def _exposed(rank: int, world: int) -> str:
+    """Rank 1 writes to its own elements, which nobody reports, before rank 0 has read them."""
+    model = build()
+    rg.shard(model, 3, timeout=2.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        loss_of(model, batch(rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.barrier()
+    if rank == 1:
+        for leaf in model.parameters():
+            leaf.local.add_(1.0)  # type: ignore[attr-defined]
+    dist.barrier()
+    try:
+        if rank == 0:
+            model.state_dict()
+            return "it was read"
+    except rg.DivergenceError as error:
+        return str(error)
+    finally:
+        dist.barrier()
+    return ""
+
+
+def test_elements_that_were_given_out_are_asked_for(ranks: Ranks) -> None:
+    assert "not edited in the same way as the reader's" in ranks(2).run(_exposed)[0]
