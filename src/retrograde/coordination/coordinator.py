@@ -188,11 +188,6 @@ class Coordinator:
         self._fence.serve_during_step()
         self._transport.shards_changed()
 
-    def end_served_step(self) -> None:
-        self._fence.end_served_step()
-        self._transport.shards_changed()
-        self._pager.renew()
-
     def end_step(self) -> None:
         self._fence.come_to_rest()
         self._transport.shards_changed()

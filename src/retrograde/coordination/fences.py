@@ -13,7 +13,8 @@ Rule 1: a request names the clock. An owner that is behind answers when it has c
 Rule 2: during a step nothing is served. Edits are counted, unit by unit, and a reader names how many it has made:
         an owner that has made fewer answers when it has caught up, one that has made more undoes them in a copy.
         So ranks may edit at their own pace, and read in between or not. A step that is not element by element (Muon,
-        LBFGS) reads in between, so it is a row of edits, served like others; its end counts as one more.
+        LBFGS) reads in between, so it is a row of edits, served like others; but a reader that has ended its step waits
+        for an owner that has not, whatever this one writes without telling.
 Rule 3: the first edit after a step needs a fence; so does editing a parameter a second time, which bounds what is kept
         for undoing by one shard. Only edits count, which all ranks make alike: what a rank has read is its own affair,
         and a rank that counted it would wait at a fence for others that have no reason to come. So from the first
@@ -53,6 +54,8 @@ class WriteFence:
         self.clock = 0
         self.phase = WritePhase.READ
         self._units: list[Unit] = []
+        self._began = 0  # the clock when the last step began
+        self._stepped = 0  # the same of the last one that has ended
         self._exposed = False  # has somebody pieces of them, to write to whenever he likes?
         self._lock = threading.RLock()
 
@@ -64,7 +67,7 @@ class WriteFence:
     # ---- the main thread
     def stamp(self, unit: Unit) -> Stamp:
         """Which state of the other ranks' shards goes with this rank's own."""
-        return Stamp(self.clock, unit.edits.made, unit.version - unit.version_at_rest)
+        return Stamp(self.clock, unit.edits.made, unit.version - unit.version_at_rest, self._stepped)
 
     def must_be_passed(self, unit: Unit, slot: int) -> bool:
         """Before an edit of this parameter?"""
@@ -92,6 +95,8 @@ class WriteFence:
         """All ranks have passed a fence, and may write from now on, whatever each came for."""
         with self._lock:
             self.clock += 1
+            if phase is WritePhase.STEPPED:
+                self._began = self.clock
             for unit in self._units:
                 if phase is WritePhase.STEPPED:
                     unit.edits.pass_step()
@@ -108,15 +113,10 @@ class WriteFence:
         with self._lock:
             self._enter(WritePhase.EDITED)
 
-    def end_served_step(self) -> None:
-        with self._lock:
-            for unit in self._units:
-                unit.edits.end_update()
-            self._enter(WritePhase.READ)
-
     def come_to_rest(self) -> None:
         """The step has ended; or, in a hook after a step, once more: it has read the new weights."""
         with self._lock:
+            self._stepped = self._began
             self._enter(WritePhase.READ)
 
     def _enter(self, phase: WritePhase) -> None:
@@ -151,7 +151,7 @@ class WriteFence:
     def _why_not(self, unit: Unit, stamp: Stamp) -> str | None:
         if stamp.clock < self.clock:
             return f"it has moved on to fence {self.clock} while the reader is still at fence {stamp.clock}"
-        if stamp.clock > self.clock or self.phase is WritePhase.STEPPED:
+        if stamp.clock > self.clock or stamp.stepped > self._stepped or self.phase is WritePhase.STEPPED:
             return f"it has not finished the step or edit that the reader has finished (fence {self.clock})"
         if not unit.edits.fenced <= stamp.edits <= unit.edits.made:
             return f"it has made {unit.edits.made} edits of this unit where the reader has made {stamp.edits}"

@@ -33,11 +33,6 @@ class EditLog:
     def end(self) -> None:
         self.made = self.fenced + len(self._before)
 
-    def end_update(self) -> None:
-        """An optimizer that reads while it edits has finished. That counts as an edit that changes nothing: a reader
-        that has finished too waits for an owner that has not, whatever this one wrote without telling."""
-        self.made += 1
-
     def pass_fence(self) -> None:
         self._before = {}
         self.fenced = self.made

@@ -179,7 +179,7 @@ class _Update:
 
     def _end(self) -> None:
         for coordinator in self._holding.coordinators:
-            coordinator.end_served_step()
+            coordinator.end_step()
 
     def outside(self, closure: Callable[..., Any]) -> Callable[..., Any]:
         """A closure that runs during an update."""
@@ -208,10 +208,6 @@ class _PlainUpdate(_Update):
 
     def _begin(self, coordinator: Coordinator) -> None:
         coordinator.begin_step()
-
-    def _end(self) -> None:
-        for coordinator in self._holding.coordinators:
-            coordinator.end_step()
 
     def _states_are_sharded(self) -> None:
         for value in self._states:

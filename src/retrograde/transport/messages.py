@@ -44,6 +44,7 @@ class Stamp(Record, frozen=True):
     clock: Count
     edits: Count
     stray: int
+    stepped: Count = 0  # at which clock the last step began that has ended
 
 
 # ---- gradients
