@@ -6,7 +6,7 @@ get there is the affair of what stands behind this door:
 
 | implementation              | ranks are                     | bytes go                                  |
 |-----------------------------|-------------------------------|-------------------------------------------|
-| `mapped/transport.py`       | processes of one host         | in shared memory                          |
+| `transport/mapped/transport.py` | processes of one host      | in shared memory                          |
 | `one_sided.py`              | processes                     | over connections (`connections.py`)       |
 | `threads.py`                | threads of one process        | from tensor to tensor, in the same memory |
 | `fake.py`                   | this one, and as many imagined | nowhere: they are counted                 |
