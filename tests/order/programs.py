@@ -1,0 +1,269 @@
+"""What programs do, as far as the order sees it: random ones, tiny ones, and some with one feature each."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from retrograde.transport.order import SOFT_STEP, STEP, Boundary, Gather, Reduce, Want
+
+
+class Use(NamedTuple):
+    """A page is needed."""
+
+    unit: int
+
+
+class Contribute(NamedTuple):
+    """A gradient is there."""
+
+    unit: int
+    value: int
+    uses: bytes = b""
+
+
+class Barrier(NamedTuple):
+    """Of the user's own: the order knows nothing of it."""
+
+    number: int
+
+
+class Sync(NamedTuple):
+    """The user waits for the whole device, what was issued in advance included."""
+
+    whole: bool = True
+
+
+class Meet(NamedTuple):
+    boundary: Boundary
+    name: str = ""
+
+
+Event = Use | Contribute | Barrier | Sync | Meet
+Program = list[Event]
+
+
+def passes(units: Sequence[int], value: int, backward: bool = True) -> Program:
+    """A forward, and a backward that needs the pages again."""
+    events: Program = [Use(unit) for unit in units]
+    if backward:
+        for unit in reversed(units):
+            events += [Use(unit), Contribute(unit, value)]
+    return events
+
+
+def guess(units: Sequence[int]) -> tuple[Want, ...]:
+    """What is expected of a model before its first step: forward in the order of modules, backward in reverse."""
+    wants: list[Want] = [Gather(unit) for unit in units]
+    for unit in reversed(units):
+        wants += [Gather(unit), Reduce(unit)]
+    return tuple(wants)
+
+
+# ---- random programs
+class _Draw:
+    """Programs of some steps; mostly alike on all ranks, sometimes not."""
+
+    def __init__(self, rng: random.Random, ranks: int) -> None:
+        self.rng = rng
+        self.ranks = ranks
+        self.units = rng.randint(1, 5)
+        self.steps = rng.randint(2, 6)
+        every = list(range(self.units))
+        half = self.units // 2
+        self.kinds = [every] if rng.random() < 0.7 or self.units < 2 else [every[:half], every[half:]]
+        self.experts = {rng.randrange(self.units)} if rng.random() < 0.3 else set()
+        self.captured = {rng.randrange(self.units)} if rng.random() < 0.15 else set()
+        self.strange = rng.choice([0, 0.2, 0.6])
+        self.barriers = 0
+
+    def programs(self) -> list[Program]:
+        programs: list[Program] = [[] for _ in range(self.ranks)]
+        for step in range(self.steps + 1):
+            last = step == self.steps
+            parts = self._step(self.kinds[step % len(self.kinds)], last)
+            self._insert_barriers(parts)
+            for program, part in zip(programs, parts, strict=True):
+                program += part + ([] if last else [Meet(STEP, f"step {step}")])
+        return programs
+
+    def _step(self, base: list[int], last: bool) -> list[Program]:
+        rng = self.rng
+        backwards = 0 if last else rng.choice([1, 1, 2])
+        odd = rng.random() < self.strange
+        evaluations = rng.randint(1, 3) if rng.random() < 0.2 else 0
+        meetings = rng.choice([0, 0, 0, 1]) if not last else 0
+        longer = last and rng.random() < 0.2  # an inference loop without steps
+        parts = []
+        for _ in range(self.ranks):
+            part = passes(base, 0, False) * evaluations
+            order, mine = self._stray(part, base, backwards) if odd and rng.random() < 0.6 else (base, backwards)
+            for _ in range(mine):
+                part += self._backward(order, odd)
+            part += passes(base, 0, False) * (6 if longer else 0)
+            extra = rng.random() < 0.2 and odd and not last
+            part += [Meet(SOFT_STEP, "a value")] * (meetings + extra)
+            if rng.random() < 0.3:
+                part.insert(rng.randint(0, len(part)), Sync())
+            parts.append(part)
+        return parts
+
+    def _stray(self, part: Program, base: list[int], backwards: int) -> tuple[list[int], int]:
+        """Something that this rank does otherwise."""
+        rng = self.rng
+        order = list(base)
+        match rng.choice(["skip", "swap", "more", "fewer", "evaluate", "none"]):
+            case "skip":
+                order.remove(rng.choice(order))
+            case "swap":
+                rng.shuffle(order)
+            case "evaluate":
+                part += passes(base, 0, False) * rng.randint(1, 2)
+            case "more":
+                return order, backwards + (backwards > 0)
+            case "fewer":
+                return order, max(0, backwards - 1)
+            case "none":
+                return order, 0
+        return order, backwards
+
+    def _backward(self, order: Sequence[int], odd: bool) -> Program:
+        rng = self.rng
+        used = [unit for unit in order if unit not in self.experts or rng.random() < 0.5]
+        events: Program = [Use(unit) for unit in used]
+        for unit in reversed(used):
+            if rng.random() < 0.97 or not odd:
+                events.append(Use(unit))
+            uses = b"\1" if unit in self.captured and rng.random() < 0.5 else b""
+            events.append(Contribute(unit, rng.randint(1, 999), uses))
+        return events
+
+    def _insert_barriers(self, parts: list[Program]) -> None:
+        """Anywhere between the boundaries, the same number on each rank."""
+        if any(isinstance(event, Meet) for part in parts for event in part):
+            return  # barriers on both sides of a meeting would be a program that hangs by itself
+        for _ in range(self.rng.choice([0, 0, 1, 2])):
+            self.barriers += 1
+            for part in parts:
+                after = [i + 1 for i, event in enumerate(part) if isinstance(event, Barrier)]
+                low = max(after, default=0)
+                place = self.rng.choice([low, len(part), self.rng.randint(low, len(part))])
+                part.insert(place, Barrier(self.barriers))
+
+
+def random_programs(rng: random.Random, ranks: int) -> list[Program]:
+    return _Draw(rng, ranks).programs()
+
+
+# ---- tiny programs, for all schedules of them
+def tiny(text: str) -> list[Program]:
+    """g0: use unit 0, r0: contribute to it, b: the user's barrier, s: step, m: meeting; a slash between ranks."""
+
+    def event(word: str, value: int) -> Event:
+        match word[0]:
+            case "g":
+                return Use(int(word[1:]))
+            case "r":
+                return Contribute(int(word[1:]), value)
+            case "b":
+                return Barrier(1)
+            case "m":
+                return Meet(SOFT_STEP, "a value")
+        return Meet(STEP)
+
+    ranks = [part.split() for part in text.split("/")]
+    return [[event(word, 10 * rank + i) for i, word in enumerate(words)] for rank, words in enumerate(ranks)]
+
+
+TINY = (
+    "g0 r0 s g0 r0 s / g0 r0 s g0 r0 s",
+    "g0 r0 s g0 r0 s / g0 r0 s s",
+    "g0 g1 s g0 g1 s / g0 g1 s g1 g0 s",
+    "r0 s b r0 s / r0 s r0 b s",
+    "g0 s g0 g0 b s / g0 s b g0 s",
+    "g0 r0 r0 s r0 s / g0 r0 r0 s r0 r0 s",
+    "g0 r0 s g0 g0 r0 s / g0 r0 s g0 r0 s",
+    "g0 r0 m s / g0 r0 s",
+    "r0 m r0 s / m r0 r0 s",
+    "g0 s g0 s / g0 s g0 s / g0 s s",
+)
+
+
+# ---- programs with one feature each
+class Bound(NamedTuple):
+    """In these steps at most so many control messages, one-sided wants and time-outs, but for some exceptions."""
+
+    steps: Sequence[int]
+    control: int
+    one_sided: int
+    time_outs: int
+    exceptions: int = 0
+
+
+class Feature(NamedTuple):
+    programs: list[Program]
+    bounds: list[Bound]
+
+
+def features(ranks: int = 4, steps: int = 28) -> dict[str, Feature]:
+    every = list(range(6))
+    all_steps = range(steps)
+    agreement = 2 * (ranks - 1)
+    odd = (4, 6, 8)
+    rng = random.Random(7)
+    use = [[set(rng.sample([4, 5], rng.choice([0, 1, 1, 2]))) for _ in range(ranks)] for _ in all_steps]
+
+    def build(step: Callable[[int, int], Program]) -> list[Program]:
+        end = [Meet(STEP)]
+        return [[event for t in all_steps for event in step(t, rank) + end] for rank in range(ranks)]
+
+    def evaluate(times: int) -> Program:
+        return passes(every, 0, False) * times
+
+    def stray(steps: Sequence[int], one_sided: int, messages: int = 2 * agreement + ranks) -> list[Bound]:
+        return [Bound(steps, messages, one_sided, ranks), Bound(all_steps, agreement, 0, 0, len(steps))]
+
+    alike = [Bound(all_steps, agreement, 0, 0)]
+    return {
+        "all ranks alike": Feature(build(lambda t, r: passes(every, r)), alike),
+        "two backwards": Feature(
+            build(lambda t, r: passes(every, r) * 2),
+            [Bound(all_steps, agreement, 0, 0, 1), Bound([0], 2 * agreement, 0, 0)],
+        ),
+        "GAN, two kinds of steps": Feature(
+            build(lambda t, r: passes(every[3:], r) if t % 2 else passes(every[:3], r) + passes(every[3:], r)),
+            [Bound(all_steps[4:], agreement, 0, 0)],
+        ),
+        "all evaluate 20 batches at steps 4, 8, 12": Feature(
+            build(lambda t, r: evaluate(20 * (t in (4, 8, 12))) + passes(every, r)),
+            [Bound(all_steps, 3 * agreement, 0, 0), Bound(all_steps[9:16], agreement, 0, 0)],
+        ),
+        "all evaluate 20, 30, 25 batches": Feature(
+            build(lambda t, r: evaluate({4: 20, 8: 30, 12: 25}.get(t, 0)) + passes(every, r)),
+            [Bound(all_steps, 4 * agreement, 0, 0)],
+        ),
+        "all clip: a meeting before each step": Feature(
+            build(lambda t, r: [*passes(every, r), Meet(SOFT_STEP, "a norm")]), [Bound(all_steps, 2 * agreement, 0, 0)]
+        ),
+        "rank 1 skips unit 2 at step 6": Feature(
+            build(lambda t, r: passes([u for u in every if (u, r, t) != (2, 1, 6)], r)), stray([6], 13)
+        ),
+        "rank 2 does one backward fewer at step 6": Feature(
+            build(lambda t, r: passes(every, r) * (1 if (r, t) == (2, 6) else 2)), stray([0, 6], 0)
+        ),
+        "rank 0 evaluates alone at steps 4, 6, 8": Feature(
+            build(lambda t, r: evaluate(3 * (r == 0 and t in odd)) + passes(every, r)), stray(odd, 36)
+        ),
+        "the same while others sit in a barrier": Feature(
+            build(lambda t, r: [*evaluate(3 * (r == 0 and t in odd)), Barrier(t), *passes(every, r)]), stray(odd, 36)
+        ),
+        "experts that ranks use differently": Feature(
+            build(lambda t, r: passes([u for u in every if u < 4 or u in use[t][r]], r)),
+            [Bound(all_steps[4:], agreement, 6 * ranks, 0)],
+        ),
+        "rank 1 always swaps units 2 and 3": Feature(
+            build(lambda t, r: passes([0, 1, 3, 2, 4, 5] if r == 1 else every, r)),
+            [Bound(all_steps, 12 * agreement, 72, 0), Bound(all_steps[4:], agreement, 6 * ranks, 0, 2)],
+        ),
+    }
