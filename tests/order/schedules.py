@@ -20,13 +20,14 @@ def simulate(world: World, rng: random.Random, impatience: float = 0.0) -> World
     """To the end. Patience ends when nothing else can happen, and before that at random."""
     bias: dict[Choice, float] = {}
     for _ in range(LIMIT):
-        now, timers = world.choices(), world.timers()
-        if not now and not timers:
-            world.check_end()
-            return world
-        if timers and (not now or rng.random() < impatience):
+        now = world.choices()
+        timers = world.timers() if not now or rng.random() < impatience else []
+        if timers:
             world.do(timers[0] if not impatience else rng.choice(timers))
             continue
+        if not now:
+            world.check_end()
+            return world
         if len(bias) < 64:
             bias.setdefault(rng.choice(now), rng.choice([0.02, 1, 1, 1]))
         world.do(_biased(now, bias, rng))

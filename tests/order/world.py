@@ -77,7 +77,7 @@ class Issued(NamedTuple):
     value: int | None  # what it contributes; None if it is absent, or for a gather
 
 
-class Part_(NamedTuple):
+class Addend(NamedTuple):
     """A part of a gradient."""
 
     ordinal: int
@@ -138,7 +138,9 @@ class Rank:
         self.value: int | None = None
         self.came_for_step = False
         self.wanted: list[int] = []  # calls that the program needs
+        self.open_calls: list[int] = []  # issued, and not known to be complete
         self.nudged: set[int] = set()
+        self.since = 0  # the first call of this period
         self.kept: set[int] = set()  # calls whose pages are kept
         self.waiting = 0  # reads that have not been answered
         self.puts: Counter[int] = Counter()  # by owner
@@ -165,16 +167,14 @@ class Rank:
 
     def _is_complete(self, world: World) -> bool:
         assert self.settle is not None
-        if not all(world.done(self.rank, call) for call in range(len(world.calls[self.rank]))):
+        if not all(world.done(self.rank, call) for call in self.open_calls):
             return False
         putters = range(world.size) if self.settle.putters is None else self.settle.putters
         ends = self.ends.get(self.period, {})
         return set(putters) <= ends.keys() and sum(ends.values()) == len(self.got.get(self.period, ()))
 
     def run(self, world: World) -> None:
-        for call in range(len(world.calls[self.rank])):
-            if world.done(self.rank, call):
-                self.order.completed(call)
+        self.open_calls = [call for call in self.open_calls if not self._completed(world, call)]
         if self.state is State.SETTLE:
             self._rest(world)
             return
@@ -188,6 +188,12 @@ class Rank:
         self.at += 1
         self._begin(world, event)
 
+    def _completed(self, world: World, call: int) -> bool:
+        if not world.done(self.rank, call):
+            return False
+        self.order.completed(call)
+        return True
+
     def _begin(self, world: World, event: Event) -> None:
         match event:
             case Barrier():
@@ -195,7 +201,7 @@ class Rank:
                 self.state = State.BARRIER
             case Sync():
                 self.state = State.SYNC
-                self.wanted = list(range(len(world.calls[self.rank])))
+                self.wanted = list(self.open_calls)
             case Meet():
                 self.came_for_step = event.boundary == STEP
                 self.do(world, self.order.arrive(event.boundary, event.name))
@@ -214,24 +220,30 @@ class Rank:
                     self._issue(world, effect)
                 case Drop():
                     self.kept.discard(effect.call.number)
-                case Serve():
-                    self._serve(world, effect)
-                case ServeOneSided():
-                    self._serve_one_sided(world, effect)
-                case Wait():
-                    self.state = State.WAIT
-                case Passed():
-                    self.state = State.RUN
-                case Settle():
-                    self._settle(world, effect)
                 case Send():
                     world.send(self.rank, effect.to, encode(effect.message))
                     world.note(self.rank, effect.message)
-                case Abort():
-                    self.state = State.ABORTED
-                    self.cause = effect.cause
+                case _:
+                    self._go_on(world, effect)
         policy = world.setting.policy
         assert len(self.kept) <= policy.depth + policy.spare + 1, f"{len(self.kept)} pages are kept"
+
+    def _go_on(self, world: World, effect: Serve | ServeOneSided | Wait | Passed | Settle | Abort) -> None:
+        """What the program has waited for, or has to wait for."""
+        match effect:
+            case Serve():
+                self._serve(world, effect)
+            case ServeOneSided():
+                self._serve_one_sided(world, effect)
+            case Wait():
+                self.state = State.WAIT
+            case Passed():
+                self.state = State.RUN
+            case Settle():
+                self._settle(world, effect)
+            case Abort():
+                self.state = State.ABORTED
+                self.cause = effect.cause
 
     def _issue(self, world: World, issue: Issue) -> None:
         calls = world.calls[self.rank]
@@ -240,8 +252,10 @@ class Rank:
         own = issue.part is Part.OWN and isinstance(call.want, Reduce)
         value = self.value if own else None
         calls.append(Issued(call.want, self.version, self.period, issue.ordinal, value))
+        self.open_calls.append(call.number)
         if isinstance(call.want, Gather) and issue.part is not Part.ABSENT:
             self.kept.add(call.number)
+        world.issued(self.rank)
         for others in world.calls:
             if len(others) > call.number:
                 there, here = others[call.number][:3], calls[-1][:3]
@@ -293,6 +307,7 @@ class Rank:
         self.got.pop(self.period - 1, None)
         self.ends.pop(self.period - 1, None)
         self.wanted = []
+        self.since = len(world.calls[self.rank])
         self.state = State.WAIT
         self.do(world, self.order.rest())
         readers, self.readers = self.readers, []
@@ -337,9 +352,12 @@ class World:
         self.size = len(programs)
         self.setting = setting
         self.calls: list[list[Issued]] = [[] for _ in programs]
+        self.group = setting.group or self.size
+        self.by_group = [0] * -(-self.size // self.group)  # calls that all ranks of a group have issued
+        self.by_all = 0
         self.channels: dict[tuple[int, int], deque[object]] = {}
         self.barriers: Counter[int] = Counter()
-        self.expected: dict[tuple[int, int], list[Part_]] = {}
+        self.expected: dict[tuple[int, int], list[Addend]] = {}
         self.stats: Counter[str] = Counter()
         self.per_step: list[Counter[str]] = []
         self.ranks = [Rank(self, rank, program) for rank, program in enumerate(programs)]
@@ -354,32 +372,37 @@ class World:
 
     def done(self, rank: int, call: int) -> bool:
         """A gather needs the ranks of its group, a reduction all."""
-        size = self.setting.group or self.size
-        first = rank - rank % size
-        if call >= len(self.calls[rank]):
-            return False
-        group = range(first, min(first + size, self.size))
-        needed = group if isinstance(self.calls[rank][call].want, Gather) else range(self.size)
-        return all(len(self.calls[each]) > call for each in needed)
+        if call < self.by_all:
+            return True
+        by_group = self.by_group[rank // self.group]
+        return call < by_group and isinstance(self.calls[rank][call].want, Gather)
+
+    def issued(self, rank: int) -> None:
+        """One more, by this rank."""
+        of_group = rank // self.group
+        first = of_group * self.group
+        self.by_group[of_group] = min(len(calls) for calls in self.calls[first : first + self.group])
+        self.by_all = min(self.by_group)
 
     # ---- sums
     def expect(self, rank: Rank, event: Contribute) -> None:
         parts = self.expected.setdefault((rank.period, event.unit), [])
         ordinal = 1 + sum(part.rank == rank.rank for part in parts)
-        parts.append(Part_(ordinal, rank.rank, event.value))
+        parts.append(Addend(ordinal, rank.rank, event.value))
 
     def check_sums(self, owner: Rank) -> None:
         """Of the period that ends: each part once, and in a reduction only those of one backward."""
-        found: dict[int, list[Part_]] = {}
-        for number, issued in enumerate(self.calls[owner.rank]):
-            if issued.period != owner.period or isinstance(issued.want, Gather):
+        found: dict[int, list[Addend]] = {}
+        for number in range(owner.since, len(self.calls[owner.rank])):
+            issued = self.calls[owner.rank][number]
+            if isinstance(issued.want, Gather):
                 continue
             calls = [(rank, calls[number]) for rank, calls in enumerate(self.calls)]
-            parts = [Part_(call.ordinal, rank, call.value) for rank, call in calls if call.value is not None]
+            parts = [Addend(call.ordinal, rank, call.value) for rank, call in calls if call.value is not None]
             assert len({part.ordinal for part in parts}) <= 1, f"parts of different backwards in one sum: {parts}"
             found.setdefault(issued.want.unit, []).extend(parts)
         for source, put in owner.got.get(owner.period, ()):
-            found.setdefault(put.unit, []).append(Part_(put.ordinal, source, put.value))
+            found.setdefault(put.unit, []).append(Addend(put.ordinal, source, put.value))
         for unit in {unit for _, unit in self.expected} | found.keys():
             if unit % self.size == owner.rank:
                 expected = sorted(self.expected.get((owner.period, unit), []))
