@@ -206,7 +206,16 @@ class Feature(NamedTuple):
     bounds: list[Bound]
 
 
-def features(ranks: int = 4, steps: int = 28) -> dict[str, Feature]:
+def _inference(ranks: int) -> list[Program]:
+    """One rank skips a unit once, and then all evaluate for long and without a step."""
+    every = range(6)
+    batches = passes(every, 0, False) * 60
+    strayed = passes(every[1:], 0, False) + batches
+    start = [*passes(every, 1), Meet(STEP)]
+    return [start + (strayed if rank == 1 else passes(every, 0, False) + batches) for rank in range(ranks)]
+
+
+def features(ranks: int = 4, steps: int = 36) -> dict[str, Feature]:
     every = list(range(6))
     all_steps = range(steps)
     agreement = 2 * (ranks - 1)
@@ -221,7 +230,7 @@ def features(ranks: int = 4, steps: int = 28) -> dict[str, Feature]:
     def evaluate(times: int) -> Program:
         return passes(every, 0, False) * times
 
-    def stray(steps: Sequence[int], one_sided: int, messages: int = 2 * agreement + ranks) -> list[Bound]:
+    def stray(steps: Sequence[int], one_sided: int, messages: int = 3 * agreement) -> list[Bound]:
         return [Bound(steps, messages, one_sided, ranks), Bound(all_steps, agreement, 0, 0, len(steps))]
 
     alike = [Bound(all_steps, agreement, 0, 0)]
@@ -229,7 +238,7 @@ def features(ranks: int = 4, steps: int = 28) -> dict[str, Feature]:
         "all ranks alike": Feature(build(lambda t, r: passes(every, r)), alike),
         "two backwards": Feature(
             build(lambda t, r: passes(every, r) * 2),
-            [Bound(all_steps, agreement, 0, 0, 1), Bound([0], 2 * agreement, 0, 0)],
+            [Bound(all_steps, agreement, 0, 0, 1), Bound([0], 3 * agreement, 0, 0)],
         ),
         "GAN, two kinds of steps": Feature(
             build(lambda t, r: passes(every[3:], r) if t % 2 else passes(every[:3], r) + passes(every[3:], r)),
@@ -244,13 +253,14 @@ def features(ranks: int = 4, steps: int = 28) -> dict[str, Feature]:
             [Bound(all_steps, 4 * agreement, 0, 0)],
         ),
         "all clip: a meeting before each step": Feature(
-            build(lambda t, r: [*passes(every, r), Meet(SOFT_STEP, "a norm")]), [Bound(all_steps, 2 * agreement, 0, 0)]
+            build(lambda t, r: [*passes(every, r), Meet(SOFT_STEP, "a norm")]),
+            [Bound(range(2 * steps), agreement, 0, 0)],
         ),
         "rank 1 skips unit 2 at step 6": Feature(
             build(lambda t, r: passes([u for u in every if (u, r, t) != (2, 1, 6)], r)), stray([6], 13)
         ),
         "rank 2 does one backward fewer at step 6": Feature(
-            build(lambda t, r: passes(every, r) * (1 if (r, t) == (2, 6) else 2)), stray([0, 6], 0)
+            build(lambda t, r: passes(every, r) * (1 if (r, t) == (2, 6) else 2)), stray([0, 6], 0, 3 * agreement)
         ),
         "rank 0 evaluates alone at steps 4, 6, 8": Feature(
             build(lambda t, r: evaluate(3 * (r == 0 and t in odd)) + passes(every, r)), stray(odd, 36)
@@ -258,12 +268,13 @@ def features(ranks: int = 4, steps: int = 28) -> dict[str, Feature]:
         "the same while others sit in a barrier": Feature(
             build(lambda t, r: [*evaluate(3 * (r == 0 and t in odd)), Barrier(t), *passes(every, r)]), stray(odd, 36)
         ),
+        "an inference loop after a detour": Feature(_inference(ranks), [Bound([1], 60, 300, ranks)]),
         "experts that ranks use differently": Feature(
             build(lambda t, r: passes([u for u in every if u < 4 or u in use[t][r]], r)),
-            [Bound(all_steps[4:], agreement, 6 * ranks, 0)],
+            [Bound(all_steps, 2 * agreement, 30, 0), Bound(all_steps[4:], agreement, 6 * ranks, 0)],
         ),
         "rank 1 always swaps units 2 and 3": Feature(
             build(lambda t, r: passes([0, 1, 3, 2, 4, 5] if r == 1 else every, r)),
-            [Bound(all_steps, 12 * agreement, 72, 0), Bound(all_steps[4:], agreement, 6 * ranks, 0, 2)],
+            [Bound(all_steps, 3 * agreement, 72, 3), Bound(all_steps[4:], agreement, 6 * ranks, 0, 3)],
         ),
     }

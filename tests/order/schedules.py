@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from retrograde.transport.order import Policy
+from retrograde.transport.order import Participant, Policy
 from retrograde.transport.order.sequence import AgreedSequence
-from tests.order.programs import Program, guess, random_programs
-from tests.order.world import Choice, Setting, World
+from tests.order.programs import Program, features, guess, random_programs
+from tests.order.world import Choice, Maker, Setting, World
 
 LIMIT = 200_000
 
@@ -59,12 +59,11 @@ def random_setting(rng: random.Random, seed: int, ranks: int) -> Setting:
     return Setting(policy, runs_ahead=seed % 3 == 0, group=group, guess=expected)
 
 
-def run_random(seed: int, participant: type | None = None) -> World:
+def run_random(seed: int, participant: Maker = Participant) -> World:
     rng = random.Random(seed)
     ranks = 2 + seed % 4
     setting = random_setting(rng, seed, ranks)
-    if participant is not None:
-        setting.participant = participant
+    setting.participant = participant
     world = World(random_programs(rng, ranks), setting)
     return simulate(world, rng, rng.choice([0, 0.005, 0.1]))
 
@@ -78,17 +77,26 @@ class StepCount(NamedTuple):
 
 
 def measure(programs: Sequence[Program], setting: Setting, seed: int = 1) -> list[StepCount]:
-    """Of each period, at rank 0's pace."""
+    """Of each period."""
     world = simulate(World(programs, setting), random.Random(seed))
-    before: Counter[str] = Counter()
     rows = []
-    for stats in world.per_step:
-        change = Counter(stats)
-        change.subtract(before)
-        before = stats
-        wants = change["collective"] + change["one-sided"]
-        rows.append(StepCount(change["control"], change["one-sided"], change["time-outs"], wants))
+    for _, found in sorted(world.per_period.items()):
+        wants = found["collective"] + found["one-sided"]
+        rows.append(StepCount(found["control"], found["one-sided"], found["time-outs"], wants))
     return rows
+
+
+def broken_bounds(name: str, fan_out: int = 32, seed: int = 1, participant: Maker = Participant) -> list[str]:
+    """Steps of the program with this feature in which more is said, or served one-sidedly, than should be."""
+    feature = features()[name]
+    setting = Setting(Policy(fan_out=fan_out), guess=guess(range(6)), participant=participant)
+    rows = measure(feature.programs, setting, seed)
+    found = []
+    for bound in feature.bounds:
+        off = [t for t in bound.steps if any(x > most for x, most in zip(rows[t], bound[1:4], strict=False))]
+        if len(off) > bound.exceptions:
+            found.append(f"{name}: steps {off}: {rows[off[0]]}")
+    return found
 
 
 # ---- all schedules
@@ -117,7 +125,7 @@ def explore(world: World, limit: int) -> Explored:
     return Explored(len(seen), not stack)
 
 
-IGNORED = ("stats", "per_step", "setting", "program", "_policy")
+IGNORED = ("stats", "per_period", "setting", "program", "_policy")
 
 
 def _frozen(value: object) -> object:

@@ -21,6 +21,7 @@ from retrograde.transport.order import (
     Effect,
     Gather,
     Issue,
+    Message,
     Part,
     Participant,
     Passed,
@@ -36,7 +37,6 @@ from retrograde.transport.order import (
     decode,
     encode,
 )
-from retrograde.transport.order.messages import Close
 from tests.order.programs import Barrier, Contribute, Event, Meet, Program, Sync, Use
 
 
@@ -56,7 +56,7 @@ class Data(NamedTuple):
 class Put(NamedTuple):
     period: int
     unit: int
-    ordinal: int
+    backward: int
     value: int
 
 
@@ -73,14 +73,14 @@ class Issued(NamedTuple):
     want: Want
     version: int
     period: int
-    ordinal: int
+    backward: int  # the how-manieth of its unit since the last boundary that the program came to
     value: int | None  # what it contributes; None if it is absent, or for a gather
 
 
 class Addend(NamedTuple):
     """A part of a gradient."""
 
-    ordinal: int
+    backward: int
     rank: int
     value: int
 
@@ -113,6 +113,9 @@ class Choice(NamedTuple):
 TIMERS = (Timer.PARTIAL, Timer.NUDGES, Timer.OFFER, Timer.SURPRISE)
 
 
+Maker = Callable[[int, int, Policy, Sequence[Want]], Participant]
+
+
 @dataclass
 class Setting:
     """How a world is built. `group`: ranks that share a gather; the whole world if 0."""
@@ -121,7 +124,7 @@ class Setting:
     runs_ahead: bool = False
     group: int = 0
     guess: tuple[Want, ...] = ()
-    participant: Callable[..., Participant] = Participant
+    participant: Maker = Participant
 
 
 class Rank:
@@ -144,6 +147,8 @@ class Rank:
         self.kept: set[int] = set()  # calls whose pages are kept
         self.waiting = 0  # reads that have not been answered
         self.puts: Counter[int] = Counter()  # by owner
+        self.backwards: Counter[int] = Counter()  # by unit, since the program came to a boundary
+        self.ordinals: Counter[int] = Counter()  # by unit, in this period
         self.settle: Settle | None = None
         self.got: dict[int, list[tuple[int, Put]]] = {}
         self.ends: dict[int, dict[int, int]] = {}
@@ -222,7 +227,7 @@ class Rank:
                     self.kept.discard(effect.call.number)
                 case Send():
                     world.send(self.rank, effect.to, encode(effect.message))
-                    world.note(self.rank, effect.message)
+                    world.note(self, effect.message)
                 case _:
                     self._go_on(world, effect)
         policy = world.setting.policy
@@ -239,6 +244,7 @@ class Rank:
                 self.state = State.WAIT
             case Passed():
                 self.state = State.RUN
+                self.backwards.clear()
             case Settle():
                 self._settle(world, effect)
             case Abort():
@@ -250,8 +256,9 @@ class Rank:
         call = issue.call
         assert call.number == len(calls), "calls are numbered in the order in which they are issued"
         own = issue.part is Part.OWN and isinstance(call.want, Reduce)
+        assert not own or issue.ordinal == self.ordinals[call.want.unit], "a part is numbered within its period"
         value = self.value if own else None
-        calls.append(Issued(call.want, self.version, self.period, issue.ordinal, value))
+        calls.append(Issued(call.want, self.version, self.period, self.backwards[call.want.unit], value))
         self.open_calls.append(call.number)
         if isinstance(call.want, Gather) and issue.part is not Part.ABSENT:
             self.kept.add(call.number)
@@ -267,12 +274,12 @@ class Rank:
         if isinstance(serve.call.want, Gather):
             assert serve.call.number in self.kept, f"the page of {serve.call.want} was thrown away"
             self.kept.discard(serve.call.number)
-        world.stats["collective"] += 1
+        world.count("collective", self.period)
         self.wanted.append(serve.call.number)
         self.state = State.RUN if world.setting.runs_ahead else State.CALL
 
     def _serve_one_sided(self, world: World, serve: ServeOneSided) -> None:
-        world.stats["one-sided"] += 1
+        world.count("one-sided", self.period)
         self.state = State.RUN
         if isinstance(serve.want, Gather):
             self.state = State.READS
@@ -281,10 +288,11 @@ class Rank:
                 if peer != self.rank:
                     world.send(self.rank, peer, Read(self.version))
             return
+        assert serve.ordinal == self.ordinals[serve.want.unit], "a put is numbered within its period"
         owner = serve.want.unit % world.size
         assert self.value is not None
         self.puts[owner] += 1
-        world.send(self.rank, owner, Put(self.period, serve.want.unit, serve.ordinal, self.value))
+        world.send(self.rank, owner, Put(self.period, serve.want.unit, self.backwards[serve.want.unit], self.value))
 
     # ---- boundaries
     def _settle(self, world: World, settle: Settle) -> None:
@@ -304,6 +312,7 @@ class Rank:
             self.version += 1
         self.period += 1
         self.puts.clear()
+        self.ordinals.clear()
         self.got.pop(self.period - 1, None)
         self.ends.pop(self.period - 1, None)
         self.wanted = []
@@ -359,16 +368,19 @@ class World:
         self.barriers: Counter[int] = Counter()
         self.expected: dict[tuple[int, int], list[Addend]] = {}
         self.stats: Counter[str] = Counter()
-        self.per_step: list[Counter[str]] = []
+        self.per_period: dict[int, Counter[str]] = {}
         self.ranks = [Rank(self, rank, program) for rank, program in enumerate(programs)]
 
     def send(self, source: int, to: int, message: object) -> None:
         self.channels.setdefault((source, to), deque()).append(message)
 
-    def note(self, source: int, message: object) -> None:
-        self.stats["control"] += 1
-        if source == 0 and isinstance(message, Close):
-            self.stats["closes"] += 1
+    def count(self, what: str, period: int) -> None:
+        self.stats[what] += 1
+        self.per_period.setdefault(period, Counter())[what] += 1
+
+    def note(self, rank: Rank, message: Message) -> None:
+        """A message of the order: it counts for the period that it is about."""
+        self.count("control", getattr(message, "period", rank.period))
 
     def done(self, rank: int, call: int) -> bool:
         """A gather needs the ranks of its group, a reduction all."""
@@ -386,9 +398,10 @@ class World:
 
     # ---- sums
     def expect(self, rank: Rank, event: Contribute) -> None:
+        rank.backwards[event.unit] += 1
+        rank.ordinals[event.unit] += 1
         parts = self.expected.setdefault((rank.period, event.unit), [])
-        ordinal = 1 + sum(part.rank == rank.rank for part in parts)
-        parts.append(Addend(ordinal, rank.rank, event.value))
+        parts.append(Addend(rank.backwards[event.unit], rank.rank, event.value))
 
     def check_sums(self, owner: Rank) -> None:
         """Of the period that ends: each part once, and in a reduction only those of one backward."""
@@ -398,17 +411,15 @@ class World:
             if isinstance(issued.want, Gather):
                 continue
             calls = [(rank, calls[number]) for rank, calls in enumerate(self.calls)]
-            parts = [Addend(call.ordinal, rank, call.value) for rank, call in calls if call.value is not None]
-            assert len({part.ordinal for part in parts}) <= 1, f"parts of different backwards in one sum: {parts}"
+            parts = [Addend(call.backward, rank, call.value) for rank, call in calls if call.value is not None]
+            assert len({part.backward for part in parts}) <= 1, f"parts of different backwards in one sum: {parts}"
             found.setdefault(issued.want.unit, []).extend(parts)
         for source, put in owner.got.get(owner.period, ()):
-            found.setdefault(put.unit, []).append(Addend(put.ordinal, source, put.value))
+            found.setdefault(put.unit, []).append(Addend(put.backward, source, put.value))
         for unit in {unit for _, unit in self.expected} | found.keys():
             if unit % self.size == owner.rank:
                 expected = sorted(self.expected.get((owner.period, unit), []))
                 assert sorted(found.get(unit, [])) == expected, f"a wrong sum of unit {unit} in period {owner.period}"
-        if owner.rank == 0:
-            self.per_step.append(Counter(self.stats))
 
     # ---- choices
     def choices(self) -> list[Choice]:
@@ -427,6 +438,17 @@ class World:
             found += [Choice("alarm", rank.rank, timer=timer) for alarm, rank in alarms if alarm.timer is timer]
         return found
 
+    def limits(self) -> list[Choice]:
+        """Waits that can only end as failures now. A roll call is over long before any of them ends a second time."""
+        alive = [rank for rank in self.ranks if rank.state not in (State.DEAD, State.ABORTED)]
+        alarms = [(alarm.timer, rank.rank) for rank in alive for alarm in rank.order.alarms()]
+        roll_call = [Choice("alarm", rank, timer=timer) for timer, rank in alarms if timer is Timer.ROLL_CALL]
+        if roll_call:
+            return roll_call
+        own = (State.CALL, State.SYNC, State.READS, State.SETTLE)
+        found = [Choice("alarm", rank, timer=timer) for timer, rank in alarms if timer is Timer.LIMIT]
+        return found + [Choice("limit", rank.rank) for rank in alive if rank.state in own]
+
     def do(self, choice: Choice) -> None:
         rank = self.ranks[choice.rank]
         match choice.kind:
@@ -435,11 +457,14 @@ class World:
             case "message":
                 message = self.channels[choice.source, choice.rank].popleft()
                 rank.receive(self, choice.source, message)
+            case "limit":
+                rank.do(self, rank.order.limit_passed(f"at {rank.state.name}"))
             case "nudge":
-                self.stats["time-outs"] += 1
+                self.count("time-outs", rank.period)
                 rank.nudge(self)
             case "alarm":
-                self.stats["time-outs"] += choice.timer is Timer.SURPRISE
+                if choice.timer is Timer.SURPRISE:
+                    self.count("time-outs", rank.period)
                 rank.do(self, rank.order.timeout(self.alarm(rank, choice.timer)))
 
     def alarm(self, rank: Rank, timer: Timer | None) -> Alarm:

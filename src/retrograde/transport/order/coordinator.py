@@ -82,13 +82,20 @@ class Coordinator:
         surprise = self._fold.surprise
         assert surprise is not None
         if surprise.want is None or self._fold.arrivals:
-            return self._close(0, 0, lead=False)
-        if surprise.count < self._world:
+            return self._deny()
+        if not self._is_unanimous(surprise.count):
             return []
         self._in_vain = max(0, self._in_vain - 1)
         self._settled = surprise.length + 1
         self._fold.granted()
         return [Grant(self._period, surprise.length, surprise.want)]
+
+    def _is_unanimous(self, count: int) -> bool:
+        return count == self._world
+
+    def _deny(self) -> list[Down]:
+        """Rule 5: not all ranks will want the same."""
+        return self._close(0, 0, lead=False)
 
     def _on_nudge(self, source: int, message: Nudge) -> list[Down]:
         """What was dealt with already, by a grant or by a Close, is void."""
@@ -100,7 +107,7 @@ class Coordinator:
         """Rule 8; and Rule 5: where somebody has arrived, nobody will be surprised together with all others."""
         self._fold.hear_arrival(source, message)
         if self._fold.present < self._world:
-            return self._close(0, 0, lead=False) if self._fold.surprises and self._fold.arrivals else []
+            return self._deny() if self._fold.surprises and self._fold.arrivals else []
         arrival = self._fold.arrival
         assert arrival is not None
         if not arrival.offers:
@@ -123,7 +130,10 @@ class Coordinator:
             return []
         self._settled = nudge.length
         self._floor = max(self._floor, nudge.until)
-        return self._close(nudge.length, nudge.until, lead=2 * nudge.count <= self._world)
+        return self._close(nudge.length, nudge.until, lead=self._are_fewer(nudge.count))
+
+    def _are_fewer(self, count: int) -> bool:
+        return 2 * count <= self._world
 
     # ---- boundaries
     def _go(self, arrival: Arrive) -> Go:

@@ -11,11 +11,12 @@ from collections.abc import Iterable
 from retrograde.transport.order.messages import Tally
 
 BLAME = 4
-VOLATILE = 7  # two blames, if not more than one clean step lies between them
 
 
 class Learning:
     """Scores of units. Rule 9."""
+
+    volatile_at = 7  # two blames, if not more than one clean step lies between them
 
     def __init__(self) -> None:
         self.volatile: frozenset[int] = frozenset()
@@ -44,7 +45,7 @@ class Learning:
             self._scores[unit] = self._scores[unit] + BLAME if unit in blamed else max(0, self._scores[unit] - 1)
             if unit in self.volatile:
                 self._try_again(unit, unit in differing)
-            elif self._scores[unit] >= VOLATILE:
+            elif self._scores[unit] >= self.volatile_at:
                 self.volatile |= {unit}
                 self._times[unit] += 1
                 self._scores[unit] = self._pause(unit)

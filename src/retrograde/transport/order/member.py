@@ -421,9 +421,8 @@ class Member:
     def limit_passed(self, where: str) -> Said:
         """A wait has taken too long. The first time rank 0 is asked who is missing; the second time it did not say."""
         if self._overdue:
-            return self.fail(
-                f"rank {self.rank} waited beyond the limit, {where}, and no answer comes from rank {self._via}"
-            )
+            silent = "rank 0" if self._via == 0 else f"rank 0 by way of rank {self._via}"
+            return self.fail(f"rank {self.rank} waited beyond the limit, {where}, and no answer comes from {silent}")
         self._overdue = True
         return [Say(Overdue(self.rank, shortened(where)))]
 

@@ -14,6 +14,7 @@ from retrograde.transport.order.messages import (
     Close,
     Decline,
     Down,
+    Fail,
     Failed,
     Go,
     Grant,
@@ -21,7 +22,6 @@ from retrograde.transport.order.messages import (
     Message,
     RollCall,
     Up,
-    shortened,
 )
 from retrograde.transport.order.policy import Policy
 from retrograde.transport.order.relay import Relay
@@ -45,19 +45,10 @@ class Participant:
     ) -> None:
         self.rank = rank
         self._tree = Tree(world, policy.fan_out)
-        self.member = self._make_member(policy, guess, residency or Residency())
+        via = self._tree.parent(rank) if rank else 0
+        self.member = Member(rank, via, policy, guess, residency or Residency())
         self.above: Coordinator | Relay
-        self.above = self._make_coordinator(world, policy) if rank == 0 else self._make_relay(policy)
-
-    # ---- parts, which the checker replaces one by one
-    def _make_member(self, policy: Policy, guess: Sequence[Want], residency: Residency) -> Member:
-        return Member(self.rank, self._tree.parent(self.rank), policy, guess, residency)
-
-    def _make_coordinator(self, world: int, policy: Policy) -> Coordinator:
-        return Coordinator(world, policy)
-
-    def _make_relay(self, policy: Policy) -> Relay:
-        return Relay(self._tree.size(self.rank), policy)
+        self.above = Coordinator(world, policy) if rank == 0 else Relay(self._tree.size(rank), policy)
 
     # ---- the program
     def want(self, want: Want) -> list[Effect]:
@@ -104,9 +95,8 @@ class Participant:
         return self._route(self.member.limit_passed(where))
 
     def fail(self, cause: str) -> list[Effect]:
-        """This rank cannot go on, or has lost the connection to another. Told in both directions of the tree."""
-        told = [Send(child, Failed(shortened(cause))) for child in self._tree.children(self.rank)]
-        return [*told, *self._route(self.member.fail(cause))]
+        """This rank cannot go on, or has lost the connection to another."""
+        return self._route(self.member.fail(cause))
 
     # ---- the tree
     def _hear(self, source: int, message: Up) -> list[Effect]:
@@ -135,5 +125,12 @@ class Participant:
         effects = [each for each in said if not isinstance(each, Say)]
         for each in said:
             if isinstance(each, Say):
+                effects += self._tell_below(each.message)
                 effects += self._hear(self.rank, each.message)
         return effects
+
+    def _tell_below(self, message: Up) -> list[Effect]:
+        """Of a failure ranks below hear at once: the way by rank 0 may be what has failed."""
+        if not isinstance(message, Fail) or isinstance(self.above, Coordinator):
+            return []
+        return [Send(child, Failed(message.text)) for child in self._tree.children(self.rank)]

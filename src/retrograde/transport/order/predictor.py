@@ -12,6 +12,7 @@ Rule P3: the past is bounded. It has two generations; when the younger is full t
 """
 
 from collections.abc import Callable, Iterable
+from typing import Self
 
 LENGTHS = (16, 8, 4, 2, 1)
 
@@ -56,9 +57,9 @@ class Predictor:
         first = self._following - self._forgotten
         return self._entries[first + ahead % (len(self._entries) - first)]
 
-    def without(self, is_unwanted: Callable[[int], bool]) -> "Predictor":
+    def without(self, is_unwanted: Callable[[int], bool]) -> Self:
         """As if these entries had never been."""
-        return Predictor(self._generation, (entry for entry in self._entries if not is_unwanted(entry)))
+        return type(self)(self._generation, (entry for entry in self._entries if not is_unwanted(entry)))
 
     def entries(self) -> tuple[int, ...]:
         """What is remembered, oldest first."""

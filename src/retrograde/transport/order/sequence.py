@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from retrograde.transport.order.policy import Policy
 from retrograde.transport.order.predictor import Predictor
-from retrograde.transport.order.wants import STEP, Boundary, Entry, Gather, Reduce, Step, Want
+from retrograde.transport.order.wants import STEP, Entry, Gather, Reduce, Want
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +85,17 @@ class AgreedSequence:
 
     def ahead(self, limit: int) -> list[Want]:
         """Wants that are expected next: not beyond a boundary, nor beyond a place where the past may be cut."""
-        mark = self._policy.mark
         found: list[Want] = []
-        for i in range(min(limit, mark - self.length % mark)):
+        for i in range(min(limit, self._until_mark())):
             number = self._predictor.peek(i)
             entry = None if number is None else self._vocabulary.entry(number)
             if not isinstance(entry, Gather | Reduce):
                 break
             found.append(entry)
         return found
+
+    def _until_mark(self) -> int:
+        return self._policy.mark - self.length % self._policy.mark
 
     def horizon(self) -> int:
         """The length to which a rank that leaves goes in advance: the expected boundary, if it is near."""
@@ -104,7 +106,7 @@ class AgreedSequence:
         """Rule 1. A gather that was not foreseen, or a boundary, drops what was prefetched."""
         hit = bool(self._prefetched) and self._prefetched[0].want == entry
         dropped: tuple[Call, ...] = ()
-        if not hit and not isinstance(entry, Reduce):
+        if not hit and self._ends_prefetches(entry):
             dropped = tuple(self._prefetched)
             self._prefetched.clear()
         self._append(entry)
@@ -117,6 +119,10 @@ class AgreedSequence:
         for gather in self._to_prefetch():
             self._prefetched.append(self._issue(gather, issued))
         return Consumed(call, tuple(issued), dropped)
+
+    def _ends_prefetches(self, entry: Entry) -> bool:
+        """A page that comes unforeseen shows that the forecast was wrong; at a boundary shards may change."""
+        return not isinstance(entry, Reduce)
 
     def forget_units(self, units: Iterable[int]) -> None:
         """Their wants are no longer agreed on. At a boundary, before it is consumed."""
@@ -153,7 +159,3 @@ class AgreedSequence:
     def state(self) -> tuple[object, ...]:
         words = tuple(self._vocabulary.entry(number) for number in self._predictor.entries())
         return words, self._predictor.following, tuple(self._prefetched), self.length
-
-
-def is_step(boundary: Boundary) -> bool:
-    return isinstance(boundary, Step)
