@@ -14,7 +14,7 @@ from retrograde.transport.order import Alarm, Gather, Part, Participant, Policy,
 from retrograde.transport.order.coordinator import Coordinator
 from retrograde.transport.order.learning import Learning
 from retrograde.transport.order.member import Member, Said
-from retrograde.transport.order.messages import Arrive, Close, Decline, Down, Go, Grant, Invitation, Surprise, Up
+from retrograde.transport.order.messages import Arrive, Close, Decline, Down, Go, Grant, Invitation, Surprise
 from retrograde.transport.order.predictor import Predictor
 from retrograde.transport.order.relay import Relay
 from retrograde.transport.order.sequence import AgreedSequence
@@ -112,11 +112,6 @@ class SilentPuts(Member):
         return msgspec.structs.replace(super()._presence(offers), putters=())
 
 
-class OfferInBackward(Member):
-    def _is_invited(self, want: Want) -> bool:
-        return self._invitation is not None and want == self._invitation.want
-
-
 class NeverWithdraw(Member):
     def alarms(self) -> list[Alarm]:
         return [alarm for alarm in super().alarms() if alarm.timer is not Timer.OFFER]
@@ -190,12 +185,9 @@ class StepAlone(Coordinator):
         return msgspec.structs.replace(super()._go(arrival), boundary=STEP)
 
 
-class EndLoudDetours(Coordinator):
-    """Whether anybody has contributed does not matter."""
-
-    def hear(self, source: int, message: Up) -> list[Down]:
-        loud = isinstance(message, Arrive) and not message.quiet
-        return super().hear(source, msgspec.structs.replace(message, quiet=True) if loud else message)
+class EndDetoursInBackward(Fold):
+    def is_loud(self) -> bool:
+        return False
 
 
 class KeepOffers(Fold):
@@ -271,7 +263,7 @@ MUTANTS = (
     Mutant("W is not completed at a boundary", [StayBehind]),
     Mutant("messages of the next period at once", [NeverDefer]),
     Mutant("puts that are not told", [SilentPuts]),
-    Mutant("offers during a backward", [OfferInBackward, EndLoudDetours]),
+    Mutant("a detour ends during a backward", [EndDetoursInBackward]),
     Mutant("offers are not withdrawn", [NeverWithdraw]),
     Mutant("nobody invites", [NeverInvite], "an inference loop after a detour"),
     Mutant("no patience with surprises", [NoPatience]),

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from retrograde.transport.order import Participant, Policy
 from retrograde.transport.order.sequence import AgreedSequence
+from tests.order.mutants import Mutant
 from tests.order.programs import Program, features, guess, random_programs
 from tests.order.world import Choice, Maker, Setting, World
 
@@ -59,11 +60,12 @@ def random_setting(rng: random.Random, seed: int, ranks: int) -> Setting:
     return Setting(policy, runs_ahead=seed % 3 == 0, group=group, guess=expected)
 
 
-def run_random(seed: int, participant: Maker = Participant) -> World:
+def run_random(seed: int, participant: Maker = Participant, watches_all: bool = True) -> World:
     rng = random.Random(seed)
     ranks = 2 + seed % 4
     setting = random_setting(rng, seed, ranks)
     setting.participant = participant
+    setting.watches_all = watches_all
     world = World(random_programs(rng, ranks), setting)
     return simulate(world, rng, rng.choice([0, 0.005, 0.1]))
 
@@ -97,6 +99,22 @@ def broken_bounds(name: str, fan_out: int = 32, seed: int = 1, participant: Make
         if len(off) > bound.exceptions:
             found.append(f"{name}: steps {off}: {rows[off[0]]}")
     return found
+
+
+# ---- mutants
+SEEDS = range(1500)
+
+
+def how_caught(mutant: Mutant, seeds: Sequence[int] = SEEDS) -> str:
+    """The first thing that goes wrong; empty if nothing does."""
+    if mutant.shown_by:
+        return "; ".join(broken_bounds(mutant.shown_by, mutant.fan_out, participant=mutant.participant))
+    for seed in seeds:
+        try:
+            run_random(seed, mutant.participant)
+        except AssertionError as error:
+            return f"program {seed}: {error}"
+    return ""
 
 
 # ---- all schedules

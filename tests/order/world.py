@@ -118,11 +118,13 @@ Maker = Callable[[int, int, Policy, Sequence[Want]], Participant]
 
 @dataclass
 class Setting:
-    """How a world is built. `group`: ranks that share a gather; the whole world if 0."""
+    """How a world is built. `group`: ranks that share a gather; the whole world if 0. `watches_all`: where the user
+    waits for the whole device, calls that were issued in advance are watched as well as those that are needed."""
 
     policy: Policy = field(default_factory=Policy)
     runs_ahead: bool = False
     group: int = 0
+    watches_all: bool = True
     guess: tuple[Want, ...] = ()
     participant: Maker = Participant
 
@@ -298,6 +300,9 @@ class Rank:
     def _settle(self, world: World, settle: Settle) -> None:
         self.settle = settle
         self.state = State.SETTLE
+        if not isinstance(self.program[self.at - 1], Meet):
+            parts = [parts for (period, _), parts in world.expected.items() if period == self.period]
+            assert not parts, f"a detour ended in the middle of a backward: {parts}"
         assert settle.putters is None or self.rank in settle.putters or not self.puts, "puts that nobody waits for"
         if settle.putters is None or self.rank in settle.putters:
             for owner in range(world.size):
@@ -344,6 +349,8 @@ class Rank:
     # ---- time
     def late_call(self, world: World) -> int | None:
         """A call that the program needs and that this rank has not nudged for."""
+        if self.state is State.SYNC and not world.setting.watches_all:
+            return None
         late = (call for call in self.wanted if call not in self.nudged and not world.done(self.rank, call))
         return next(late, None)
 
@@ -424,10 +431,11 @@ class World:
     # ---- choices
     def choices(self) -> list[Choice]:
         """What can happen without anybody losing patience."""
-        programs = [Choice("program", rank.rank) for rank in self.ranks if rank.ready(self)]
-        channels = [(edge, queue) for edge, queue in self.channels.items() if queue]
-        alive = [edge for edge, _ in channels if self.ranks[edge[1]].state is not State.DEAD]
-        return programs + [Choice("message", to, source) for source, to in alive]
+        found = [Choice("program", rank.rank) for rank in self.ranks if rank.ready(self)]
+        for (source, to), queue in self.channels.items():
+            if queue and self.ranks[to].state is not State.DEAD:
+                found.append(Choice("message", to, source))
+        return found
 
     def timers(self) -> list[Choice]:
         """Patience that can end, the shortest first."""

@@ -106,15 +106,16 @@ class Coordinator:
     def _on_arrival(self, source: int, message: Arrive) -> list[Down]:
         """Rule 8; and Rule 5: where somebody has arrived, nobody will be surprised together with all others."""
         self._fold.hear_arrival(source, message)
-        if self._fold.present < self._world:
-            return self._deny() if self._fold.surprises and self._fold.arrivals else []
-        arrival = self._fold.arrival
-        assert arrival is not None
-        if not arrival.offers:
-            return [self._go(arrival)]
-        if arrival.quiet:
-            return [self._end_detour(arrival)]
-        return self._decline(arrival.invitation)
+        found: list[Down] = []
+        if self._fold.surprises and self._fold.arrivals:
+            found += self._deny()
+        if self._invitation is not None and self._fold.is_loud():
+            found += self._decline(self._invitation.number)
+        if self._fold.present == self._world:
+            arrival = self._fold.arrival
+            assert arrival is not None
+            found.append(self._end_detour(arrival) if arrival.offers else self._go(arrival))
+        return found
 
     # ---- closing
     def _close(self, length: int, until: int, lead: bool) -> list[Down]:
@@ -147,7 +148,7 @@ class Coordinator:
         return self._let_go(arrival, boundary, tally=differ)
 
     def _end_detour(self, arrival: Arrive) -> Go:
-        """Rule 10. Ranks are at one place only as far as they know, so nothing is learned from it."""
+        """Rule 10. Ranks have not come to a boundary of their programs, so nothing is learned from it."""
         self._learn(arrival)
         return self._let_go(arrival, SOFT_STEP, tally=False)
 

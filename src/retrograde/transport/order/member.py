@@ -122,6 +122,9 @@ class Member:
         self._turn = 0
         self._residency.clear()
 
+    def fingerprint(self) -> int:
+        return self._sequence.fingerprint()
+
     # ---- the program
     def want(self, want: Want) -> Said:
         if self._phase is Phase.FAILED:
@@ -145,6 +148,8 @@ class Member:
 
     def rest(self) -> Said:
         """All calls and puts of the period are done, and this rank's shards will not change before the next step."""
+        if self._phase is Phase.FAILED:
+            return [Abort(self._cause)]
         self._require(Phase.SETTLING)
         go, self._go = self._go, None
         assert go is not None
@@ -351,7 +356,7 @@ class Member:
             denied=self._usages.denied,
             digest=self._usages.digest(),
             putters=(self.rank,) if self._put else (),
-            places=(self._place,),
+            places=() if offers else (self._place,),
             tallies=self._asked,
         )
 
@@ -367,7 +372,7 @@ class Member:
         return [Say(Invite(self._period, self._turn, want))]
 
     def _is_invited(self, want: Want) -> bool:
-        return self._invitation is not None and want == self._invitation.want and self._usages.quiet
+        return self._invitation is not None and want == self._invitation.want
 
     def _offer(self, want: Want) -> Said:
         self._phase = Phase.OFFERING

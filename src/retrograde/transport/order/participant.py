@@ -50,6 +50,8 @@ class Participant:
         self.above: Coordinator | Relay
         self.above = Coordinator(world, policy) if rank == 0 else Relay(self._tree.size(rank), policy)
 
+        self.fingerprint = self.member.fingerprint()  # to be compared over ranks before the first want
+
     # ---- the program
     def want(self, want: Want) -> list[Effect]:
         """Ends in Serve or ServeOneSided, now or after Wait."""

@@ -40,6 +40,7 @@ class Relay:
         self._closed = False
         self._turn = 0
         self._said: dict[type, Up] = {}  # what the rank above knows
+        self._times_said = 0
 
     # ---- up
     def hear(self, source: int, message: Up) -> list[Up]:
@@ -81,6 +82,7 @@ class Relay:
             assert arrival is not None
             found.append(arrival)
         news = [message for message in found if self._said.get(type(message)) != message]
+        self._times_said += len(news)
         self._said.update((type(message), message) for message in news)
         return news
 
@@ -123,12 +125,11 @@ class Relay:
         heard = fold.surprises or fold.nudges or fold.arrivals
         if self._size == 1 or not heard:
             return []
-        nudged, surprised, present = len(fold.nudges), len(fold.surprises), fold.present
         if not self._has_news():
             return []
         patience = self._policy.patience
-        seconds = patience.gathering if nudged else patience.partial
-        return [Alarm(Timer.PARTIAL, (self._period, nudged, surprised, present), seconds)]
+        seconds = patience.gathering if fold.nudges else patience.partial
+        return [Alarm(Timer.PARTIAL, (self._period, self._times_said), seconds)]
 
     def _has_news(self) -> bool:
         fold = self._fold

@@ -8,10 +8,13 @@ issued the same calls, and a rank that is behind a prefix of them. Nobody has to
 Places in W are counted from the last boundary: a *period* is what lies between two of them.
 """
 
+import zlib
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
+
+import msgspec
 
 from retrograde.transport.order.policy import Policy
 from retrograde.transport.order.predictor import Predictor
@@ -151,6 +154,12 @@ class AgreedSequence:
     def _to_prefetch(self) -> list[Gather]:
         gathers = [want for want in self.ahead(self._policy.window) if isinstance(want, Gather)]
         return gathers[len(self._prefetched) : self._policy.depth]
+
+    def fingerprint(self) -> int:
+        """Of what must be the same on all ranks before the first call: the numbers, and the guess."""
+        numbers = [getattr(self._policy, each.name) for each in fields(self._policy) if each.name != "patience"]
+        guess = [self._vocabulary.entry(number) for number in self._predictor.entries()]
+        return zlib.crc32(msgspec.msgpack.encode([numbers, guess]))
 
     # ---- for tests: is what is kept bounded, and is a state one that was seen before?
     def sizes(self) -> dict[str, int]:

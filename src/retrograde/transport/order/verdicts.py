@@ -132,6 +132,10 @@ class Fold:
     def present(self) -> int:
         return sum(arrival.count + arrival.offers for arrival in self.arrivals.values())
 
+    def is_loud(self) -> bool:
+        """Has anybody contributed to a reduction in this period who is here now?"""
+        return not all(arrival.quiet for arrival in self.arrivals.values())
+
     # ---- what was decided
     def granted(self) -> None:
         """All ranks were at this place: nobody waits for a call before it, and what was said of later ones is void."""
