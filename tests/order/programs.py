@@ -191,6 +191,9 @@ TINY = (
 
 
 # ---- programs with one feature each
+EVERY = list(range(6))  # units
+
+
 class Bound(NamedTuple):
     """In these steps at most so many control messages, one-sided wants and time-outs, but for some exceptions."""
 
@@ -206,75 +209,105 @@ class Feature(NamedTuple):
     bounds: list[Bound]
 
 
-def _inference(ranks: int) -> list[Program]:
-    """One rank skips a unit once, and then all evaluate for long and without a step."""
-    every = range(6)
-    batches = passes(every, 0, False) * 60
-    strayed = passes(every[1:], 0, False) + batches
-    start = [*passes(every, 1), Meet(STEP)]
-    return [start + (strayed if rank == 1 else passes(every, 0, False) + batches) for rank in range(ranks)]
+class _Build:
+    """Programs of some steps over six units on each rank."""
+
+    def __init__(self, ranks: int, steps: int) -> None:
+        self.ranks = ranks
+        self.steps = range(steps)
+        self.agreement = 2 * (ranks - 1)  # messages of a step
+
+    def programs(self, step: Callable[[int, int], Program]) -> list[Program]:
+        return [[event for t in self.steps for event in [*step(t, r), Meet(STEP)]] for r in range(self.ranks)]
+
+    def alike(self) -> dict[str, Feature]:
+        """All ranks do the same."""
+        agreement, steps = self.agreement, self.steps
+        twenty = {4: 20, 8: 20, 12: 20}
+        some = {4: 20, 8: 30, 12: 25}
+        return {
+            "all ranks alike": Feature(self.programs(lambda t, r: passes(EVERY, r)), [Bound(steps, agreement, 0, 0)]),
+            "two backwards": Feature(
+                self.programs(lambda t, r: passes(EVERY, r) * 2),
+                [Bound(steps, agreement, 0, 0, 1), Bound([0], 3 * agreement, 0, 0)],
+            ),
+            "GAN, two kinds of steps": Feature(
+                self.programs(lambda t, r: (passes(EVERY[:3], r) if t % 2 == 0 else []) + passes(EVERY[3:], r)),
+                [Bound(steps[4:], agreement, 0, 0)],
+            ),
+            "all evaluate 20 batches at steps 4, 8, 12": Feature(
+                self.programs(lambda t, r: evaluations(twenty.get(t, 0)) + passes(EVERY, r)),
+                [Bound(steps, 3 * agreement, 0, 0), Bound(steps[9:16], agreement, 0, 0)],
+            ),
+            "all evaluate 20, 30, 25 batches": Feature(
+                self.programs(lambda t, r: evaluations(some.get(t, 0)) + passes(EVERY, r)),
+                [Bound(steps, 4 * agreement, 0, 0)],
+            ),
+            "all clip: a meeting before each step": Feature(
+                self.programs(lambda t, r: [*passes(EVERY, r), Meet(SOFT_STEP, "a norm")]),
+                [Bound(range(2 * len(steps)), agreement, 0, 0)],
+            ),
+        }
+
+    def strays(self) -> dict[str, Feature]:
+        """One rank does otherwise now and then."""
+        odd = (4, 6, 8)
+
+        def alone(t: int, r: int) -> Program:
+            return evaluations(3 * (r == 0 and t in odd))
+
+        return {
+            "rank 1 skips unit 2 at step 6": Feature(
+                self.programs(lambda t, r: passes([u for u in EVERY if (u, r, t) != (2, 1, 6)], r)),
+                self._but_for([6], 13),
+            ),
+            "rank 2 does one backward fewer at step 6": Feature(
+                self.programs(lambda t, r: passes(EVERY, r) * (1 if (r, t) == (2, 6) else 2)),
+                self._but_for([0, 6], 0),
+            ),
+            "rank 0 evaluates alone at steps 4, 6, 8": Feature(
+                self.programs(lambda t, r: alone(t, r) + passes(EVERY, r)), self._but_for(odd, 36)
+            ),
+            "the same while others sit in a barrier": Feature(
+                self.programs(lambda t, r: [*alone(t, r), Barrier(t), *passes(EVERY, r)]), self._but_for(odd, 36)
+            ),
+            "an inference loop after a detour": Feature(self._inference(), [Bound([1], 60, 300, self.ranks)]),
+        }
+
+    def _but_for(self, steps: Sequence[int], one_sided: int) -> list[Bound]:
+        """Nothing but the agreement, except in these steps."""
+        there = Bound(steps, 3 * self.agreement, one_sided, self.ranks)
+        return [there, Bound(self.steps, self.agreement, 0, 0, len(steps))]
+
+    def _inference(self) -> list[Program]:
+        """One rank skips a unit once, and then all evaluate for long and without a step."""
+        start = [*passes(EVERY, 1), Meet(STEP)]
+        usual = start + evaluations(61)
+        strayed = start + passes(EVERY[1:], 0, False) + evaluations(60)
+        return [strayed if rank == 1 else usual for rank in range(self.ranks)]
+
+    def differing(self) -> dict[str, Feature]:
+        """Ranks use some units differently all the time."""
+        rng = random.Random(7)
+        use = [[set(rng.sample([4, 5], rng.choice([0, 1, 1, 2]))) for _ in range(self.ranks)] for _ in self.steps]
+        agreement = self.agreement
+        afterwards = self.steps[4:]
+        return {
+            "experts that ranks use differently": Feature(
+                self.programs(lambda t, r: passes([u for u in EVERY if u < 4 or u in use[t][r]], r)),
+                [Bound(self.steps, 2 * agreement, 30, 0), Bound(afterwards, agreement, 6 * self.ranks, 0)],
+            ),
+            "rank 1 always swaps units 2 and 3": Feature(
+                self.programs(lambda t, r: passes([0, 1, 3, 2, 4, 5] if r == 1 else EVERY, r)),
+                [Bound(self.steps, 3 * agreement, 72, 3), Bound(afterwards, agreement, 6 * self.ranks, 0, 3)],
+            ),
+        }
+
+
+def evaluations(times: int) -> Program:
+    return passes(EVERY, 0, False) * times
 
 
 def features(ranks: int = 4, steps: int = 36) -> dict[str, Feature]:
-    every = list(range(6))
-    all_steps = range(steps)
-    agreement = 2 * (ranks - 1)
-    odd = (4, 6, 8)
-    rng = random.Random(7)
-    use = [[set(rng.sample([4, 5], rng.choice([0, 1, 1, 2]))) for _ in range(ranks)] for _ in all_steps]
-
-    def build(step: Callable[[int, int], Program]) -> list[Program]:
-        end = [Meet(STEP)]
-        return [[event for t in all_steps for event in step(t, rank) + end] for rank in range(ranks)]
-
-    def evaluate(times: int) -> Program:
-        return passes(every, 0, False) * times
-
-    def stray(steps: Sequence[int], one_sided: int, messages: int = 3 * agreement) -> list[Bound]:
-        return [Bound(steps, messages, one_sided, ranks), Bound(all_steps, agreement, 0, 0, len(steps))]
-
-    alike = [Bound(all_steps, agreement, 0, 0)]
-    return {
-        "all ranks alike": Feature(build(lambda t, r: passes(every, r)), alike),
-        "two backwards": Feature(
-            build(lambda t, r: passes(every, r) * 2),
-            [Bound(all_steps, agreement, 0, 0, 1), Bound([0], 3 * agreement, 0, 0)],
-        ),
-        "GAN, two kinds of steps": Feature(
-            build(lambda t, r: passes(every[3:], r) if t % 2 else passes(every[:3], r) + passes(every[3:], r)),
-            [Bound(all_steps[4:], agreement, 0, 0)],
-        ),
-        "all evaluate 20 batches at steps 4, 8, 12": Feature(
-            build(lambda t, r: evaluate(20 * (t in (4, 8, 12))) + passes(every, r)),
-            [Bound(all_steps, 3 * agreement, 0, 0), Bound(all_steps[9:16], agreement, 0, 0)],
-        ),
-        "all evaluate 20, 30, 25 batches": Feature(
-            build(lambda t, r: evaluate({4: 20, 8: 30, 12: 25}.get(t, 0)) + passes(every, r)),
-            [Bound(all_steps, 4 * agreement, 0, 0)],
-        ),
-        "all clip: a meeting before each step": Feature(
-            build(lambda t, r: [*passes(every, r), Meet(SOFT_STEP, "a norm")]),
-            [Bound(range(2 * steps), agreement, 0, 0)],
-        ),
-        "rank 1 skips unit 2 at step 6": Feature(
-            build(lambda t, r: passes([u for u in every if (u, r, t) != (2, 1, 6)], r)), stray([6], 13)
-        ),
-        "rank 2 does one backward fewer at step 6": Feature(
-            build(lambda t, r: passes(every, r) * (1 if (r, t) == (2, 6) else 2)), stray([0, 6], 0, 3 * agreement)
-        ),
-        "rank 0 evaluates alone at steps 4, 6, 8": Feature(
-            build(lambda t, r: evaluate(3 * (r == 0 and t in odd)) + passes(every, r)), stray(odd, 36)
-        ),
-        "the same while others sit in a barrier": Feature(
-            build(lambda t, r: [*evaluate(3 * (r == 0 and t in odd)), Barrier(t), *passes(every, r)]), stray(odd, 36)
-        ),
-        "an inference loop after a detour": Feature(_inference(ranks), [Bound([1], 60, 300, ranks)]),
-        "experts that ranks use differently": Feature(
-            build(lambda t, r: passes([u for u in every if u < 4 or u in use[t][r]], r)),
-            [Bound(all_steps, 2 * agreement, 30, 0), Bound(all_steps[4:], agreement, 6 * ranks, 0)],
-        ),
-        "rank 1 always swaps units 2 and 3": Feature(
-            build(lambda t, r: passes([0, 1, 3, 2, 4, 5] if r == 1 else every, r)),
-            [Bound(all_steps, 3 * agreement, 72, 3), Bound(all_steps[4:], agreement, 6 * ranks, 0, 3)],
-        ),
-    }
+    build = _Build(ranks, steps)
+    return build.alike() | build.strays() | build.differing()

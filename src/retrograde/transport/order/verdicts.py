@@ -54,8 +54,9 @@ def _merge_names(one: tuple[int, ...] | None, other: tuple[int, ...] | None, mos
 
 
 def _merge_places(one: tuple[Place, ...], other: tuple[Place, ...]) -> tuple[Place, ...]:
+    """Those that are no steps first, so that they are not lost: they decide what the boundary is."""
     found: dict[tuple[Boundary, str], Place] = {}
-    for place in sorted(one + other, key=lambda place: place.rank):
+    for place in sorted(one + other, key=lambda place: (place.boundary == STEP, place.rank)):
         found.setdefault((place.boundary, place.name), place)
     return tuple(found.values())[:MOST_PLACES]
 
