@@ -122,6 +122,16 @@ class Member:
         self._turn = 0
         self._residency.clear()
 
+    @property
+    def out(self) -> bool:
+        """Is the program served one-sidedly until the next boundary?"""
+        return self._out
+
+    @property
+    def period(self) -> int:
+        """How many boundaries this rank has passed."""
+        return self._period
+
     def fingerprint(self) -> int:
         return self._sequence.fingerprint()
 

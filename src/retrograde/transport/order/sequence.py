@@ -8,9 +8,10 @@ issued the same calls, and a rank that is behind a prefix of them. Nobody has to
 Places in W are counted from the last boundary: a *period* is what lies between two of them.
 """
 
+import itertools
 import zlib
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -87,15 +88,17 @@ class AgreedSequence:
         return None if number is None else self._vocabulary.entry(number)
 
     def ahead(self, limit: int) -> list[Want]:
-        """Wants that are expected next: not beyond a boundary, nor beyond a place where the past may be cut."""
-        found: list[Want] = []
+        """Wants that are expected next."""
+        return list(self._foreseen(limit))
+
+    def _foreseen(self, limit: int) -> Iterator[Want]:
+        """Not beyond a boundary, nor beyond a place where the past may be cut."""
         for i in range(min(limit, self._until_mark())):
             number = self._predictor.peek(i)
             entry = None if number is None else self._vocabulary.entry(number)
             if not isinstance(entry, Gather | Reduce):
-                break
-            found.append(entry)
-        return found
+                return
+            yield entry
 
     def _until_mark(self) -> int:
         return self._policy.mark - self.length % self._policy.mark
@@ -152,8 +155,12 @@ class AgreedSequence:
         return call
 
     def _to_prefetch(self) -> list[Gather]:
-        gathers = [want for want in self.ahead(self._policy.window) if isinstance(want, Gather)]
-        return gathers[len(self._prefetched) : self._policy.depth]
+        """The next gathers that are foreseen, less those that have been issued."""
+        first, depth = len(self._prefetched), self._policy.depth
+        if first >= depth:
+            return []
+        gathers = (want for want in self._foreseen(self._policy.window) if isinstance(want, Gather))
+        return list(itertools.islice(gathers, first, depth))
 
     def fingerprint(self) -> int:
         """Of what must be the same on all ranks before the first call: the numbers, and the guess."""
