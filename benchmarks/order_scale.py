@@ -22,8 +22,8 @@ from retrograde.transport.order import (
     STEP,
     Effect,
     Gather,
+    OrderPolicy,
     Participant,
-    Policy,
     Reduce,
     Send,
     Serve,
@@ -54,7 +54,7 @@ class Cost(NamedTuple):
 class Network:
     """Participants and what is on its way between them."""
 
-    def __init__(self, world: int, policy: Policy) -> None:
+    def __init__(self, world: int, policy: OrderPolicy) -> None:
         self.world = world
         self.ranks = [Participant(rank, world, policy, WANTS) for rank in range(world)]
         self.links: set[tuple[int, int]] = set()
@@ -145,7 +145,7 @@ class Network:
 
 
 def row(world: int, fan_out: int) -> str:
-    network = Network(world, Policy(fan_out=fan_out))
+    network = Network(world, OrderPolicy(fan_out=fan_out))
     network.step()
     alike = network.step()
     late = network.late_step(world - 1)
@@ -176,7 +176,7 @@ HEADER = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", default=",".join(map(str, WORLDS)))
-    parser.add_argument("--fan-out", type=int, default=Policy().fan_out)
+    parser.add_argument("--fan-out", type=int, default=OrderPolicy().fan_out)
     given = parser.parse_args()
     print("| " + " | ".join(HEADER) + " |")
     print("|" + "---:|" * len(HEADER))

@@ -6,9 +6,9 @@ import argparse
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from retrograde.transport.order import Policy
+from retrograde.transport.order import OrderPolicy
 from tests.order.failures import run_failing
 from tests.order.mutants import MUTANTS
 from tests.order.programs import TINY, features, guess, tiny
@@ -50,11 +50,19 @@ def run(what: str, program: Callable[[int], World], seeds: range) -> int:
 
 def show_counts() -> None:
     """The table in docs/design/order.md."""
-    print("| program | control messages per step | wants served one-sidedly |\n|---|---|---|")
+    print("| program | messages of each step | wants served one-sidedly | of at most |\n|---|---|---|---|")
     for name, feature in features().items():
-        rows = measure(feature.programs, Setting(Policy(), guess=guess(range(6))))
-        control = ", ".join(str(row.control) for row in rows[:14])
-        print(f"| {name} | {control} | {', '.join(str(row.one_sided) for row in rows[:14])} |", flush=True)
+        rows = measure(feature.programs, Setting(OrderPolicy(), guess=guess(range(6))))
+        control = shortly([row.control for row in rows[:14]])
+        one_sided = shortly([row.one_sided for row in rows[:14]])
+        print(f"| {name} | {control} | {one_sided} | {max(row.wants for row in rows)} |", flush=True)
+
+
+def shortly(values: Sequence[int]) -> str:
+    """The last one is said once, however often it is repeated."""
+    changes = [i for i, value in enumerate(values) if value != values[-1]]
+    head = values[: changes[-1] + 1] if changes else []
+    return ", ".join(map(str, head)) + (", then " if head else "") + str(values[-1])
 
 
 def show_mutants() -> int:

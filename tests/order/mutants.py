@@ -10,16 +10,16 @@ from typing import NamedTuple
 
 import msgspec
 
-from retrograde.transport.order import Alarm, Gather, Part, Participant, Policy, Timer, Want
-from retrograde.transport.order.coordinator import Coordinator
+from retrograde.transport.order import Alarm, Gather, OrderPolicy, Participant, Role, Timer, Want
+from retrograde.transport.order.arbiter import Arbiter
 from retrograde.transport.order.learning import Learning
-from retrograde.transport.order.member import Member, Said
+from retrograde.transport.order.member import Effects, OrderMember
 from retrograde.transport.order.messages import Arrive, Close, Decline, Down, Go, Grant, Invitation, Surprise
 from retrograde.transport.order.predictor import Predictor
 from retrograde.transport.order.relay import Relay
 from retrograde.transport.order.sequence import AgreedSequence
 from retrograde.transport.order.verdicts import Fold
-from retrograde.transport.order.wants import STEP, Entry
+from retrograde.transport.order.wants import STEP, SequenceEntry
 
 
 # ---- Rule 1: calls are a function of W
@@ -31,7 +31,7 @@ class PrefetchAsOneLikes(AgreedSequence):
 
 
 class KeepPagesOverSteps(AgreedSequence):
-    def _ends_prefetches(self, entry: Entry) -> bool:
+    def _ends_prefetches(self, entry: SequenceEntry) -> bool:
         return isinstance(entry, Gather)
 
 
@@ -54,99 +54,99 @@ class LookUpAnew(Predictor):
 
 
 # ---- Rules 2 to 7: the member
-class NeverNudge(Member):
-    def overdue(self, number: int) -> Said:
+class NeverNudge(OrderMember):
+    def overdue(self, number: int) -> Effects:
         return []
 
 
-class Rejoin(Member):
+class Rejoin(OrderMember):
     """OUT only until it fits again."""
 
-    def _serve(self, want: Want) -> Said:
+    def _serve(self, want: Want) -> Effects:
         if self._out and self._sequence.expected() == want:
             self._out = False
         return super()._serve(want)
 
 
-class SpareReductions(Member):
+class SpareReductions(OrderMember):
     def _can_keep_up(self, missing: int) -> bool:
         return not self._out and missing + len(self._spares) <= self._policy.spare
 
 
-class NoSpares(Member):
+class NoSpares(OrderMember):
     def _can_keep_up(self, missing: int) -> bool:
         return False
 
 
-class StayIn(Member):
+class StayIn(OrderMember):
     """Issue what others wait for and go on as if nothing had happened."""
 
-    def _leave(self, until: int) -> Said:
+    def _leave(self, until: int) -> Effects:
         said = super()._leave(until)
         self._out = False
         return said
 
 
-class LateIsOpen(Member):
-    def _on_close(self, close: Close) -> Said:
+class LateIsOpen(OrderMember):
+    def _on_close(self, close: Close) -> Effects:
         closed = self._closed
         said = super()._on_close(close)
         self._closed = closed or close.length == 0
         return said
 
 
-class StayBehind(Member):
+class StayBehind(OrderMember):
     """W is not completed when all have arrived."""
 
-    def _on_go(self, go: Go) -> Said:
+    def _on_go(self, go: Go) -> Effects:
         return super()._on_go(msgspec.structs.replace(go, length=0))
 
 
-class NeverDefer(Member):
-    def _defer(self, message: Close | Invitation | Decline) -> Said:
+class NeverDefer(OrderMember):
+    def _defer(self, message: Close | Invitation | Decline) -> Effects:
         return self._on_close(message) if isinstance(message, Close) else []
 
 
-class SilentPuts(Member):
+class SilentPuts(OrderMember):
     def _presence(self, offers: int) -> Arrive:
         return msgspec.structs.replace(super()._presence(offers), putters=())
 
 
-class NeverWithdraw(Member):
+class NeverWithdraw(OrderMember):
     def alarms(self) -> list[Alarm]:
         return [alarm for alarm in super().alarms() if alarm.timer is not Timer.OFFER]
 
 
-class NeverInvite(Member):
-    def _invite(self, want: Want) -> Said:
+class NeverInvite(OrderMember):
+    def _invite(self, want: Want) -> Effects:
         return []
 
 
-class AbsentPrefetches(Member):
+class AbsentPrefetches(OrderMember):
     """What a spare's call prefetches is thrown away."""
 
-    def _keep_spares(self, gap: list[Want]) -> Said:
-        said: Said = []
+    def _keep_spares(self, gap: list[Want]) -> Effects:
+        said: Effects = []
         for want in gap:
             consumed = self._sequence.consume(want)
             assert consumed.call is not None
-            said += self._record(consumed, Part.SPARE, Part.ABSENT)
+            said += self._record(consumed, Role.SPARE, Role.ABSENT)
             self._spares.append(consumed.call)
         return said
 
 
-# ---- Rules 4 to 8: the coordinator
-class NoPatience(Coordinator):
+# ---- Rules 4 to 8: the arbiter
+class NoPatience(Arbiter):
     def alarms(self) -> list[Alarm]:
         return [alarm for alarm in super().alarms() if alarm.timer is not Timer.SURPRISE]
 
 
-class GrantByMost(Coordinator):
+class GrantByMost(Arbiter):
     def _is_unanimous(self, count: int) -> bool:
         return count >= self._world - 1
 
 
-class LateIsOpenForAll(Coordinator):
+class LateIsOpenForAll(Arbiter):
     def _close(self, length: int, until: int, lead: bool) -> list[Down]:
         closed = self._closed
         found = super()._close(length, until, lead)
@@ -154,24 +154,24 @@ class LateIsOpenForAll(Coordinator):
         return found
 
 
-class NoFloor(Coordinator):
+class NoFloor(Arbiter):
     def _close_late(self) -> list[Down]:
         found = super()._close_late()
         self._floor = 0
         return found
 
 
-class SlowDenial(Coordinator):
+class SlowDenial(Arbiter):
     def _deny(self) -> list[Down]:
         return []
 
 
-class NobodyLeads(Coordinator):
+class NobodyLeads(Arbiter):
     def _are_fewer(self, count: int) -> bool:
         return False
 
 
-class GrantKeepsNudges(Coordinator):
+class GrantKeepsNudges(Arbiter):
     def _on_surprise(self, source: int, message: Surprise) -> list[Down]:
         nudges, settled = dict(self._fold.nudges), self._settled
         found = super()._on_surprise(source, message)
@@ -180,7 +180,7 @@ class GrantKeepsNudges(Coordinator):
         return found
 
 
-class StepAlone(Coordinator):
+class StepAlone(Arbiter):
     def _go(self, arrival: Arrive) -> Go:
         return msgspec.structs.replace(super()._go(arrival), boundary=STEP)
 
@@ -234,11 +234,11 @@ class Mutant(NamedTuple):
     shown_by: str = ""  # a program with one feature; random ones if not given
     fan_out: int = 32
 
-    def participant(self, rank: int, world: int, policy: Policy, guess: Sequence[Want]) -> Participant:
+    def participant(self, rank: int, world: int, policy: OrderPolicy, guess: Sequence[Want]) -> Participant:
         made = Participant(rank, world, policy, guess)
         sequence = made.member._sequence
         parts = [made.member, made.above, sequence, sequence._predictor, made.above._fold]
-        if isinstance(made.above, Coordinator):
+        if isinstance(made.above, Arbiter):
             parts.append(made.above._learning)
         for mutated in self.parts:
             for part in parts:

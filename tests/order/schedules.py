@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from retrograde.transport.order import Participant, Policy
+from retrograde.transport.order import OrderPolicy, Participant
 from retrograde.transport.order.sequence import AgreedSequence
 from tests.order.mutants import Mutant
 from tests.order.programs import Program, features, guess, random_programs
@@ -46,7 +46,7 @@ def _biased(now: Sequence[Choice], bias: dict[Choice, float], rng: random.Random
 
 
 def random_setting(rng: random.Random, seed: int, ranks: int) -> Setting:
-    policy = Policy(
+    policy = OrderPolicy(
         depth=rng.choice([0, 1, 1, 2]),
         horizon=rng.choice([3, 64]),
         fan_out=rng.choice([1, 2, 32, 32]),
@@ -91,7 +91,7 @@ def measure(programs: Sequence[Program], setting: Setting, seed: int = 1) -> lis
 def broken_bounds(name: str, fan_out: int = 32, seed: int = 1, participant: Maker = Participant) -> list[str]:
     """Steps of the program with this feature in which more is said, or served one-sidedly, than should be."""
     feature = features()[name]
-    setting = Setting(Policy(fan_out=fan_out), guess=guess(range(6)), participant=participant)
+    setting = Setting(OrderPolicy(fan_out=fan_out), guess=guess(range(6)), participant=participant)
     rows = measure(feature.programs, setting, seed)
     found = []
     for bound in feature.bounds:

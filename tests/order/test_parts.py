@@ -17,11 +17,11 @@ from retrograde.transport.order import (
     Abort,
     Gather,
     Issue,
+    MeetingPlace,
+    OrderPolicy,
     Participant,
     Passed,
     Patience,
-    Place,
-    Policy,
     Reduce,
     Residency,
     Send,
@@ -85,7 +85,7 @@ def test_what_was_seen_is_foretold_from_its_longest_ending() -> None:
 @pytest.mark.parametrize("has_steps", (True, False))
 def test_the_past_is_bounded(has_steps: bool) -> None:
     """Also in a loop without a boundary, and with new uses in every round."""
-    sequence = AgreedSequence(Policy(generation=50, mark=16), guess(range(3)))
+    sequence = AgreedSequence(OrderPolicy(generation=50, mark=16), guess(range(3)))
     for turn in range(400):
         wants = [*guess(range(3)), Reduce(9, str(turn).encode())]
         for entry in [*wants, STEP] if has_steps else wants:
@@ -97,7 +97,7 @@ def test_the_past_is_bounded(has_steps: bool) -> None:
 
 
 def test_prefetches_are_issued_ahead_and_dropped_at_a_step() -> None:
-    sequence = AgreedSequence(Policy(depth=2), guess(range(3)))
+    sequence = AgreedSequence(OrderPolicy(depth=2), guess(range(3)))
     first = sequence.consume(Gather(0))
     assert [call.want for call in first.issued] == [Gather(0), Gather(1), Gather(2)]
     second = sequence.consume(Gather(1))
@@ -127,7 +127,7 @@ def test_the_depth_of_the_tree_grows_as_a_logarithm() -> None:
 def _arrival(rng: random.Random) -> Arrive:
     usage = Usage(rng.randrange(3), rng.randrange(3), rng.randrange(3))
     rank = rng.randrange(1 << 30)
-    place = Place(rank, rng.choice([STEP, SOFT_STEP]), rng.choice("ab"))
+    place = MeetingPlace(rank, rng.choice([STEP, SOFT_STEP]), rng.choice("ab"))
     tallies = tuple(Tally(unit, usage, usage, rng.random() < 0.5) for unit in sorted(rng.sample(range(4), 2)))
     loud, denied = rng.random() < 0.5, rng.random() < 0.5
     putters = (rank,) if rng.random() < 0.5 else ()
@@ -149,7 +149,7 @@ def test_verdicts_do_not_depend_on_how_they_are_folded(seed: int) -> None:
 
 def test_one_rank_at_a_meeting_makes_no_step_of_it() -> None:
     """However many names the steps of the others have."""
-    places = [Place(rank, STEP, f"step {rank}") for rank in range(9)] + [Place(9, SOFT_STEP, "a value")]
+    places = [MeetingPlace(rank, STEP, f"step {rank}") for rank in range(9)] + [MeetingPlace(9, SOFT_STEP, "a value")]
     arrivals = [Arrive(3, 1, 0, 0, 0, True, False, 0, (), (place,), ()) for place in places]
     merged = reduce(partial(merge_arrivals, 64), arrivals)
     assert len(merged.places) == 4
@@ -158,7 +158,7 @@ def test_one_rank_at_a_meeting_makes_no_step_of_it() -> None:
 
 # ---- a rank alone
 def test_a_world_of_one_rank() -> None:
-    alone = Participant(0, 1, Policy())
+    alone = Participant(0, 1, OrderPolicy())
     effects = alone.want(Gather(5))
     assert [type(effect) for effect in effects if isinstance(effect, Issue | Serve)] == [Issue, Serve]
     assert isinstance(alone.arrive(STEP, "step")[-1], Settle)
@@ -169,7 +169,7 @@ def test_pages_are_wanted_by_the_sequence_and_not_by_what_is_held() -> None:
     """Budgets of 0, 2 and all pages, in a forward and a backward of 4 units."""
     wanted = []
     for budget in (0, 2, float("inf")):
-        rank = Participant(0, 1, Policy(), residency=Residency(budget))
+        rank = Participant(0, 1, OrderPolicy(), residency=Residency(budget))
         units = [0, 1, 2, 3, 3, 2, 1, 0]
         wants = []
         for unit in units:
@@ -191,23 +191,23 @@ def test_a_budget_counts_what_pages_weigh() -> None:
 
 
 def test_a_rank_that_has_failed_says_why() -> None:
-    rank = Participant(0, 1, Policy())
+    rank = Participant(0, 1, OrderPolicy())
     assert Abort("no more data") in rank.fail("no more data")
     assert rank.want(Gather(0)) == rank.arrive(STEP) == rank.rest() == [Abort("no more data")]
 
 
 def test_wrong_use_names_the_rank_and_where_it_is() -> None:
-    rank = Participant(3, 5, Policy())
+    rank = Participant(3, 5, OrderPolicy())
     rank.want(Gather(7))
     with pytest.raises(RuntimeError, match=r"rank 3: it is waiting .* the gather of unit 7, in period 0"):
         rank.want(Gather(7))
 
 
 def test_what_ranks_must_share_has_a_fingerprint() -> None:
-    made = Participant(0, 2, Policy(), guess(range(3))).fingerprint
-    assert made == Participant(1, 2, Policy(patience=Patience(nudge=9)), guess(range(3))).fingerprint
-    assert made != Participant(1, 2, Policy(depth=2), guess(range(3))).fingerprint
-    assert made != Participant(1, 2, Policy(), guess(range(4))).fingerprint
+    made = Participant(0, 2, OrderPolicy(), guess(range(3))).fingerprint
+    assert made == Participant(1, 2, OrderPolicy(patience=Patience(nudge=9)), guess(range(3))).fingerprint
+    assert made != Participant(1, 2, OrderPolicy(depth=2), guess(range(3))).fingerprint
+    assert made != Participant(1, 2, OrderPolicy(), guess(range(4))).fingerprint
 
 
 def test_patience() -> None:
@@ -220,7 +220,7 @@ def test_patience() -> None:
 
 # ---- messages
 def test_messages_of_a_usual_step_are_small() -> None:
-    rank = Participant(1, 2, Policy(), guess(range(100)))
+    rank = Participant(1, 2, OrderPolicy(), guess(range(100)))
     for want in guess(range(100)):
         rank.want(want)
     [arrival] = [effect.message for effect in rank.arrive(STEP, "step 7") if isinstance(effect, Send)]

@@ -21,18 +21,18 @@ from retrograde.transport.order import (
     Effect,
     Gather,
     Issue,
-    Message,
-    Part,
+    OrderMessage,
+    OrderPolicy,
     Participant,
     Passed,
-    Policy,
     Reduce,
+    Role,
     Send,
     Serve,
     ServeOneSided,
     Settle,
+    Sleep,
     Timer,
-    Wait,
     Want,
     decode,
     encode,
@@ -113,7 +113,7 @@ class Choice(NamedTuple):
 TIMERS = (Timer.PARTIAL, Timer.NUDGES, Timer.OFFER, Timer.SURPRISE)
 
 
-Maker = Callable[[int, int, Policy, Sequence[Want]], Participant]
+Maker = Callable[[int, int, OrderPolicy, Sequence[Want]], Participant]
 
 
 @dataclass
@@ -121,7 +121,7 @@ class Setting:
     """How a world is built. `group`: ranks that share a gather; the whole world if 0. `watches_all`: where the user
     waits for the whole device, calls that were issued in advance are watched as well as those that are needed."""
 
-    policy: Policy = field(default_factory=Policy)
+    policy: OrderPolicy = field(default_factory=OrderPolicy)
     runs_ahead: bool = False
     group: int = 0
     watches_all: bool = True
@@ -235,14 +235,14 @@ class Rank:
         policy = world.setting.policy
         assert len(self.kept) <= policy.depth + policy.spare + 1, f"{len(self.kept)} pages are kept"
 
-    def _go_on(self, world: World, effect: Serve | ServeOneSided | Wait | Passed | Settle | Abort) -> None:
+    def _go_on(self, world: World, effect: Serve | ServeOneSided | Sleep | Passed | Settle | Abort) -> None:
         """What the program has waited for, or has to wait for."""
         match effect:
             case Serve():
                 self._serve(world, effect)
             case ServeOneSided():
                 self._serve_one_sided(world, effect)
-            case Wait():
+            case Sleep():
                 self.state = State.WAIT
             case Passed():
                 self.state = State.RUN
@@ -257,12 +257,12 @@ class Rank:
         calls = world.calls[self.rank]
         call = issue.call
         assert call.number == len(calls), "calls are numbered in the order in which they are issued"
-        own = issue.part is Part.OWN and isinstance(call.want, Reduce)
+        own = issue.role is Role.OWN and isinstance(call.want, Reduce)
         assert not own or issue.ordinal == self.ordinals[call.want.unit], "a part is numbered within its period"
         value = self.value if own else None
         calls.append(Issued(call.want, self.version, self.period, self.backwards[call.want.unit], value))
         self.open_calls.append(call.number)
-        if isinstance(call.want, Gather) and issue.part is not Part.ABSENT:
+        if isinstance(call.want, Gather) and issue.role is not Role.ABSENT:
             self.kept.add(call.number)
         world.issued(self.rank)
         for others in world.calls:
@@ -385,7 +385,7 @@ class World:
         self.stats[what] += 1
         self.per_period.setdefault(period, Counter())[what] += 1
 
-    def note(self, rank: Rank, message: Message) -> None:
+    def note(self, rank: Rank, message: OrderMessage) -> None:
         """A message of the order: it counts for the period that it is about."""
         self.count("control", getattr(message, "period", rank.period))
 

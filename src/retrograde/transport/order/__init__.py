@@ -1,8 +1,8 @@
 """The order of collectives that ranks share without talking, unless surprised. No torch, threads, sockets or clocks.
 
 [Note: driving the order]
-A transport makes one `Participant` per rank and engine, with the same `Policy`, the same guess of a period's wants and
-the same `Residency` on all ranks, and a lock around it. Then:
+A transport makes one `Participant` per rank and engine, with the same `OrderPolicy`, the same guess of a period's wants
+and the same `Residency` on all ranks, and a lock around it. `fingerprint` tells whether they are. Then:
 
 | when                                             | call                          | the program goes on at         |
 |--------------------------------------------------|-------------------------------|--------------------------------|
@@ -18,10 +18,10 @@ the same `Residency` on all ranks, and a lock around it. Then:
 | this rank fails, a connection is lost            | `fail(cause)`                 | `Abort`                        |
 
 Each returns effects (effects.py), to be carried out in order: `Issue` a call on the communicator with this rank's part
-in it, `Send` a message, `Drop` a page. After `Wait` the program sleeps until an effect, of whichever call, lets it go
+in it, `Send` a message, `Drop` a page. After `Sleep` the program sleeps until an effect, of whichever call, lets it go
 on. A program that waits for a want may see a soft `Settle` too (all ranks come together at that want): it completes
 the period, calls `rest()` and is served. If the boundary in `Settle` is soft and the program came for a step, `rest()`
-ends in `Wait`: others are not there yet.
+ends in `Sleep`: others are not there yet.
 
 Messages are encoded by `encode` and `decode`. The rules and why they hold: docs/design/order.md.
 """
@@ -32,20 +32,20 @@ from retrograde.transport.order.effects import (
     Drop,
     Effect,
     Issue,
-    Part,
     Passed,
+    Role,
     Send,
     Serve,
     ServeOneSided,
     Settle,
+    Sleep,
     Timer,
-    Wait,
 )
-from retrograde.transport.order.messages import Message, Place, decode, encode
+from retrograde.transport.order.messages import MeetingPlace, OrderMessage, decode, encode
 from retrograde.transport.order.participant import Participant
-from retrograde.transport.order.policy import Patience, Policy
+from retrograde.transport.order.policy import OrderPolicy, Patience
 from retrograde.transport.order.residency import Residency
-from retrograde.transport.order.sequence import Call
+from retrograde.transport.order.sequence import CollectiveCall
 from retrograde.transport.order.tree import Tree
 from retrograde.transport.order.wants import SOFT_STEP, STEP, Boundary, Gather, Reduce, Want
 
@@ -55,27 +55,27 @@ __all__ = [
     "Abort",
     "Alarm",
     "Boundary",
-    "Call",
+    "CollectiveCall",
     "Drop",
     "Effect",
     "Gather",
     "Issue",
-    "Message",
-    "Part",
+    "MeetingPlace",
+    "OrderMessage",
+    "OrderPolicy",
     "Participant",
     "Passed",
     "Patience",
-    "Place",
-    "Policy",
     "Reduce",
     "Residency",
+    "Role",
     "Send",
     "Serve",
     "ServeOneSided",
     "Settle",
+    "Sleep",
     "Timer",
     "Tree",
-    "Wait",
     "Want",
     "decode",
     "encode",

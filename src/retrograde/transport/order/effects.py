@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from retrograde.transport.order.messages import Message, Place
-from retrograde.transport.order.sequence import Call
+from retrograde.transport.order.messages import MeetingPlace, OrderMessage
+from retrograde.transport.order.sequence import CollectiveCall
 from retrograde.transport.order.wants import Boundary, Want
 
 
-class Part(Enum):
+class Role(Enum):
     """What this rank has to do with a call."""
 
     OWN = auto()  # its program wants it now
@@ -41,8 +41,8 @@ class Alarm:
 class Issue:
     """Start this call on the communicator. `ordinal`: counts this rank's contributions to the unit in this period."""
 
-    call: Call
-    part: Part
+    call: CollectiveCall
+    role: Role
     ordinal: int = 0
 
 
@@ -50,14 +50,14 @@ class Issue:
 class Drop:
     """The page that was kept for this call, if any, will not be wanted."""
 
-    call: Call
+    call: CollectiveCall
 
 
 @dataclass(frozen=True, slots=True)
 class Serve:
     """What the program wants comes by this call, which has been issued. The program goes on."""
 
-    call: Call
+    call: CollectiveCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class ServeOneSided:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class Sleep:
     """The program waits until a later effect lets it go on: Serve, ServeOneSided, Settle or Abort."""
 
 
@@ -83,7 +83,7 @@ class Settle:
 
     boundary: Boundary
     putters: tuple[int, ...] | None
-    places: tuple[Place, ...]  # all that ranks came to, one example of each
+    places: tuple[MeetingPlace, ...]  # all that ranks came to, one example of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Send:
     """Messages from one rank to another arrive in the order in which they were sent."""
 
     to: int
-    message: Message
+    message: OrderMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,4 +108,4 @@ class Abort:
     cause: str
 
 
-Effect = Issue | Drop | Serve | ServeOneSided | Wait | Settle | Passed | Send | Abort
+Effect = Issue | Drop | Serve | ServeOneSided | Sleep | Settle | Passed | Send | Abort

@@ -26,29 +26,29 @@ from retrograde.transport.order.effects import (
     Drop,
     Effect,
     Issue,
-    Part,
     Passed,
+    Role,
     Serve,
     ServeOneSided,
     Settle,
+    Sleep,
     Timer,
-    Wait,
 )
 from retrograde.transport.order.messages import (
     Arrive,
     Close,
     Decline,
     Down,
-    Fail,
-    Failed,
     Go,
     Grant,
     Here,
     Invitation,
     Invite,
+    MeetingPlace,
     Nudge,
+    OrderFailed,
     Overdue,
-    Place,
+    RankFailed,
     RollCall,
     Surprise,
     Tally,
@@ -56,14 +56,14 @@ from retrograde.transport.order.messages import (
     Withdraw,
     shortened,
 )
-from retrograde.transport.order.policy import Policy
+from retrograde.transport.order.policy import OrderPolicy
 from retrograde.transport.order.residency import Residency
-from retrograde.transport.order.sequence import AgreedSequence, Call, Consumed
+from retrograde.transport.order.sequence import AgreedSequence, CollectiveCall, Consumed
 from retrograde.transport.order.usage import Usages
 from retrograde.transport.order.wants import STEP, Boundary, Gather, Reduce, Want
 
 
-class Phase(Enum):
+class MemberPhase(Enum):
     """What this rank's program is doing, as far as the order knows."""
 
     RUNNING = "outside the order"
@@ -81,24 +81,24 @@ class Say:
     message: Up
 
 
-Said = list[Effect | Say]
+Effects = list[Effect | Say]
 Verdict = Grant | Close | Go | Invitation | Decline
 
 
-class Member:
+class OrderMember:
     """See [Note: the member]. The rules are those of docs/design/order.md."""
 
-    def __init__(self, rank: int, via: int, policy: Policy, guess: Sequence[Want], residency: Residency) -> None:
+    def __init__(self, rank: int, via: int, policy: OrderPolicy, guess: Sequence[Want], residency: Residency) -> None:
         """`via`: the rank through which it hears the others."""
         self.rank = rank
         self._via = via
         self._policy = policy
         self._sequence = AgreedSequence(policy, guess)
         self._residency = residency
-        self._phase = Phase.RUNNING
+        self._phase = MemberPhase.RUNNING
         self._period = 0
         self._volatile: frozenset[int] = frozenset()
-        self._place = Place(rank, STEP, "")  # where the program is or was last, by name
+        self._place = MeetingPlace(rank, STEP, "")  # where the program is or was last, by name
         self._wish: Want | None = None  # what the program waits for
         self._go: Go | None = None
         self._asked: tuple[Tally, ...] = ()  # to be said at the next boundary about this period's predecessor
@@ -111,7 +111,7 @@ class Member:
         self._out = False
         self._closed = False
         self._put = False
-        self._spares: deque[Call] = deque()
+        self._spares: deque[CollectiveCall] = deque()
         self._usages = Usages()
         self._incomplete: dict[int, int] = {}  # call: the length of W at which every rank has issued it
         self._nudged = 0  # the longest such length that this rank has nudged for
@@ -136,10 +136,10 @@ class Member:
         return self._sequence.fingerprint()
 
     # ---- the program
-    def want(self, want: Want) -> Said:
-        if self._phase is Phase.FAILED:
+    def want(self, want: Want) -> Effects:
+        if self._phase is MemberPhase.FAILED:
             return [Abort(self._cause)]
-        self._require(Phase.RUNNING)
+        self._require(MemberPhase.RUNNING)
         self._usages.note(want)
         return self._serve(want)
 
@@ -148,19 +148,19 @@ class Member:
         follows = not self._out and unit not in self._volatile
         return follows and not self._residency.has(unit)
 
-    def arrive(self, boundary: Boundary, name: str) -> Said:
+    def arrive(self, boundary: Boundary, name: str) -> Effects:
         """The program is at a boundary and waits for Settle."""
-        if self._phase is Phase.FAILED:
+        if self._phase is MemberPhase.FAILED:
             return [Abort(self._cause)]
-        self._require(Phase.RUNNING)
-        self._place = Place(self.rank, boundary, shortened(name))
+        self._require(MemberPhase.RUNNING)
+        self._place = MeetingPlace(self.rank, boundary, shortened(name))
         return self._arrive()
 
-    def rest(self) -> Said:
+    def rest(self) -> Effects:
         """All calls and puts of the period are done, and this rank's shards will not change before the next step."""
-        if self._phase is Phase.FAILED:
+        if self._phase is MemberPhase.FAILED:
             return [Abort(self._cause)]
-        self._require(Phase.SETTLING)
+        self._require(MemberPhase.SETTLING)
         go, self._go = self._go, None
         assert go is not None
         if go.volatile is not None:
@@ -170,17 +170,17 @@ class Member:
         self._asked = self._usages.tallies() if go.tally else ()
         self._period += 1
         self._begin_period()
-        said = self._record(self._sequence.consume(go.boundary), Part.ABSENT, Part.PREFETCH)
+        said = self._record(self._sequence.consume(go.boundary), Role.ABSENT, Role.PREFETCH)
         said += self._resume(go.boundary)
         later, self._later = self._later, []
         for message in later:
             said += self.message(message)
         return said
 
-    def _resume(self, boundary: Boundary) -> Said:
+    def _resume(self, boundary: Boundary) -> Effects:
         """Go on with what the program was at before the boundary."""
         wish, self._wish = self._wish, None
-        self._phase = Phase.RUNNING
+        self._phase = MemberPhase.RUNNING
         if wish is not None:
             self._usages.note(wish)  # it was noted in the period that has ended; here it is served
             return self._serve(wish)
@@ -189,9 +189,9 @@ class Member:
         return [Passed(boundary)]
 
     # ---- serving a want
-    def _serve(self, want: Want) -> Said:
+    def _serve(self, want: Want) -> Effects:
         """Rules 2 and 3."""
-        self._phase = Phase.RUNNING
+        self._phase = MemberPhase.RUNNING
         self._wish = None
         if self._is_invited(want):
             return self._offer(want)
@@ -207,79 +207,79 @@ class Member:
         if self._closed:
             self._usages.deny(want)
             return [*said, *self._leave(self._sequence.horizon()), *self._serve_one_sided(want)]
-        self._phase = Phase.SURPRISED
+        self._phase = MemberPhase.SURPRISED
         self._wish = want
-        return [*said, Say(Surprise(self._period, 1, self._sequence.length, want)), Wait()]
+        return [*said, Say(Surprise(self._period, 1, self._sequence.length, want)), Sleep()]
 
-    def _grow(self, want: Want) -> Said:
+    def _grow(self, want: Want) -> Effects:
         consumed = self._sequence.consume(want)
         assert consumed.call is not None
         ordinal = self._usages.ordinal(want)
-        return [*self._record(consumed, Part.OWN, Part.PREFETCH, ordinal), *self._serve_by(consumed.call)]
+        return [*self._record(consumed, Role.OWN, Role.PREFETCH, ordinal), *self._serve_by(consumed.call)]
 
-    def _serve_by(self, call: Call) -> Said:
+    def _serve_by(self, call: CollectiveCall) -> Effects:
         if isinstance(call.want, Gather):
             self._residency.gathered(call.want.unit)
         return [Serve(call)]
 
-    def _serve_one_sided(self, want: Want) -> Said:
+    def _serve_one_sided(self, want: Want) -> Effects:
         self._put = self._put or isinstance(want, Reduce)
         return [ServeOneSided(want, self._usages.ordinal(want))]
 
     # ---- growing W
-    def _record(self, consumed: Consumed, part: Part, ahead: Part, ordinal: int = 0) -> Said:
-        """What it takes that W has grown. `part`: in the call of the entry itself; `ahead`: in those in advance."""
-        said: Said = [Drop(call) for call in consumed.dropped]
+    def _record(self, consumed: Consumed, role: Role, ahead: Role, ordinal: int = 0) -> Effects:
+        """What it takes that W has grown. `role`: in the call of the entry itself; `ahead`: in those in advance."""
+        said: Effects = [Drop(call) for call in consumed.dropped]
         for call in consumed.issued:
             self._incomplete[call.number] = call.length
             own = call is consumed.call
-            said.append(Issue(call, part, ordinal) if own else Issue(call, ahead))
+            said.append(Issue(call, role, ordinal) if own else Issue(call, ahead))
         return said
 
-    def _complete(self, length: int) -> Said:
+    def _complete(self, length: int) -> Effects:
         """Issue what is expected up to this length of W, absent, so that nobody waits for this rank."""
-        said: Said = []
+        said: Effects = []
         while self._sequence.length < length:
             want = self._sequence.expected()
             if not isinstance(want, Gather | Reduce):
                 return said + self.fail(f"rank {self.rank}: the order expects {want} where others went on (a bug)")
             consumed = self._sequence.consume(want)
-            said += self._record(consumed, Part.ABSENT, Part.ABSENT)
+            said += self._record(consumed, Role.ABSENT, Role.ABSENT)
             if consumed.call is not None and consumed.call not in consumed.issued:
                 said.append(Drop(consumed.call))
         return said
 
-    def _leave(self, until: int) -> Said:
+    def _leave(self, until: int) -> Effects:
         """Rule 7: OUT until the boundary."""
         self._out = True
         return [*self._drop_spares(), *self._complete(until)]
 
-    def _keep_spares(self, gap: list[Want]) -> Said:
+    def _keep_spares(self, gap: list[Want]) -> Effects:
         """A gather that comes too early is a prefetch."""
-        said: Said = []
+        said: Effects = []
         for want in gap:
             consumed = self._sequence.consume(want)
             assert consumed.call is not None
-            said += self._record(consumed, Part.SPARE, Part.PREFETCH)
+            said += self._record(consumed, Role.SPARE, Role.PREFETCH)
             self._spares.append(consumed.call)
         return said
 
-    def _drop_spares(self) -> Said:
-        said: Said = [Drop(call) for call in self._spares]
+    def _drop_spares(self) -> Effects:
+        said: Effects = [Drop(call) for call in self._spares]
         self._spares.clear()
         return said
 
     # ---- the service thread: messages
-    def message(self, message: Down) -> Said:
-        if self._phase is Phase.FAILED:
+    def message(self, message: Down) -> Effects:
+        if self._phase is MemberPhase.FAILED:
             return []
-        if isinstance(message, Failed):
+        if isinstance(message, OrderFailed):
             return self._abort(message.text)
         if isinstance(message, RollCall):
             return [Say(Here(self.rank, self._period, self._sequence.length, self._where()))]
         return [] if message.period < self._period else self._on_verdict(message)
 
-    def _on_verdict(self, message: Verdict) -> Said:
+    def _on_verdict(self, message: Verdict) -> Effects:
         match message:
             case Grant():
                 return self._on_grant(message)
@@ -295,36 +295,36 @@ class Member:
             case Decline():
                 return self._on_decline(message)
 
-    def _defer(self, message: Close | Invitation | Decline) -> Said:
+    def _defer(self, message: Close | Invitation | Decline) -> Effects:
         """Until this rank's shards are at rest. Of several the last says it all."""
         self._later = [each for each in self._later if type(each) is not type(message)]
         self._later.append(message)
         return []
 
-    def _on_grant(self, grant: Grant) -> Said:
+    def _on_grant(self, grant: Grant) -> Effects:
         """Rule 4."""
         here = (self._period, self._sequence.length, self._wish)
-        if self._phase is not Phase.SURPRISED or here != (grant.period, grant.length, grant.want):
+        if self._phase is not MemberPhase.SURPRISED or here != (grant.period, grant.length, grant.want):
             return self.fail(f"rank {self.rank}: {grant.want} was granted where it is {self._where()} (a bug)")
         self._nudging = False
-        self._phase = Phase.RUNNING
+        self._phase = MemberPhase.RUNNING
         self._wish = None
         return self._grow(grant.want)
 
-    def _on_close(self, close: Close) -> Said:
+    def _on_close(self, close: Close) -> Effects:
         """Rule 7."""
         self._closed = True
         leads = close.lead and self._nudging
         self._nudging = False
         missing = close.length - self._sequence.length
-        said: Said = []
+        said: Effects = []
         if leads:
             said = self._leave(close.until)
         elif missing > 0 and close.lead and self._can_keep_up(missing):
             said = self._keep_spares(self._sequence.ahead(missing))
         elif missing > 0:
             said = self._leave(close.until)
-        if self._phase is Phase.SURPRISED:
+        if self._phase is MemberPhase.SURPRISED:
             assert self._wish is not None
             if self._out:
                 self._usages.deny(self._wish)
@@ -338,22 +338,22 @@ class Member:
         gap = self._sequence.ahead(missing)
         return len(gap) == missing and all(isinstance(want, Gather) for want in gap)
 
-    def _on_go(self, go: Go) -> Said:
+    def _on_go(self, go: Go) -> Effects:
         """Rule 8."""
-        if self._phase not in (Phase.ARRIVED, Phase.OFFERING) or go.period != self._period:
+        if self._phase not in (MemberPhase.ARRIVED, MemberPhase.OFFERING) or go.period != self._period:
             return self.fail(f"rank {self.rank}: told to go on where it is {self._where()} (a bug)")
         said = [*self._drop_spares(), *self._complete(go.length)]
         if self._sequence.length < go.length:
             return said  # it has failed
-        self._phase = Phase.SETTLING
+        self._phase = MemberPhase.SETTLING
         self._go = go
         return [*said, Settle(go.boundary, go.putters, go.places)]
 
     # ---- boundaries
-    def _arrive(self) -> Said:
-        self._phase = Phase.ARRIVED
+    def _arrive(self) -> Effects:
+        self._phase = MemberPhase.ARRIVED
         dropped = self._drop_spares()
-        return [*dropped, Say(self._presence(offers=0)), Wait()]
+        return [*dropped, Say(self._presence(offers=0)), Sleep()]
 
     def _presence(self, offers: int) -> Arrive:
         return Arrive(
@@ -371,7 +371,7 @@ class Member:
         )
 
     # ---- detours: Rule 10
-    def _invite(self, want: Want) -> Said:
+    def _invite(self, want: Want) -> Effects:
         """After many one-sided gathers: could all ranks come together here, when they next want this?"""
         if not isinstance(want, Gather) or not self._usages.quiet:
             return []
@@ -384,17 +384,17 @@ class Member:
     def _is_invited(self, want: Want) -> bool:
         return self._invitation is not None and want == self._invitation.want
 
-    def _offer(self, want: Want) -> Said:
-        self._phase = Phase.OFFERING
+    def _offer(self, want: Want) -> Effects:
+        self._phase = MemberPhase.OFFERING
         self._wish = want
         self._withdrawn = False
-        return [Say(self._presence(offers=1)), Wait()]
+        return [Say(self._presence(offers=1)), Sleep()]
 
-    def _on_decline(self, decline: Decline) -> Said:
+    def _on_decline(self, decline: Decline) -> Effects:
         if self._invitation is None or self._invitation.number != decline.number:
             return []
         self._invitation = None
-        if self._phase is not Phase.OFFERING:
+        if self._phase is not MemberPhase.OFFERING:
             return []
         assert self._wish is not None
         return self._serve(self._wish)
@@ -404,10 +404,10 @@ class Member:
         """This call is done."""
         self._incomplete.pop(number, None)
 
-    def overdue(self, number: int) -> Said:
+    def overdue(self, number: int) -> Effects:
         """Rule 6: this call has been incomplete for too long, and the program waits for it, or could."""
         length = self._incomplete.get(number, 0)
-        if length <= self._nudged or self._phase in (Phase.SETTLING, Phase.FAILED):
+        if length <= self._nudged or self._phase in (MemberPhase.SETTLING, MemberPhase.FAILED):
             return []
         self._nudged = length
         self._nudging = True
@@ -417,23 +417,23 @@ class Member:
         patience = self._policy.patience
         token = (self._period, self._sequence.length, int(self._overdue))
         found = []
-        if self._phase is Phase.OFFERING and not self._withdrawn:
+        if self._phase is MemberPhase.OFFERING and not self._withdrawn:
             found.append(Alarm(Timer.OFFER, token, patience.offer))
-        if self._phase in (Phase.SURPRISED, Phase.OFFERING, Phase.ARRIVED):
+        if self._phase in (MemberPhase.SURPRISED, MemberPhase.OFFERING, MemberPhase.ARRIVED):
             seconds = patience.limit if not self._overdue else 4 * patience.roll_call
             found.append(Alarm(Timer.LIMIT, token, seconds))
         return found
 
-    def timeout(self, timer: Timer) -> Said:
-        if timer is Timer.OFFER and self._phase is Phase.OFFERING and self._invitation is not None:
+    def timeout(self, timer: Timer) -> Effects:
+        if timer is Timer.OFFER and self._phase is MemberPhase.OFFERING and self._invitation is not None:
             self._withdrawn = True
             return [Say(Withdraw(self._period, self._invitation.number))]
-        if timer is Timer.LIMIT and self._phase is not Phase.FAILED:
+        if timer is Timer.LIMIT and self._phase is not MemberPhase.FAILED:
             return self.limit_passed(self._where())
         return []
 
     # ---- failure: Rule 12
-    def limit_passed(self, where: str) -> Said:
+    def limit_passed(self, where: str) -> Effects:
         """A wait has taken too long. The first time rank 0 is asked who is missing; the second time it did not say."""
         if self._overdue:
             silent = "rank 0" if self._via == 0 else f"rank 0 by way of rank {self._via}"
@@ -441,25 +441,25 @@ class Member:
         self._overdue = True
         return [Say(Overdue(self.rank, shortened(where)))]
 
-    def fail(self, cause: str) -> Said:
+    def fail(self, cause: str) -> Effects:
         """This rank cannot go on. All are told."""
-        if self._phase is Phase.FAILED:
+        if self._phase is MemberPhase.FAILED:
             return []
-        return [Say(Fail(shortened(cause))), *self._abort(cause)]
+        return [Say(RankFailed(shortened(cause))), *self._abort(cause)]
 
-    def _abort(self, cause: str) -> Said:
-        self._phase = Phase.FAILED
+    def _abort(self, cause: str) -> Effects:
+        self._phase = MemberPhase.FAILED
         self._cause = cause
         return [Abort(cause)]
 
     def _where(self) -> str:
-        if self._phase is Phase.ARRIVED:
+        if self._phase is MemberPhase.ARRIVED:
             return f"{self._phase.value} at {self._place.boundary} ({self._place.name or self._period})"
         if self._wish is not None:
             return f"{self._phase.value}, {self._wish}, in period {self._period}"
         return f"{self._phase.value}, in period {self._period}"
 
-    def _require(self, phase: Phase) -> None:
+    def _require(self, phase: MemberPhase) -> None:
         if self._phase is not phase:
             raise RuntimeError(f"rank {self.rank}: it is {self._where()}, and {phase.name} is expected")
 

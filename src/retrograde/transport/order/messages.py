@@ -11,63 +11,63 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from retrograde.transport.order.wants import Boundary, Count, Gather, Want
+from retrograde.transport.order.wants import Boundary, Gather, Natural, Want
 
 MOST_TEXT = 2000
 Text = Annotated[str, Meta(max_length=MOST_TEXT)]
 
 
-class Said(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class OrderRecord(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A message, or a part of one. It travels as the list of its fields."""
 
 
 # ---- parts of messages
-class Usage(Said, frozen=True):
+class Usage(OrderRecord, frozen=True):
     """How often something was wanted of a unit; `uses` is a sum over what its reductions were for."""
 
-    gathers: Count = 0
-    reductions: Count = 0
-    uses: Count = 0
+    gathers: Natural = 0
+    reductions: Natural = 0
+    uses: Natural = 0
 
 
-class Tally(Said, frozen=True):
+class Tally(OrderRecord, frozen=True):
     """A unit's usage on several ranks. `denied`: some rank was surprised by it, in vain."""
 
-    unit: Count
+    unit: Natural
     least: Usage
     most: Usage
     denied: bool
 
 
-class Place(Said, frozen=True):
+class MeetingPlace(OrderRecord, frozen=True):
     """Where ranks have come to; `rank` is the first of them."""
 
-    rank: Count
+    rank: Natural
     boundary: Boundary
     name: Text
 
 
 # ---- up
-class Surprise(Said, frozen=True, tag="surprise"):
+class Surprise(OrderRecord, frozen=True, tag="surprise"):
     """At this length of W these ranks want something that was not foreseen; None: not all the same."""
 
-    period: Count
-    count: Count
-    length: Count
+    period: Natural
+    count: Natural
+    length: Natural
     want: Want | None
 
 
-class Nudge(Said, frozen=True, tag="nudge"):
+class Nudge(OrderRecord, frozen=True, tag="nudge"):
     """These ranks wait for a call that every rank has issued when its W has `length`. The one that says so will have
     issued in advance what is expected up to `until` if it leaves."""
 
-    period: Count
-    count: Count
-    length: Count
-    until: Count
+    period: Natural
+    count: Natural
+    length: Natural
+    until: Natural
 
 
-class Arrive(Said, frozen=True, tag="arrive"):
+class Arrive(OrderRecord, frozen=True, tag="arrive"):
     """These ranks have come to a boundary; `offers` more would end the period here if all others do (invitations).
 
     `length`: of the longest W. `quiet`: no rank has contributed to a reduction. `digest`: of how often each unit was
@@ -75,129 +75,129 @@ class Arrive(Said, frozen=True, tag="arrive"):
     asked for about the period before.
     """
 
-    period: Count
-    count: Count
-    offers: Count
-    invitation: Count
-    length: Count
+    period: Natural
+    count: Natural
+    offers: Natural
+    invitation: Natural
+    length: Natural
     quiet: bool
     denied: bool
     digest: int | None
-    putters: tuple[Count, ...] | None
-    places: tuple[Place, ...]
+    putters: tuple[Natural, ...] | None
+    places: tuple[MeetingPlace, ...]
     tallies: tuple[Tally, ...]
 
 
-class Invite(Said, frozen=True, tag="invite"):
+class Invite(OrderRecord, frozen=True, tag="invite"):
     """Could all ranks come together where they next want this? This rank has been one-sided for long, `turn` times."""
 
-    period: Count
-    turn: Count
+    period: Natural
+    turn: Natural
     want: Gather
 
 
-class Withdraw(Said, frozen=True, tag="withdraw"):
+class Withdraw(OrderRecord, frozen=True, tag="withdraw"):
     """A rank has waited long enough at the place of an invitation."""
 
-    period: Count
-    invitation: Count
+    period: Natural
+    invitation: Natural
 
 
-class Overdue(Said, frozen=True, tag="overdue"):
+class Overdue(OrderRecord, frozen=True, tag="overdue"):
     """This rank has waited beyond the limit."""
 
-    rank: Count
+    rank: Natural
     where: Text
 
 
-class Here(Said, frozen=True, tag="here"):
+class Here(OrderRecord, frozen=True, tag="here"):
     """The answer to a roll call."""
 
-    rank: Count
-    period: Count
-    length: Count
+    rank: Natural
+    period: Natural
+    length: Natural
     where: Text
 
 
-class Fail(Said, frozen=True, tag="fail"):
+class RankFailed(OrderRecord, frozen=True, tag="fail"):
     """This rank is of no further use."""
 
     text: Text
 
 
 # ---- down
-class Grant(Said, frozen=True, tag="grant"):
+class Grant(OrderRecord, frozen=True, tag="grant"):
     """All ranks want this at this length of W: it is the next entry."""
 
-    period: Count
-    length: Count
+    period: Natural
+    length: Natural
     want: Want
 
 
-class Close(Said, frozen=True, tag="close"):
+class Close(OrderRecord, frozen=True, tag="close"):
     """No more grants in this period. Every rank's W grows to `length`, and that of a rank which leaves to `until`.
     `lead`: those who nudged leave."""
 
-    period: Count
-    length: Count
-    until: Count
+    period: Natural
+    length: Natural
+    until: Natural
     lead: bool
 
 
-class Go(Said, frozen=True, tag="go"):
+class Go(OrderRecord, frozen=True, tag="go"):
     """All have arrived. W grows to `length` everywhere, then by `boundary`.
 
     `putters`: whose one-sided gradients are to be waited for; None: everybody's. `volatile`: units that are one-sided
     for all ranks from now on, None if they are what they were. `tally`: say at the next boundary how this period was.
     """
 
-    period: Count
+    period: Natural
     boundary: Boundary
-    length: Count
-    putters: tuple[Count, ...] | None
-    volatile: tuple[Count, ...] | None
+    length: Natural
+    putters: tuple[Natural, ...] | None
+    volatile: tuple[Natural, ...] | None
     tally: bool
-    places: tuple[Place, ...]
+    places: tuple[MeetingPlace, ...]
 
 
-class Invitation(Said, frozen=True, tag="invitation"):
+class Invitation(OrderRecord, frozen=True, tag="invitation"):
     """Where you next want this, offer to end the period."""
 
-    period: Count
-    number: Count
+    period: Natural
+    number: Natural
     want: Gather
 
 
-class Decline(Said, frozen=True, tag="decline"):
+class Decline(OrderRecord, frozen=True, tag="decline"):
     """This invitation is over: go on."""
 
-    period: Count
-    number: Count
+    period: Natural
+    number: Natural
 
 
-class RollCall(Said, frozen=True, tag="roll call"):
+class RollCall(OrderRecord, frozen=True, tag="roll call"):
     """Say where you are."""
 
 
-class Failed(Said, frozen=True, tag="failed"):
+class OrderFailed(OrderRecord, frozen=True, tag="failed"):
     """The order is of no further use, on any rank."""
 
     text: Text
 
 
-Up = Surprise | Nudge | Arrive | Invite | Withdraw | Overdue | Here | Fail
-Down = Grant | Close | Go | Invitation | Decline | RollCall | Failed
-Message = Up | Down
+Up = Surprise | Nudge | Arrive | Invite | Withdraw | Overdue | Here | RankFailed
+Down = Grant | Close | Go | Invitation | Decline | RollCall | OrderFailed
+OrderMessage = Up | Down
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+_decoder: msgspec.msgpack.Decoder[OrderMessage] = msgspec.msgpack.Decoder(OrderMessage)
 
 
-def encode(message: Message) -> bytes:
+def encode(message: OrderMessage) -> bytes:
     return _encoder.encode(message)
 
 
-def decode(data: bytes) -> Message:
+def decode(data: bytes) -> OrderMessage:
     """Raises msgspec.ValidationError or msgspec.DecodeError for whatever is no message."""
     return _decoder.decode(data)
 

@@ -7,23 +7,23 @@ them; no effect but `Issue` and `Send` has to be carried out under it, and nobod
 
 from collections.abc import Sequence
 
-from retrograde.transport.order.coordinator import Coordinator
+from retrograde.transport.order.arbiter import Arbiter
 from retrograde.transport.order.effects import Alarm, Effect, Send, Timer
-from retrograde.transport.order.member import Member, Said, Say
+from retrograde.transport.order.member import Effects, OrderMember, Say
 from retrograde.transport.order.messages import (
     Close,
     Decline,
     Down,
-    Fail,
-    Failed,
     Go,
     Grant,
     Invitation,
-    Message,
+    OrderFailed,
+    OrderMessage,
+    RankFailed,
     RollCall,
     Up,
 )
-from retrograde.transport.order.policy import Policy
+from retrograde.transport.order.policy import OrderPolicy
 from retrograde.transport.order.relay import Relay
 from retrograde.transport.order.residency import Residency
 from retrograde.transport.order.tree import Tree
@@ -39,16 +39,16 @@ class Participant:
         self,
         rank: int,
         world: int,
-        policy: Policy,
+        policy: OrderPolicy,
         guess: Sequence[Want] = (),
         residency: Residency | None = None,
     ) -> None:
         self.rank = rank
         self._tree = Tree(world, policy.fan_out)
         via = self._tree.parent(rank) if rank else 0
-        self.member = Member(rank, via, policy, guess, residency or Residency())
-        self.above: Coordinator | Relay
-        self.above = Coordinator(world, policy) if rank == 0 else Relay(self._tree.size(rank), policy)
+        self.member = OrderMember(rank, via, policy, guess, residency or Residency())
+        self.above: Arbiter | Relay
+        self.above = Arbiter(world, policy) if rank == 0 else Relay(self._tree.size(rank), policy)
 
         self.fingerprint = self.member.fingerprint()  # to be compared over ranks before the first want
 
@@ -68,8 +68,8 @@ class Participant:
         return self._route(self.member.rest())
 
     # ---- other ranks
-    def message(self, source: int, message: Message) -> list[Effect]:
-        if isinstance(message, Grant | Close | Go | Invitation | Decline | RollCall | Failed):
+    def message(self, source: int, message: OrderMessage) -> list[Effect]:
+        if isinstance(message, Grant | Close | Go | Invitation | Decline | RollCall | OrderFailed):
             return self._pass_down(message)
         return self._hear(source, message)
 
@@ -87,7 +87,7 @@ class Participant:
     def timeout(self, alarm: Alarm) -> list[Effect]:
         if alarm.timer in MEMBER_TIMERS:
             return self._route(self.member.timeout(alarm.timer))
-        if isinstance(self.above, Coordinator):
+        if isinstance(self.above, Arbiter):
             return self._broadcast(self.above.timeout(alarm.timer))
         return self._send_up(self.above.timeout(alarm.timer))
 
@@ -102,7 +102,7 @@ class Participant:
 
     # ---- the tree
     def _hear(self, source: int, message: Up) -> list[Effect]:
-        if isinstance(self.above, Coordinator):
+        if isinstance(self.above, Arbiter):
             return self._broadcast(self.above.hear(source, message))
         return self._send_up(self.above.hear(source, message))
 
@@ -122,7 +122,7 @@ class Participant:
         told: list[Effect] = [Send(child, message) for child in self._tree.children(self.rank)]
         return told + self._route(self.member.message(message))
 
-    def _route(self, said: Said) -> list[Effect]:
+    def _route(self, said: Effects) -> list[Effect]:
         """What the member says goes into the tree, after what it does."""
         effects = [each for each in said if not isinstance(each, Say)]
         for each in said:
@@ -133,6 +133,6 @@ class Participant:
 
     def _tell_below(self, message: Up) -> list[Effect]:
         """Of a failure ranks below hear at once: the way by rank 0 may be what has failed."""
-        if not isinstance(message, Fail) or isinstance(self.above, Coordinator):
+        if not isinstance(message, RankFailed) or isinstance(self.above, Arbiter):
             return []
-        return [Send(child, Failed(message.text)) for child in self._tree.children(self.rank)]
+        return [Send(child, OrderFailed(message.text)) for child in self._tree.children(self.rank)]

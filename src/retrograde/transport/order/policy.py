@@ -25,7 +25,7 @@ class Patience:
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class OrderPolicy:
     """The numbers of the order."""
 
     depth: int = 1  # gathers that are issued in advance

@@ -13,25 +13,25 @@ from retrograde.transport.order.messages import (
     Close,
     Decline,
     Down,
-    Fail,
     Go,
     Grant,
     Here,
     Invite,
     Nudge,
     Overdue,
+    RankFailed,
     Surprise,
     Up,
     Withdraw,
 )
-from retrograde.transport.order.policy import Policy
+from retrograde.transport.order.policy import OrderPolicy
 from retrograde.transport.order.verdicts import Fold
 
 
 class Relay:
     """Folds what comes up. `hear` and `timeout` return what is to be said to the rank above."""
 
-    def __init__(self, size: int, policy: Policy) -> None:
+    def __init__(self, size: int, policy: OrderPolicy) -> None:
         """`size`: how many ranks are at and below this one."""
         self._size = size
         self._policy = policy
@@ -45,7 +45,7 @@ class Relay:
     # ---- up
     def hear(self, source: int, message: Up) -> list[Up]:
         match message:
-            case Overdue() | Here() | Fail():
+            case Overdue() | Here() | RankFailed():
                 return [message]
             case _ if message.period != self._period:
                 return []

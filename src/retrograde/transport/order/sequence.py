@@ -17,13 +17,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from retrograde.transport.order.policy import Policy
+from retrograde.transport.order.policy import OrderPolicy
 from retrograde.transport.order.predictor import Predictor
-from retrograde.transport.order.wants import STEP, Entry, Gather, Reduce, Want
+from retrograde.transport.order.wants import STEP, Gather, Reduce, SequenceEntry, Want
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CollectiveCall:
     """A collective on the communicator: on all ranks the same want has the same number."""
 
     number: int
@@ -34,20 +34,20 @@ class Call:
 class Consumed(NamedTuple):
     """What it implies that W has grown by an entry."""
 
-    call: Call | None  # that serves the entry; None for a boundary
-    issued: tuple[Call, ...]  # now and in this order; `call` is the first of them unless it was prefetched
-    dropped: tuple[Call, ...]  # prefetched in vain
+    call: CollectiveCall | None  # that serves the entry; None for a boundary
+    issued: tuple[CollectiveCall, ...]  # now and in this order; `call` is the first of them unless it was prefetched
+    dropped: tuple[CollectiveCall, ...]  # prefetched in vain
 
 
 class Vocabulary:
     """Numbers for entries. A want gets one when it is first guessed or granted, so it is the same on all ranks."""
 
     def __init__(self) -> None:
-        self._numbers: dict[Entry, int] = {}
-        self._entries: dict[int, Entry] = {}
+        self._numbers: dict[SequenceEntry, int] = {}
+        self._entries: dict[int, SequenceEntry] = {}
         self._next = 0
 
-    def number(self, entry: Entry) -> int:
+    def number(self, entry: SequenceEntry) -> int:
         found = self._numbers.get(entry)
         if found is not None:
             return found
@@ -57,7 +57,7 @@ class Vocabulary:
         self._entries[number] = entry
         return number
 
-    def entry(self, number: int) -> Entry:
+    def entry(self, number: int) -> SequenceEntry:
         return self._entries[number]
 
     def keep(self, numbers: Iterable[int]) -> None:
@@ -72,18 +72,18 @@ class Vocabulary:
 class AgreedSequence:
     """W, what it lets one expect, and the calls that it implies."""
 
-    def __init__(self, policy: Policy, guess: Sequence[Want] = ()) -> None:
+    def __init__(self, policy: OrderPolicy, guess: Sequence[Want] = ()) -> None:
         """`guess`: the wants of a period as one expects them before the first; the same on all ranks."""
         self._policy = policy
         self._vocabulary = Vocabulary()
-        past: list[Entry] = [STEP, *guess, STEP] if guess else [STEP]
+        past: list[SequenceEntry] = [STEP, *guess, STEP] if guess else [STEP]
         self._predictor = Predictor(policy.generation, [self._vocabulary.number(entry) for entry in past])
-        self._prefetched: deque[Call] = deque()
+        self._prefetched: deque[CollectiveCall] = deque()
         self._calls = 0
         self.length = 0  # of this period
 
     # ---- what is expected
-    def expected(self) -> Entry | None:
+    def expected(self) -> SequenceEntry | None:
         number = self._predictor.peek()
         return None if number is None else self._vocabulary.entry(number)
 
@@ -108,16 +108,16 @@ class AgreedSequence:
         return self.length + len(self.ahead(self._policy.horizon))
 
     # ---- growing
-    def consume(self, entry: Entry) -> Consumed:
+    def consume(self, entry: SequenceEntry) -> Consumed:
         """Rule 1. A gather that was not foreseen, or a boundary, drops what was prefetched."""
         hit = bool(self._prefetched) and self._prefetched[0].want == entry
-        dropped: tuple[Call, ...] = ()
+        dropped: tuple[CollectiveCall, ...] = ()
         if not hit and self._ends_prefetches(entry):
             dropped = tuple(self._prefetched)
             self._prefetched.clear()
         self._append(entry)
-        issued: list[Call] = []
-        call: Call | None = None
+        issued: list[CollectiveCall] = []
+        call: CollectiveCall | None = None
         if hit:
             call = self._prefetched.popleft()
         elif isinstance(entry, Gather | Reduce):
@@ -126,7 +126,7 @@ class AgreedSequence:
             self._prefetched.append(self._issue(gather, issued))
         return Consumed(call, tuple(issued), dropped)
 
-    def _ends_prefetches(self, entry: Entry) -> bool:
+    def _ends_prefetches(self, entry: SequenceEntry) -> bool:
         """A page that comes unforeseen shows that the forecast was wrong; at a boundary shards may change."""
         return not isinstance(entry, Reduce)
 
@@ -140,7 +140,7 @@ class AgreedSequence:
 
         self._predictor = self._predictor.without(is_unwanted)
 
-    def _append(self, entry: Entry) -> None:
+    def _append(self, entry: SequenceEntry) -> None:
         boundary = not isinstance(entry, Gather | Reduce)
         length = 0 if boundary else self.length + 1
         forgot = self._predictor.append(self._vocabulary.number(entry), may_forget=length % self._policy.mark == 0)
@@ -148,8 +148,8 @@ class AgreedSequence:
             self._vocabulary.keep(self._predictor.entries())
         self.length = length
 
-    def _issue(self, want: Want, issued: list[Call]) -> Call:
-        call = Call(self._calls, want, self.length)
+    def _issue(self, want: Want, issued: list[CollectiveCall]) -> CollectiveCall:
+        call = CollectiveCall(self._calls, want, self.length)
         self._calls += 1
         issued.append(call)
         return call

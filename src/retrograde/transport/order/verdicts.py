@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
-from retrograde.transport.order.messages import Arrive, Nudge, Place, Surprise, Tally, Usage
+from retrograde.transport.order.messages import Arrive, MeetingPlace, Nudge, Surprise, Tally, Usage
 from retrograde.transport.order.wants import SOFT_STEP, STEP, Boundary
 
 MOST_PLACES = 4
@@ -53,9 +53,9 @@ def _merge_names(one: tuple[int, ...] | None, other: tuple[int, ...] | None, mos
     return tuple(sorted(one + other))
 
 
-def _merge_places(one: tuple[Place, ...], other: tuple[Place, ...]) -> tuple[Place, ...]:
+def _merge_places(one: tuple[MeetingPlace, ...], other: tuple[MeetingPlace, ...]) -> tuple[MeetingPlace, ...]:
     """Those that are no steps first, so that they are not lost: they decide what the boundary is."""
-    found: dict[tuple[Boundary, str], Place] = {}
+    found: dict[tuple[Boundary, str], MeetingPlace] = {}
     for place in sorted(one + other, key=lambda place: (place.boundary == STEP, place.rank)):
         found.setdefault((place.boundary, place.name), place)
     return tuple(found.values())[:MOST_PLACES]
@@ -91,7 +91,7 @@ def _each(choose: Callable[[int, int], int], one: Usage, other: Usage) -> Usage:
     )
 
 
-def common_boundary(places: Iterable[Place]) -> Boundary:
+def common_boundary(places: Iterable[MeetingPlace]) -> Boundary:
     """A step only if all came for one: who did comes again."""
     return STEP if all(place.boundary == STEP for place in places) else SOFT_STEP
 

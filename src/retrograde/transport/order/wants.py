@@ -7,14 +7,14 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-Count = Annotated[int, Meta(ge=0)]
+Natural = Annotated[int, Meta(ge=0)]
 MOST_USES = 4096  # bytes; four parameters a byte where two bits say what a parameter's gradient is for
 
 
 class Gather(Struct, frozen=True, array_like=True, tag="gather", forbid_unknown_fields=True):
     """The page of a unit."""
 
-    unit: Count
+    unit: Natural
 
     def __str__(self) -> str:
         return f"the gather of unit {self.unit}"
@@ -27,14 +27,14 @@ class Reduce(Struct, frozen=True, array_like=True, tag="reduce", forbid_unknown_
     that reduce a unit for different uses want different things.
     """
 
-    unit: Count
+    unit: Natural
     uses: Annotated[bytes, Meta(max_length=MOST_USES)] = b""
 
     def __str__(self) -> str:
         return f"the reduction of unit {self.unit}"
 
 
-class Step(Struct, frozen=True, array_like=True, tag="step", forbid_unknown_fields=True):
+class HardStep(Struct, frozen=True, array_like=True, tag="step", forbid_unknown_fields=True):
     """Shards change: whatever was gathered before is stale."""
 
     def __str__(self) -> str:
@@ -49,8 +49,8 @@ class SoftStep(Struct, frozen=True, array_like=True, tag="soft", forbid_unknown_
 
 
 Want = Gather | Reduce
-Boundary = Step | SoftStep
-Entry = Gather | Reduce | Step | SoftStep
+Boundary = HardStep | SoftStep
+SequenceEntry = Gather | Reduce | HardStep | SoftStep
 
-STEP = Step()
+STEP = HardStep()
 SOFT_STEP = SoftStep()

@@ -13,30 +13,30 @@ from retrograde.transport.order.messages import (
     Close,
     Decline,
     Down,
-    Fail,
-    Failed,
     Go,
     Grant,
     Here,
     Invitation,
     Invite,
     Nudge,
+    OrderFailed,
     Overdue,
+    RankFailed,
     RollCall,
     Surprise,
     Up,
     Withdraw,
     shortened,
 )
-from retrograde.transport.order.policy import Policy
+from retrograde.transport.order.policy import OrderPolicy
 from retrograde.transport.order.verdicts import Fold, common_boundary
-from retrograde.transport.order.wants import SOFT_STEP, Boundary, Step
+from retrograde.transport.order.wants import SOFT_STEP, Boundary, HardStep
 
 
-class Coordinator:
+class Arbiter:
     """Grants, closes, lets ranks go. `hear` and `timeout` return what is to be said to all ranks."""
 
-    def __init__(self, world: int, policy: Policy) -> None:
+    def __init__(self, world: int, policy: OrderPolicy) -> None:
         self._world = world
         self._policy = policy
         self._fold = Fold(policy.most_names)
@@ -59,7 +59,7 @@ class Coordinator:
         if self._failed:
             return []
         match message:
-            case Overdue() | Here() | Fail():
+            case Overdue() | Here() | RankFailed():
                 return self._on_trouble(message)
             case _ if message.period != self._period:
                 return []  # said before its sender heard the Go that is on its way
@@ -139,7 +139,7 @@ class Coordinator:
     # ---- boundaries
     def _go(self, arrival: Arrive) -> Go:
         boundary = common_boundary(arrival.places)
-        self._steps += isinstance(boundary, Step)
+        self._steps += isinstance(boundary, HardStep)
         self._learn(arrival)
         together = len(arrival.places) == 1
         differ = together and (arrival.digest is None or arrival.denied)
@@ -219,10 +219,10 @@ class Coordinator:
         return []
 
     # ---- failure
-    def _on_trouble(self, message: Overdue | Here | Fail) -> list[Down]:
+    def _on_trouble(self, message: Overdue | Here | RankFailed) -> list[Down]:
         """Rule 12."""
         match message:
-            case Fail():
+            case RankFailed():
                 return self._fail(message.text)
             case Overdue() if self._roll is None:
                 self._roll = _Roll(message)
@@ -237,7 +237,7 @@ class Coordinator:
         if self._failed:
             return []
         self._failed = True
-        return [Failed(shortened(text))]
+        return [OrderFailed(shortened(text))]
 
 
 class _Roll:
