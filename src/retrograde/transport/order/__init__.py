@@ -1,8 +1,8 @@
 """The order of collectives that ranks share without talking, unless surprised. No torch, threads, sockets or clocks.
 
 [Note: driving the order]
-A transport makes one `Participant` per rank and engine, with the same `OrderPolicy`, the same guess of a period's wants
-and the same `Residency` on all ranks, and a lock around it. `fingerprint` tells whether they are. Then:
+A transport makes one `Participant` per rank and engine, with an equal `OrderPolicy`, guess of a period's wants and
+`Residency` on all ranks, and a lock around it. `fingerprint` tells whether policy and guess are equal. Then:
 
 | when                                             | call                          | the program goes on at         |
 |--------------------------------------------------|-------------------------------|--------------------------------|

@@ -33,7 +33,7 @@ MEMBER_TIMERS = (Timer.OFFER, Timer.LIMIT)
 
 
 class Participant:
-    """One rank of the order. All ranks are made with the same policy, guess and residency."""
+    """One rank of the order. All ranks are made with equal policies, guesses and residencies."""
 
     def __init__(
         self,
