@@ -15,6 +15,8 @@ from tests.order.programs import TINY, features, guess, tiny
 from tests.order.schedules import explore, how_caught, measure, run_random
 from tests.order.world import Setting, World
 
+PROGRESS = 5000
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -43,6 +45,8 @@ def run(what: str, program: Callable[[int], World], seeds: range) -> int:
         except AssertionError as error:
             failed += 1
             print(f"{what}: seed {seed}: {type(error).__name__}: {error}", flush=True)
+        if (seed + 1) % PROGRESS == 0:
+            print(f"{what}: {seed + 1 - seeds.start} so far, {failed} wrong", flush=True)
     seconds = time.monotonic() - start
     print(f"{len(seeds)} {what} from seed {seeds.start}: {failed} wrong, {seconds:.0f} s; {dict(stats)}", flush=True)
     return failed
