@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from retrograde.transport.order import OrderPolicy
-from tests.order.failures import run_failing
+from tests.order.failures import how_caught, run_failing
 from tests.order.mutants import MUTANTS
 from tests.order.programs import TINY, features, guess, tiny
-from tests.order.schedules import explore, how_caught, measure, run_random
+from tests.order.schedules import explore, measure, run_random
 from tests.order.world import Setting, World
 
 PROGRESS = 5000

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from retrograde.transport.order import Tree
+from retrograde.transport.order import Participant, Tree
+from tests.order.mutants import FAILURES, Mutant
 from tests.order.programs import random_programs
-from tests.order.schedules import random_setting
-from tests.order.world import Choice, Hang, State, World
+from tests.order.schedules import broken_bounds, random_setting, run_random
+from tests.order.world import Choice, Hang, Maker, State, World
 
 
 class Failure(NamedTuple):
@@ -35,10 +37,13 @@ class Failure(NamedTuple):
                 rank.do(world, rank.order.fail(f"rank {near}: the connection to rank {self.rank} was lost"))
 
 
-def run_failing(seed: int) -> World:
+def run_failing(seed: int, participant: Maker = Participant) -> World:
     rng = random.Random(seed)
     ranks = 2 + seed % 4
-    world = World(random_programs(rng, ranks), random_setting(rng, seed, ranks))
+    programs = random_programs(rng, ranks)
+    setting = random_setting(rng, seed, ranks)
+    setting.participant = participant
+    world = World(programs, setting)
     failure = Failure(rng.choice(["raises", "dies", "lost"]), rng.randrange(ranks), rng.randint(1, 300))
     for turn in range(20_000):
         if turn == failure.after:
@@ -49,6 +54,19 @@ def run_failing(seed: int) -> World:
             return world
         world.do(rng.choice(choices))
     raise AssertionError("no end")
+
+
+def how_caught(mutant: Mutant, seeds: Sequence[int] = range(1500)) -> str:
+    """The first thing that goes wrong without a rule; empty if nothing does."""
+    if mutant.shown_by and mutant.shown_by != FAILURES:
+        return "; ".join(broken_bounds(mutant.shown_by, mutant.fan_out, participant=mutant.participant))
+    program = run_failing if mutant.shown_by else run_random
+    for seed in seeds:
+        try:
+            program(seed, mutant.participant)
+        except AssertionError as error:
+            return f"program {seed}: {error}"
+    return ""
 
 
 def _choices(world: World, rng: random.Random) -> list[Choice]:
@@ -67,4 +85,5 @@ def _check_end(world: World, failure: Failure) -> None:
         if rank.state is State.ABORTED:
             named = re.search(rf"\b{failure.rank}\b", rank.cause) or "by way of rank" in rank.cause
             assert named, f"{failure}: rank {rank.rank} says: {rank.cause}"
-            assert failure.kind != "raises" or "no more data" in rank.cause, rank.cause
+            said = {"raises": "no more data", "lost": "was lost", "dies": "waited"}[failure.kind]
+            assert said in rank.cause, f"{failure}: rank {rank.rank} says: {rank.cause}"

@@ -5,16 +5,16 @@ A mutant replaces parts of a participant by subclasses of theirs, in which a rul
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
 
-from retrograde.transport.order import Alarm, Gather, OrderPolicy, Participant, Role, Timer, Want
+from retrograde.transport.order import Alarm, Effect, Gather, OrderPolicy, Participant, Role, Timer, Want
 from retrograde.transport.order.arbiter import Arbiter
 from retrograde.transport.order.learning import Learning
 from retrograde.transport.order.member import Effects, OrderMember
-from retrograde.transport.order.messages import Arrive, Close, Decline, Down, Go, Grant, Invitation, Surprise
+from retrograde.transport.order.messages import Arrive, Close, Decline, Down, Go, Grant, Invitation, Surprise, Up
 from retrograde.transport.order.predictor import Predictor
 from retrograde.transport.order.relay import Relay
 from retrograde.transport.order.sequence import AgreedSequence
@@ -228,16 +228,39 @@ class KeepSurprises(Relay):
             super().pass_down(message)
 
 
+# ---- Rule 9 again, and Rule 12: failure
+class KeepVolatilePast(AgreedSequence):
+    def forget_units(self, units: Iterable[int]) -> None:
+        pass
+
+
+class NoRollCall(Arbiter):
+    def alarms(self) -> list[Alarm]:
+        return [alarm for alarm in super().alarms() if alarm.timer is not Timer.ROLL_CALL]
+
+
+class WaitForRankZero(OrderMember):
+    """However long it does not answer."""
+
+    def limit_passed(self, where: str) -> Effects:
+        return [] if self._overdue else super().limit_passed(where)
+
+
+class TellAboveOnly(Participant):
+    def _tell_below(self, message: Up) -> list[Effect]:
+        return []
+
+
 class Mutant(NamedTuple):
     name: str
     parts: Sequence[type]
-    shown_by: str = ""  # a program with one feature; random ones if not given
+    shown_by: str = ""  # a program with one feature, or FAILURES; random programs if not given
     fan_out: int = 32
 
     def participant(self, rank: int, world: int, policy: OrderPolicy, guess: Sequence[Want]) -> Participant:
         made = Participant(rank, world, policy, guess)
         sequence = made.member._sequence
-        parts = [made.member, made.above, sequence, sequence._predictor, made.above._fold]
+        parts: list[object] = [made, made.member, made.above, sequence, sequence._predictor, made.above._fold]
         if isinstance(made.above, Arbiter):
             parts.append(made.above._learning)
         for mutated in self.parts:
@@ -246,6 +269,8 @@ class Mutant(NamedTuple):
                     part.__class__ = mutated
         return made
 
+
+FAILURES = "random programs in which a rank fails"
 
 MUTANTS = (
     Mutant("prefetch as each rank likes", [PrefetchAsOneLikes]),
@@ -278,6 +303,10 @@ MUTANTS = (
     Mutant("volatile at once", [VolatileAtOnce], "rank 1 skips unit 2 at step 6"),
     Mutant("most units may be blamed", [BlameMost], "rank 0 evaluates alone at steps 4, 6, 8"),
     Mutant("no back-off", [NoBackOff], "rank 1 always swaps units 2 and 3"),
+    Mutant("volatile units stay in W's past", [KeepVolatilePast], "experts that ranks use differently"),
+    Mutant("no end of a roll call", [NoRollCall], FAILURES),
+    Mutant("rank 0 is waited for without an end", [WaitForRankZero], FAILURES),
+    Mutant("ranks below are not told of a failure", [TellAboveOnly], FAILURES),
     Mutant("the tree says only what is complete", [CompleteOnly]),
     Mutant("a grant is not noted in the tree", [KeepSurprises], "GAN, two kinds of steps", fan_out=2),
 )

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from retrograde.transport.order import OrderPolicy, Participant
 from retrograde.transport.order.sequence import AgreedSequence
-from tests.order.mutants import Mutant
 from tests.order.programs import Program, features, guess, random_programs
 from tests.order.world import Choice, Maker, Setting, World
 
@@ -99,22 +98,6 @@ def broken_bounds(name: str, fan_out: int = 32, seed: int = 1, participant: Make
         if len(off) > bound.exceptions:
             found.append(f"{name}: steps {off}: {rows[off[0]]}")
     return found
-
-
-# ---- mutants
-SEEDS = range(1500)
-
-
-def how_caught(mutant: Mutant, seeds: Sequence[int] = SEEDS) -> str:
-    """The first thing that goes wrong; empty if nothing does."""
-    if mutant.shown_by:
-        return "; ".join(broken_bounds(mutant.shown_by, mutant.fan_out, participant=mutant.participant))
-    for seed in seeds:
-        try:
-            run_random(seed, mutant.participant)
-        except AssertionError as error:
-            return f"program {seed}: {error}"
-    return ""
 
 
 # ---- all schedules
