@@ -146,7 +146,6 @@ class Network:
 
 def row(world: int, fan_out: int) -> str:
     network = Network(world, OrderPolicy(fan_out=fan_out))
-    network.step()
     alike = network.step()
     late = network.late_step(world - 1)
     surprise = network.step((*WANTS[:1], Gather(UNITS), *WANTS[1:]))
