@@ -54,6 +54,7 @@ QUICK: dict[str, tuple[Choice, ...]] = {
     "patterns/test_matrix.py": (one_model_per_row,),
     "patterns/test_oracle.py": (only("test_means_are_those_of_the_joint_batch", "test_differences_are_seen"),),
     "fuzz/test_fuzz.py": (at(world=2, delay=None),),
+    "order/test_parts.py": (),
     "multiproc/test_arguments.py": (),
     "multiproc/test_divergence.py": (
         USUAL,
