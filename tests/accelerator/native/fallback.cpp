@@ -121,7 +121,7 @@ class Call {
     }
     if (op_.hasTag(at::Tag::data_dependent_output)) return true;
     // These draw from the default generator behind our back.
-    if (op_.hasTag(at::Tag::nondeterministic_seeded) && generator_argument() < 0) return true;
+    if (is_random(op_, args_) && generator_argument() < 0) return true;
     if (takes_host_tensors(name)) return has_mask();
     return op_.hasTag(at::Tag::dynamic_output_shape);
   }
@@ -149,7 +149,7 @@ class Call {
   // Random numbers are those of the moment of issue: the job gets a copy of the generator as it is now, and the dry run
   // moves the original on.
   at::Generator draw() const {
-    if (!op_.hasTag(at::Tag::nondeterministic_seeded) || generator_argument() < 0) return {};
+    if (!is_random(op_, args_) || generator_argument() < 0) return {};
     at::Generator original = generator();
     std::lock_guard<std::mutex> lock(original.mutex());
     return original.clone();
@@ -207,8 +207,10 @@ class Call {
     count_copy(touched);
     Stack real = replace_tensors(args_, [](const Tensor& t) { return on_device(t) ? host_alias(t) : snapshot(t); });
     if (drawn.defined()) real[static_cast<size_t>(generator_argument())] = drawn;
-    auto job = [op = op_, real, targets] {
-      execute(op, real, targets);
+    Stack places;
+    for (size_t i = 0; i < args_.size(); ++i) places.push_back(written(i) ? convert(args_[i], &host_alias) : IValue());
+    auto job = [op = op_, real, places, targets] {
+      execute(op, real, places, targets);
       return true;
     };
     runtime().issue(stream_, {name_, std::move(job), nullptr, false}, touched);
@@ -216,57 +218,49 @@ class Call {
   }
 
   // The job: the CPU's kernel, and its results copied to where they belong.
-  static void execute(const c10::OperatorHandle& op, Stack stack, const Stack& targets) {
+  static void execute(const c10::OperatorHandle& op, const Stack& real, const Stack& places, const Stack& targets) {
+    Stack stack = real;
     try {
       run_on_cpu(op, stack);
     } catch (const c10::Error& e) {
       throw std::runtime_error(e.what_without_backtrace());
     }
-    for (size_t i = 0; i < targets.size(); ++i) {
-      auto from = tensors_of(stack[i]), to = tensors_of(targets[i]);
-      for (size_t k = 0; k < to.size(); ++k) {
-        TORCH_CHECK(from[k].sizes() == to[k].sizes() && from[k].strides() == to[k].strides(),
-                    "its results have another geometry than foreseen");
-        if (extent(to[k])) std::memcpy(to[k].data_ptr(), from[k].data_ptr(), extent(to[k]));
-      }
+    for (size_t i = 0; i < places.size(); ++i) bring_back(real[i], places[i]);
+    for (size_t i = 0; i < targets.size(); ++i) bring_back(stack[i], targets[i]);
+  }
+
+  // Copies what a kernel has put elsewhere: new results, and arguments that it made larger on the way.
+  static void bring_back(const IValue& from, const IValue& to) {
+    auto sources = tensors_of(from), targets = tensors_of(to);
+    for (size_t k = 0; k < targets.size(); ++k) {
+      const Tensor &source = sources[k], &target = targets[k];
+      TORCH_CHECK(source.sizes() == target.sizes() && source.strides() == target.strides(),
+                  "a result has another geometry than foreseen");
+      if (source.data_ptr() != target.data_ptr()) std::memcpy(target.data_ptr(), source.data_ptr(), extent(target));
     }
   }
 
   // The host waits for the stream and runs the kernel itself.
   Stack run_now() const {
-    const Accesses touched = accesses();
-    runtime().issue(stream_, {name_, nullptr, nullptr, false}, touched);
+    runtime().issue(stream_, {name_, nullptr, nullptr, false}, accesses());
     runtime().synchronize(stream_, name_);
-    // Arguments of out= that have to grow cannot do so through an alias: the kernel sees copies of them.
-    bool grows = false;
-    for (size_t i = 0; i < args_.size(); ++i)
-      if (written(i)) each_tensor(args_[i], [&](const Tensor& t) { grows = grows || t.numel() == 0; });
-    Stack real = replace_tensors(args_, [&](const Tensor& t) {
-      if (!on_device(t)) return t;
-      return grows ? snapshot(t) : host_alias(t);
-    });
+    Stack real = replace_tensors(args_, [](const Tensor& t) { return on_device(t) ? host_alias(t) : t; });
     Stack stack = real;
     run_on_cpu(op_, stack);
-    if (grows) {
-      adopt_geometry(real);
-      for (size_t i = 0; i < args_.size(); ++i)
-        if (written(i)) copy_now(real[i], args_[i]);
-    }
+    adopt_geometry(real);
+    runtime().synchronize(stream_, "");  // an argument that was made larger is on its way to its new place
+    for (size_t i = 0; i < args_.size(); ++i)
+      if (written(i)) bring_back(real[i], args_[i]);
     Stack results;
     for (size_t i = 0; i < stack.size(); ++i) {
       results.push_back(result(i, stack[i]));
-      if (argument_of(i) < 0) copy_now(stack[i], results.back());
+      if (argument_of(i) >= 0) continue;
+      Accesses touched;
+      each_tensor(results.back(), [&](const Tensor& t) { add_ranges(touched.writes, t); });
+      runtime().issue(stream_, {name_, nullptr, nullptr, false}, touched);
+      bring_back(stack[i], results.back());
     }
     return results;
-  }
-
-  void copy_now(const IValue& from, const IValue& to) const {
-    auto sources = tensors_of(from), targets = tensors_of(to);
-    Accesses touched;
-    for (const Tensor& t : targets) add_ranges(touched.writes, t);
-    runtime().issue(stream_, {name_, nullptr, nullptr, false}, touched);
-    for (size_t k = 0; k < targets.size(); ++k)
-      if (extent(targets[k])) std::memcpy(targets[k].data_ptr(), sources[k].data_ptr(), extent(targets[k]));
   }
 
   const c10::OperatorHandle& op_;
@@ -288,7 +282,8 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromB
 }  // namespace
 
 // A composite kernel hides the fallback. Where the CPU has a kernel of its own (native_layer_norm), or chooses one by
-// the device (convolution), the CPU's choice is made instead: otherwise the last bits would differ.
+// the device (convolution), the CPU's choice is made instead: otherwise the last bits would differ. And operators keep
+// their names (add, not add.out), which is what races and counters call them.
 void prefer_kernels_of_cpu() {
   static auto* library =
       new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
@@ -298,7 +293,9 @@ void prefer_kernels_of_cpu() {
     if (name.name.rfind("aten::", 0) != 0) continue;
     auto op = dispatcher.findOp(name);
     if (!op || !op->hasSchema() || op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) continue;
-    if (!op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd)) continue;
+    if (!op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) &&
+        !op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional))
+      continue;
     if (!op->hasKernelForDispatchKey(c10::DispatchKey::CPU) && !choosing.count(c10::toString(name))) continue;
     library->impl(c10::toString(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
   }

@@ -1,5 +1,6 @@
 // Operators with kernels of their own: new tensors, storages, copies, and whatever asks for a value.
 #include <ATen/EmptyTensor.h>
+#include <ATen/native/transformers/attention.h>
 #include <ATen/ops/_fused_sdp_choice.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
@@ -154,8 +155,15 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", copy_from);
   m.impl("_local_scalar_dense", item);
   m.impl("record_stream", record_stream);
-  m.impl("_fused_sdp_choice", attention_route);
 }
 
 }  // namespace
+
+const at::native::fused_sdp_choice_fn attention_route_of_device = &attention_route;
+
 }  // namespace late
+
+namespace at::native {
+// torch's attention asks this table, and not the operator.
+REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, late::attention_route_of_device);
+}  // namespace at::native

@@ -117,10 +117,17 @@ Stack replace_tensors(const Stack& args, const std::function<Tensor(const Tensor
   return out;
 }
 
+bool is_random(const c10::OperatorHandle& op, const Stack& args) {
+  if (!op.hasTag(at::Tag::nondeterministic_seeded)) return false;
+  for (size_t i = 0; i < args.size(); ++i)
+    if (op.schema().arguments()[i].name() == "dropout_p") return args[i].toDouble() > 0;
+  return true;
+}
+
 PredictionPtr predict(const c10::OperatorHandle& op, const Stack& args) {
   static auto* mutex = new std::mutex;
   static auto* known = new std::unordered_map<std::string, PredictionPtr>;
-  if (op.hasTag(at::Tag::nondeterministic_seeded)) return dry_run(op, args);
+  if (is_random(op, args)) return dry_run(op, args);
   const Signature signature(op, args);
   if (!signature.text()) return dry_run(op, args);
   {

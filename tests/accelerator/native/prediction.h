@@ -22,6 +22,9 @@ void run_on_cpu(const c10::OperatorHandle& op, Stack& stack);
 // Puts make(t) in the place of every tensor t, once for each tensor that occurs.
 Stack replace_tensors(const Stack& args, const std::function<at::Tensor(const at::Tensor&)>& make);
 
+// Whether it draws random numbers. Attention says so of itself, but does not without dropout.
+bool is_random(const c10::OperatorHandle& op, const Stack& args);
+
 // By a dry run of the CPU's kernel on zeros: so strides are the CPU's own, and no other kernel is needed. Remembered by
 // the arguments' geometry, unless the operator draws random numbers (the dry run is what advances the generator).
 // Null if the kernel refuses zeros, or everything.

@@ -116,14 +116,14 @@ bool Runtime::query(Stream* stream) {
 void Runtime::synchronize(const MarkPtr& mark, const std::string& cause) {
   if (!mark) return;
   Lock lock(mutex_);
-  counters_.synchronisations[cause]++;
+  count_synchronisation(cause);
   scheduler_.run_until(lock, mark);
   finish_waiting(lock, mark->clock);
 }
 
 void Runtime::synchronize(Stream* stream, const std::string& cause) {
   Lock lock(mutex_);
-  counters_.synchronisations[cause]++;
+  count_synchronisation(cause);
   auto mark = scheduler_.record(stream);
   scheduler_.run_until(lock, mark);
   finish_waiting(lock, mark->clock);
@@ -131,7 +131,7 @@ void Runtime::synchronize(Stream* stream, const std::string& cause) {
 
 void Runtime::synchronize_device(int device, const std::string& cause) {
   Lock lock(mutex_);
-  if (!cause.empty()) counters_.synchronisations[cause]++;
+  count_synchronisation(cause);
   std::vector<MarkPtr> marks;
   for (Stream* stream : scheduler_.streams(device)) marks.push_back(scheduler_.record(stream));
   Clock all;
@@ -142,7 +142,9 @@ void Runtime::synchronize_device(int device, const std::string& cause) {
   finish_waiting(lock, all);
 }
 
-void Runtime::settle() { synchronize_device(-1, ""); }
+void Runtime::count_synchronisation(const std::string& cause) {
+  if (!cause.empty()) counters_.synchronisations[cause]++;
+}
 
 void Runtime::finish_waiting(Lock& lock, const Clock& clock) {
   host_.join(clock);

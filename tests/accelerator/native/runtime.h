@@ -42,12 +42,11 @@ class Runtime {
   bool query(const MarkPtr& mark);
   bool query(Stream* stream);
 
-  // The host waits. `cause` is what the counter calls it.
+  // The host waits. `cause` is what the counter calls it; it does not count if it has none.
   void synchronize(const MarkPtr& mark, const std::string& cause);
   void synchronize(Stream* stream, const std::string& cause);
   void synchronize_device(int device, const std::string& cause);  // all devices: -1
-  // The same for the tests' own housekeeping, which does not count.
-  void settle();
+  void settle() { synchronize_device(-1, ""); }
 
   // The network has answered a job.
   void notify();
@@ -75,6 +74,7 @@ class Runtime {
  private:
   void issue_locked(Stream* stream, Job job, const Accesses& accesses);
   void after_issue(Stream* stream);
+  void count_synchronisation(const std::string& cause);
   void finish_waiting(Lock& lock, const Clock& clock);
   void start_pump();
   void pump();

@@ -1,7 +1,7 @@
 #include "tensors.h"
 
 #include <ATen/EmptyTensor.h>
-#include <ATen/ops/from_blob.h>
+#include <c10/core/CPUAllocator.h>
 #include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
@@ -26,6 +26,14 @@ Tensor empty_on_host(const Tensor& like) {
   return t;
 }
 
+// A CPU tensor in memory that it does not own. A kernel may still resize it: then it gets memory of the CPU.
+Tensor over_memory(void* data, size_t bytes, const Tensor& like) {
+  c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(data, c10::kCPU), c10::GetCPUAllocator(),
+                       /*resizable=*/true);
+  return at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU),
+                                                  like.dtype());
+}
+
 struct Dimension {
   int64_t size;
   int64_t stride;  // in bytes
@@ -38,18 +46,16 @@ size_t extent(const Tensor& t) {
 }
 
 Tensor host_alias(const Tensor& t) {
-  auto options = t.options().device(c10::kCPU).pinned_memory(false);
-  Tensor host = at::from_blob(t.data_ptr(), t.sizes(), t.strides(), options);
+  Tensor host = over_memory(t.data_ptr(), extent(t), t);
+  host.unsafeGetTensorImpl()->set_sizes_and_strides(t.sizes(), t.strides());
   keep_wrapped_number(t, host);
   return host;
 }
 
 Tensor alias_in_storage(const Tensor& t) {
-  Tensor host = at::from_blob(t.storage().mutable_data(), {0}, t.options().device(c10::kCPU).pinned_memory(false));
-  auto* impl = host.unsafeGetTensorImpl();
-  impl->unsafe_storage().set_nbytes(t.storage().nbytes());
-  impl->set_storage_offset(t.storage_offset());
-  impl->set_sizes_and_strides(t.sizes(), t.strides());
+  Tensor host = over_memory(t.storage().mutable_data(), t.storage().nbytes(), t);
+  host.unsafeGetTensorImpl()->set_storage_offset(t.storage_offset());
+  host.unsafeGetTensorImpl()->set_sizes_and_strides(t.sizes(), t.strides());
   return host;
 }
 

@@ -32,7 +32,7 @@ struct KernelScope {
 size_t extent(const at::Tensor& t);
 
 // The same memory as a CPU tensor. It holds no reference, as a kernel in flight holds none, so queued jobs may be
-// dropped on any thread without touching Python.
+// dropped on any thread without touching Python. A kernel that makes it larger moves it elsewhere.
 at::Tensor host_alias(const at::Tensor& t);
 // As host_alias(), but of the whole storage, so that views can be made of it.
 at::Tensor alias_in_storage(const at::Tensor& t);
