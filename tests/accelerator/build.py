@@ -27,7 +27,7 @@ LIBRARIES = ("-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python")
 UNITS = {
     "core": ("races.cpp", "scheduler.cpp", "memory.cpp", "runtime.cpp"),
     "device": ("tensors.cpp", "guard.cpp", "prediction.cpp", "fallback.cpp", "operators.cpp"),
-    "group": ("group.cpp", "module.cpp"),
+    "group": ("group.cpp", "laboratory.cpp", "module.cpp"),
 }
 
 

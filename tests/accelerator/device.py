@@ -25,6 +25,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 
 NAME = "late"
 BACKEND = "cpu:gloo,late:late"  # for init_process_group
@@ -118,6 +119,17 @@ def of_rank(rank: int) -> torch.device:
     index = rank % load().device_count()
     torch.accelerator.set_device_index(index)
     return torch.device(NAME, index)
+
+
+def move(module: nn.Module, where: torch.device) -> nn.Module:
+    """`module.to(where)` as it is for a GPU: parameters remain the same objects. For devices that torch does not know
+    it makes new ones, and of a tied one two."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        return module.to(where)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
 
 
 def _tallies(pairs: dict[str, tuple[int, int]]) -> dict[str, Any]:

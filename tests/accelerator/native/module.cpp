@@ -1,13 +1,14 @@
-// What Python sees of the device (device.py), and of the parts without torch, for their tests.
+// What Python sees of the device (device.py).
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include "runtime.h"
 
 namespace late {
-void register_device();        // guard.cpp
-void prefer_kernels_of_cpu();  // fallback.cpp
-void bind_group(pybind11::module_& m);  // group.cpp
+void register_device();                      // guard.cpp
+void prefer_kernels_of_cpu();                // fallback.cpp
+void bind_group(pybind11::module_& m);       // group.cpp
+void bind_laboratory(pybind11::module_& m);  // laboratory.cpp
 
 namespace {
 
@@ -53,4 +54,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("copies", [] { return pairs(runtime().counters().copies); });
   m.def("collectives", [] { return pairs(runtime().counters().collectives); });
   bind_group(m);
+  bind_laboratory(m);
 }
