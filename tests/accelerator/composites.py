@@ -68,33 +68,21 @@ def _lstm(
     hidden, cell = (each.contiguous() for each in state)
     x = (x.transpose(0, 1) if batch_first else x).contiguous()
     directions = 2 if bidirectional else 1
-    last_hidden, last_cell = [], []
+    options = (_LSTM, hidden.size(2), num_layers, has_biases, bidirectional, batch_first, train)
+    last = []
     for layer in range(num_layers):
         outputs = []
         for direction in range(directions):
             number = layer * directions + direction
-            out, h, c, _ = torch.mkldnn_rnn_layer(
-                x,
-                *_layer_weights(weights, number, has_biases),
-                hidden[number],
-                cell[number],
-                direction > 0,
-                [],
-                _LSTM,
-                hidden.size(2),
-                num_layers,
-                has_biases,
-                bidirectional,
-                batch_first,
-                train,
-            )
-            outputs.append(out)
-            last_hidden.append(h)
-            last_cell.append(c)
+            inputs = (x, *_layer_weights(weights, number, has_biases), hidden[number], cell[number])
+            output, *ends, _ = torch.mkldnn_rnn_layer(*inputs, direction > 0, [], *options)
+            outputs.append(output)
+            last.append(ends)
         x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
         if dropout != 0 and train and layer < num_layers - 1:
             x = torch.dropout(x, dropout, True)
-    return (x.transpose(0, 1) if batch_first else x), torch.stack(last_hidden), torch.stack(last_cell)
+    last_hidden, last_cell = map(torch.stack, zip(*last, strict=True))
+    return (x.transpose(0, 1) if batch_first else x), last_hidden, last_cell
 
 
 def _layer_weights(weights: Sequence[Tensor], number: int, has_biases: bool) -> list[Tensor]:

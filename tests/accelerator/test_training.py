@@ -14,11 +14,7 @@ from tests.harness import Ranks
 from tests.patterns.models import SPECS
 
 CPU = torch.device("cpu")
-ADAMW: dict[str, dict[str, Any]] = {
-    "single": {"foreach": False},
-    "foreach": {"foreach": True},
-    "fused": {"fused": True},
-}
+ADAMW: tuple[dict[str, Any], ...] = ({"foreach": False}, {"foreach": True}, {"fused": True})
 
 
 def _equal(name: str, mode: str, seed: int, **options: Any) -> None:
