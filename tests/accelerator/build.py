@@ -32,7 +32,7 @@ UNITS = {
 
 
 class CompilerMissing(RuntimeError):
-    pass
+    """Nothing can be built here; the message says what to install."""
 
 
 def build() -> Path:
@@ -70,7 +70,10 @@ def _hash(*parts: bytes) -> str:
 def _compile(target: Path, names: Iterable[str]) -> None:
     together = target.with_suffix(".cpp")
     together.write_text("".join(f'#include "{NATIVE / name}"\n' for name in names))
-    folders = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
+    python = sysconfig.get_path("include")
+    if not Path(python, "Python.h").exists():
+        raise CompilerMissing(f"the test device needs Python's headers, and {python} has none: install python3-dev")
+    folders = [*cpp_extension.include_paths(), python]
     _make(target, [*FLAGS, *(f"-isystem{folder}" for folder in folders), "-c", str(together)])
 
 
@@ -91,3 +94,7 @@ def _make(target: Path, arguments: Iterable[str]) -> None:
     if done.returncode != 0:
         raise RuntimeError(f"{compiler} could not make {target.name}:\n{done.stderr}")
     unfinished.rename(target)
+
+
+if __name__ == "__main__":
+    print(build())

@@ -122,7 +122,8 @@ struct LateWork final : c10d::Work {
     c10::Device device(kLate, static_cast<c10::DeviceIndex>(device_));
     auto type = c10::ListType::create(c10::TensorType::get());
     auto future = c10::make_intrusive<c10::ivalue::Future>(type, std::vector<c10::Device>{device});
-    c10::OptionalStreamGuard guard(torchs(stream_));  // the future's events are recorded there
+    c10::OptionalStreamGuard guard;  // the future's events are recorded on the stream that carries it
+    if (stream_) guard.reset_stream(torchs(stream_));
     future->markCompleted(c10::IValue(outputs_));
     return future;
   }
@@ -161,7 +162,7 @@ class Group final : public Backend {
   void setTimeout(std::chrono::milliseconds timeout) override { gloo_->setTimeout(timeout); }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
-  void shutdown() override { runtime().settle(); }
+  void shutdown() override { runtime().settle(); }  // peers may need what is queued
 
   WorkPtr broadcast(Tensors& t, const c10d::BroadcastOptions& o) override {
     Part p = part({}, t, [g = gloo_, o](Tensors&, Tensors& out) { return g->broadcast(out, o); });
