@@ -75,7 +75,9 @@ lint: $(READY)
 quick: $(READY)
 	@$(PY) -m pytest -n 2 --dist worksteal -m quick
 
+# The test device is compiled first, once: no test's time limit should have to allow for it.
 test: lint
+	@echo "test device"; $(PY) -m tests.accelerator.build >/dev/null
 	@$(PY) -m pytest -n 2 --dist worksteal
 
 test-all: test

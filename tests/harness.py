@@ -62,10 +62,11 @@ class _Worker:
 
 
 class RankPool:
-    """`world` processes that run `fn(rank, world, *args)` together, each as one rank of a gloo group."""
+    """`world` processes that run `fn(rank, world, *args)` together, each as one rank of the seats' process group."""
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, seat: type[Seat] = Seat) -> None:
         self.world = world
+        self._seat = seat
         self._workers: list[_Worker] = []
         self._processes: Processes | None = None
 
@@ -104,7 +105,7 @@ class RankPool:
         self._workers = []
 
     def _start(self) -> None:
-        self._processes = Processes(self.world)
+        self._processes = Processes(self.world, self._seat)
         try:
             for seat in self._processes.seats:
                 ours, theirs = self._processes.pipe()
@@ -159,12 +160,13 @@ class RankPool:
 class Pools:
     """`pools(world)` is the pool of that size, which starts when it is first used."""
 
-    def __init__(self) -> None:
+    def __init__(self, seat: type[Seat] = Seat) -> None:
+        self._seat = seat
         self._by_world: dict[int, RankPool] = {}
 
     def __call__(self, world: int) -> RankPool:
         if world not in self._by_world:
-            self._by_world[world] = RankPool(world)
+            self._by_world[world] = RankPool(world, self._seat)
         return self._by_world[world]
 
     def close(self) -> None:

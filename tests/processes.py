@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 WORKER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -29,7 +29,9 @@ WORKER_ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Seat:
-    """What a process needs to take its place among the ranks."""
+    """What a process needs to take its place among the ranks. Others than the CPU have seats of their own."""
+
+    backend: ClassVar[str] = "gloo"
 
     rank: int
     world: int
@@ -47,7 +49,7 @@ class Seat:
 
         store = dist.TCPStore("127.0.0.1", self.store_port, is_master=False, wait_for_workers=False)
         dist.init_process_group(
-            "gloo",
+            self.backend,
             store=dist.PrefixStore(f"generation{generation}", store),
             rank=self.rank,
             world_size=self.world,
@@ -58,7 +60,7 @@ class Seat:
 class Processes:
     """The processes of one world. Whoever makes them calls `end()`, whatever happens."""
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, seat: type[Seat] = Seat) -> None:
         import torch.distributed as dist
 
         # The store lives here, so its port is free for certain and no rank's death takes it along.
@@ -67,7 +69,7 @@ class Processes:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["tests.preloaded"])
         self._started: list[BaseProcess] = []
-        self.seats = [Seat(rank, world, self._store.port, self._folder.name) for rank in range(world)]
+        self.seats = [seat(rank, world, self._store.port, self._folder.name) for rank in range(world)]
 
     def start(self, seat: Seat, target: Callable[..., None], *args: Any, daemon: bool = True) -> BaseProcess:
         """`target(seat, *args)` in a process of its own."""

@@ -13,6 +13,7 @@ FILE_LINES, FUNCTION_LINES = 500, 40
 
 # Tests of programs, which are started as users start them. Ranks are started by processes.py alone.
 PROGRAMS = {
+    "accelerator/build.py",  # the compiler
     "compile/test_import.py",  # what a new process has imported
     "multiproc/test_benchmarks.py",  # the benchmarks' command line
     "pipeline/test_schedules_drawing.py",  # the project's command line
