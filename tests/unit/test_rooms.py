@@ -29,7 +29,7 @@ COLUMNS = (
     ("checkpoint",),
     ("planning", "tracing"),
     ("integrations", "cli"),
-    ("__main__",),
+    ("deepspeed", "__main__"),
 )
 COLUMN = {room: number for number, column in enumerate(COLUMNS) for room in column}
 
