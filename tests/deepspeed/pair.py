@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -84,8 +84,3 @@ class Pair:
 
     def close(self) -> None:
         dist.barrier()
-
-
-def safe_grads(engine: deepspeed.DeepSpeedEngine) -> Mapping[str, Tensor | None]:
-    """As DeepSpeed's programs read them."""
-    return {name: deepspeed.utils.safe_get_full_grad(p) for name, p in engine.module.named_parameters()}

@@ -66,13 +66,19 @@ class Residency:
     model: int | None
 
     def budget(self, model: nn.Module) -> int:
-        """Bytes of pages that may stay at stage 3."""
+        """Bytes of pages that may stay at stage 3: elements that may be live, and parameters that are small enough.
+
+        A page stays or goes as a whole, so that small parameters stay where units are made of them."""
         parameters = list(model.parameters())
         size = max((p.element_size() for p in parameters), default=0)
-        reused = min((limit for limit in (self.live, self.reuse) if limit is not None), default=0)
-        small = sum(p.numel() for p in parameters if p.numel() <= (self.parameter or 0))
-        persistent = small if self.model is None else min(small, self.model)
-        return (reused + persistent) * size
+        reused = min((limit for limit in (self.live, self.reuse) if limit is not None), default=0) * size
+        small = sum(_in_a_page(p.nbytes) for p in parameters if p.numel() <= (self.parameter or 0))
+        return reused + (small if self.model is None else min(small, self.model * size))
+
+
+def _in_a_page(nbytes: int) -> int:
+    """What it takes there, as in torch's allocator: multiples of 64 bytes."""
+    return -(-nbytes // 64) * 64
 
 
 @dataclass(frozen=True)
