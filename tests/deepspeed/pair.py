@@ -78,6 +78,12 @@ class Pair:
         state = self.engine.module.state_dict()
         return [name for name, value in self.plain.state_dict().items() if not torch.equal(state[name], value)]
 
+    def furthest(self) -> float:
+        """The largest difference of a weight, relative to the largest weight of its parameter."""
+        state = self.engine.module.state_dict()
+        pairs = [(state[name], value) for name, value in self.plain.state_dict().items()]
+        return max(float((ours - theirs).abs().max() / theirs.abs().max()) for ours, theirs in pairs)
+
     def wrong_grads(self) -> list[str]:
         grads = self.engine.sharded.full_grads()
         return [name for name, p in self.plain.named_parameters() if not same(grads[name], p.grad)]

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import Dataset
 
-from tests.deepspeed.pair import Pair, config
+import retrograde.deepspeed as deepspeed
+from tests.deepspeed.pair import Pair, build_with_loss, config
 from tests.harness import Ranks
 from tests.multiproc.twin import sgd
 from tests.small import batch
@@ -48,6 +54,7 @@ def _loop(rank: int, world: int, stage: int, accumulation: int, more: dict[str, 
     seen = {
         "wrong": pair.wrong_weights(),
         "norms": norms,
+        "off": pair.furthest(),
         "steps": (engine.global_steps, engine.micro_steps, engine.global_samples),
     }
     pair.close()
@@ -60,3 +67,83 @@ def test_weights_are_plain_torchs(ranks: Ranks, stage: int, more: dict[str, Any]
     for seen in ranks(2).run(_loop, stage, 4, more):
         assert seen["wrong"] == []
         assert seen["steps"] == (STEPS, 4 * STEPS, 2 * 2 * 4 * STEPS)
+
+
+@EACH_STAGE
+def test_clipping(ranks: Ranks, stage: int) -> None:
+    """Weights cannot be compared bit for bit where a norm that is added up in another order divides them."""
+    for seen in ranks(2).run(_loop, stage, 4, {"gradient_clipping": 2**-6}):
+        for ours, theirs in seen["norms"]:
+            assert abs(ours - theirs) <= torch.finfo(torch.float32).eps * theirs  # 1 ulp
+        assert seen["off"] <= 2 * STEPS * torch.finfo(torch.float32).eps
+
+
+def _clipped_by_our_norm(rank: int, world: int, stage: int) -> list[str]:
+    """With our norm in torch's formula the weights are bit for bit the same: nothing but the norm differs."""
+    pair = Pair(rank, world, config(stage, gradient_clipping=2**-6))
+    for step in range(STEPS):
+        pair.engine.backward(pair.engine(batch(rank, step)))
+        pair.engine.step()
+        pair.plain_play(lambda model, rank, step=step: model(batch(rank, step)).backward())
+        norm = torch.tensor(pair.engine.get_global_grad_norm())
+        torch.nn.utils.clip_grads_with_norm_(pair.plain.parameters(), 2**-6, norm)
+        pair.plain_step()
+    wrong = pair.wrong_weights()
+    pair.close()
+    return wrong
+
+
+@EACH_STAGE
+def test_nothing_but_the_norm_differs_where_it_clips(ranks: Ranks, stage: int) -> None:
+    assert ranks(2).run(_clipped_by_our_norm, stage) == [[], []]
+
+
+# ---- the whole script of the documentation: arguments, a JSON file, a data set, a schedule
+class _Ids(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Tensor:
+        return batch(index)[0]
+
+
+def _script(rank: int, world: int, path: str) -> dict[str, Any]:
+    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--deepspeed", "--deepspeed_config", path])
+    model = build_with_loss()
+    engine, optimizer, loader, scheduler = deepspeed.initialize(
+        args=args, model=model, model_parameters=model.parameters(), training_data=_Ids()
+    )
+    sizes, rates = [], []
+    for ids in loader:
+        loss = engine(ids)
+        engine.backward(loss)
+        rates.append(engine.get_lr()[0])
+        engine.step()
+        sizes.append(len(ids))
+    dist.barrier()
+    return {
+        "same": engine.optimizer is optimizer and engine.lr_scheduler is scheduler,
+        "kind": type(optimizer).__name__,
+        "sizes": sizes,
+        "rates": [*rates, *engine.get_lr()],
+        "batch": (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()),
+        "finite": bool(torch.isfinite(loss)),
+        "passed_through": engine.head.out_features == model.head.out_features,
+    }
+
+
+def test_a_whole_script(ranks: Ranks, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    asked = config(2, 2) | {
+        "optimizer": {"type": "Adam", "params": {"lr": 0.5, "betas": [0.8, 0.9]}},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_max_lr": 0.25, "warmup_num_steps": 2, "warmup_type": "linear"},
+        },
+    }
+    file.write_text(json.dumps(asked))
+    for seen in ranks(2).run(_script, str(file)):
+        assert seen["same"] and seen["kind"] == "AdamW" and seen["finite"] and seen["passed_through"]
+        assert seen["sizes"] == [2] * 4 and seen["batch"] == (8, 2)
+        assert seen["rates"] == [0.0] * 4 + [0.125]  # the first two updates have none
