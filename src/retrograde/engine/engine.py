@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -136,25 +136,42 @@ class Engine:
 
     @contextlib.contextmanager
     def full_params(
-        self, *modules: nn.Module, write: bool = False, writer: int | None = None
+        self, *modules: nn.Module, write: bool = False, writer: int | None = None, leaves: bool = False
     ) -> Iterator[dict[str, torch.Tensor]]:
         """The full tensors of the given modules (all, if none is given), by name, held while inside.
 
         With `write=True` edits in place are allowed, and every rank makes the same ones. With `writer` the edits of
-        that rank count alone, and all ranks have them at the end: it is for all ranks together, at both ends."""
+        that rank count alone, and all ranks have them at the end: it is for all ranks together, at both ends.
+        `leaves=True`, as is so with `writer`: `p` itself is its full tensor, of which a rank may ask anything alone."""
         write = flag("full_params(write)", write) or writer is not None
+        leaves = flag("full_params(leaves)", leaves) or writer is not None
         if writer is not None and whole_number("full_params(writer)", writer, 0, _A_RANK) >= self.grid.world:
             raise wrong("full_params(writer)", writer, f"is not one of {self.grid.world} ranks", _A_RANK)
         wanted = {id(p) for module in self._own(modules) for p in module.parameters()}
-        leaves = [(name, p) for name, p in self.model.named_parameters() if id(p) in wanted]
+        chosen = [(name, p) for name, p in self.model.named_parameters() if id(p) in wanted]
         with torch.set_grad_enabled(torch.is_grad_enabled() and not write):
-            held = {name: leaf.full() for name, leaf in leaves if isinstance(leaf, ShardedParameter)}
-            with contextlib.nullcontext() if writer is None else self._edited_by(writer, held):
+            held = {name: leaf.full() for name, leaf in chosen if isinstance(leaf, ShardedParameter)}
+            with contextlib.ExitStack() as manners:
+                if writer is not None:
+                    manners.enter_context(self._edited_by(writer, held))
+                if leaves:
+                    manners.enter_context(self._leaves_whole(held))
                 yield held if write else {name: tensor.detach() for name, tensor in held.items()}
         held.clear()
         for unit in self.units:
             unit.write_back_edits()
         self.pager.release()
+
+    @contextlib.contextmanager
+    def _leaves_whole(self, held: Collection[str]) -> Iterator[None]:
+        before = {unit: unit.whole_leaves for unit in self.units}  # these nest
+        for unit in before:
+            unit.whole_leaves = unit.whole_leaves | unit.layout.slots_named(held)
+        try:
+            yield
+        finally:
+            for unit, slots in before.items():
+                unit.whole_leaves = slots
 
     @contextlib.contextmanager
     def _edited_by(self, writer: int, held: Mapping[str, torch.Tensor]) -> Iterator[None]:
@@ -164,13 +181,12 @@ class Engine:
         for unit in self.units:
             unit.write_back_edits()
         self.coordinator.values("full_params(writer=...) begins", lambda: None)  # all have read what they hold
-        open_units = [unit for unit in self.units if unit.page.ready]
-        for unit in open_units:
-            unit.edited_alone = {index for index, slot in enumerate(unit.layout.slots) if slot.name in held}
+        for unit in self.units:
+            unit.edited_alone = unit.layout.slots_named(held)
         try:
             yield
         finally:
-            for unit in open_units:
+            for unit in self.units:
                 unit.end_editing_alone()
             for name, tensor in held.items():
                 tensor.copy_(self._from_rank(writer, f"full_params(writer={writer}): {name}", tensor))

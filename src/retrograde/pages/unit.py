@@ -65,9 +65,10 @@ class Unit:
         # Plain tensors that share the leaves' memory and version counters: reading a leaf itself is slower.
         self.pieces = tuple(leaf.detach() for leaf in leaves)
         self.edits = EditLog()
-        self.edited_alone: set[int] = (
-            set()
-        )  # slots of which one rank's edits are to be everybody's (Engine.full_params)
+        # Slots that Engine.full_params holds: where the leaf is its full tensor, and where one rank's edits are to be
+        # everybody's.
+        self.whole_leaves: set[int] = set()
+        self.edited_alone: set[int] = set()
         self.version_at_rest = self.version  # when the weights last were as all ranks know (coordination/fences.py)
         self.frozen_handles: weakref.WeakSet[object] = weakref.WeakSet()  # of frozen parameters, in graphs
         at_home = memory.numel() == layout.padded_numel
@@ -163,8 +164,9 @@ class Unit:
 
     def end_editing_alone(self) -> None:
         """What this rank has made of its page meanwhile is not written back: another value is about to come."""
-        self.edited_alone = set()
-        self.page.note_edits()
+        if self.edited_alone:
+            self.edited_alone = set()
+            self.page.note_edits()
 
     def stray_edit(self) -> str | None:
         """The name of a parameter whose shard was written to through its full tensor by a function that does not tell

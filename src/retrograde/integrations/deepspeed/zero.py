@@ -1,14 +1,13 @@
 """`zero.Init` and `zero.GatheredParameters`."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 import retrograde as rg
 from retrograde.integrations.deepspeed.engine import DeepSpeedEngine
@@ -68,9 +67,7 @@ class GatheredParameters:
         with contextlib.ExitStack() as opened:
             for engine, parameters in _by_engine(self._parameters).items():
                 holder = nn.ParameterList(parameters)
-                opened.enter_context(engine.sharded.full_params(holder, writer=self._modifier))
-            wholes = {id(each): rg.full_tensor(each) for each in self._parameters}
-            opened.enter_context(_AsWholes(wholes))
+                opened.enter_context(engine.sharded.full_params(holder, writer=self._modifier, leaves=True))
             self._open = opened.pop_all()
 
     def __exit__(
@@ -91,28 +88,3 @@ def _by_engine(parameters: Sequence[torch.Tensor]) -> dict[DeepSpeedEngine, list
         if engine is not None:
             found.setdefault(engine, []).append(each)
     return found
-
-
-class _AsWholes(TorchFunctionMode):
-    """torch's functions get the whole tensors in place of these parameters."""
-
-    def __init__(self, wholes: Mapping[int, torch.Tensor]) -> None:
-        super().__init__()
-        self._wholes = wholes
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        named = {name: self._replaced(value) for name, value in (kwargs or {}).items()}
-        return func(*(self._replaced(value) for value in args), **named)
-
-    def _replaced(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self._wholes.get(id(value), value)
-        if type(value) in (list, tuple):
-            return type(value)(self._replaced(each) for each in value)
-        return value
