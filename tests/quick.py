@@ -53,6 +53,11 @@ QUICK: dict[str, tuple[Choice, ...]] = {
     "memory": (USUAL,),
     "patterns/test_matrix.py": (one_model_per_row,),
     "patterns/test_oracle.py": (only("test_means_are_those_of_the_joint_batch", "test_differences_are_seen"),),
+    "deepspeed/test_loop.py": (USUAL, only("test_weights_are_plain_torchs", "test_clipping")),
+    "deepspeed/test_backward.py": (USUAL, only("test_gradients_are_plain_torchs", "test_several_engines_in_one_loss")),
+    "deepspeed/test_coalescing.py": (USUAL, without("test_matrix")),
+    "deepspeed/test_order.py": (USUAL,),
+    "deepspeed/test_zero.py": (USUAL,),
     "fuzz/test_fuzz.py": (at(world=2, delay=None),),
     "multiproc/test_arguments.py": (),
     "multiproc/test_divergence.py": (

@@ -22,6 +22,7 @@ from retrograde.deepspeed.utils import (
 from retrograde.deepspeed.zero import GatheredParameters, Init
 from tests.deepspeed.pair import Pair, WithLoss, config
 from tests.harness import Ranks
+from tests.reference import same
 from tests.small import batch
 from tests.stages import EACH_STAGE
 
@@ -171,43 +172,53 @@ def test_parameters_that_are_not_sharded_yet(ranks: Ranks) -> None:
 
 
 # ---- safe_*
-def _safe(rank: int, world: int, stage: int) -> list[str]:
-    pair = Pair(
-        rank,
-        world,
-        config(stage, optimizer=ADAM),
-        optimize=lambda params: torch.optim.AdamW(params, lr=2**-4, weight_decay=0.0),
-    )
-    faults: list[str] = []
+def _unequal(found: dict[str, Tensor | None], wanted: dict[str, Tensor | None]) -> list[str]:
+    return [name for name, value in wanted.items() if not same(found[name], value)]
+
+
+def _read_safely(rank: int, world: int, stage: int) -> list[str]:
+    pair = Pair(rank, world, config(stage, optimizer=ADAM), optimize=_adam)
     ours, theirs = dict(pair.engine.module.named_parameters()), dict(pair.plain.named_parameters())
-
-    def expect(what: str, value: Tensor | None, wanted: Tensor | None) -> None:
-        if value is None or wanted is None or not torch.equal(value, wanted):
-            faults.append(what)
-
     assert safe_get_full_grad(ours["head.weight"]) is None
     assert safe_get_full_optimizer_state(ours["head.weight"], "exp_avg") is None
     pair.engine.backward(pair.engine(batch(rank)))
     pair.plain_play(lambda model, rank: model(batch(rank)).backward())
-    for name in ours:
-        expect(f"grad of {name}", safe_get_full_grad(ours[name]), theirs[name].grad)
-    expect("grad of module.weight", safe_get_full_grad(pair.engine.module.head.weight), theirs["head.weight"].grad)
-    value = torch.ones_like(theirs["head.bias"])
-    safe_set_full_grad(ours["head.bias"], value)
+    grads = {name: safe_get_full_grad(p) for name, p in ours.items()}
+    faults = _unequal(grads, {name: p.grad for name, p in theirs.items()})
+    shown = safe_get_full_grad(pair.engine.module.head.weight)  # not the parameter, but what shows it
+    faults += [] if same(shown, theirs["head.weight"].grad) else ["module.weight"]
+    pair.engine.step()
+    pair.plain_step()
+    weights = {name: safe_get_full_fp32_param(p) for name, p in ours.items()}
+    faults += _unequal(weights, {name: p.detach() for name, p in theirs.items()})
+    for key in ("exp_avg", "exp_avg_sq"):
+        state = {name: safe_get_full_optimizer_state(p, key) for name, p in ours.items()}
+        faults += _unequal(state, {name: pair.plain_optimizer.state[p][key] for name, p in theirs.items()})
+    pair.close()
+    return faults
+
+
+def _written_safely(rank: int, world: int, stage: int) -> list[str]:
+    """A gradient before an update; a weight and a state after it."""
+    pair = Pair(rank, world, config(stage, optimizer=ADAM), optimize=_adam)
+    ours, theirs = dict(pair.engine.module.named_parameters()), dict(pair.plain.named_parameters())
+    bias, value = ours["head.bias"], torch.ones_like(theirs["head.bias"])
+    pair.engine.backward(pair.engine(batch(rank)))
+    pair.plain_play(lambda model, rank: model(batch(rank)).backward())
+    safe_set_full_grad(bias, value)
     theirs["head.bias"].grad = value.clone()
     pair.engine.step()
     pair.plain_step()
-    for name in ours:
-        expect(f"param {name}", safe_get_full_fp32_param(ours[name]), theirs[name].detach())
-        for key in ("exp_avg", "exp_avg_sq"):
-            state = pair.plain_optimizer.state[theirs[name]][key]
-            expect(f"{key} of {name}", safe_get_full_optimizer_state(ours[name], key), state)
-    safe_set_full_fp32_param(ours["embed.weight"], torch.zeros_like(theirs["embed.weight"]))
-    safe_set_full_optimizer_state(ours["head.bias"], value, "exp_avg")
-    expect("set", safe_get_full_fp32_param(ours["embed.weight"]), torch.zeros_like(theirs["embed.weight"]))
-    expect("set state", safe_get_full_optimizer_state(ours["head.bias"], "exp_avg"), value)
+    faults = pair.wrong_weights()
+    safe_set_full_fp32_param(pair.engine.module.embed.weight, torch.zeros_like(theirs["embed.weight"]))
+    safe_set_full_optimizer_state(bias, value, "exp_avg")
+    found = {
+        "weight": safe_get_full_fp32_param(ours["embed.weight"]),
+        "state": safe_get_full_optimizer_state(bias, "exp_avg"),
+    }
+    faults += _unequal(found, {"weight": torch.zeros_like(theirs["embed.weight"]), "state": value})
     with pytest.raises(deepspeed.ConfigError, match="optim_state_key='momentum' is not there; give one of"):
-        safe_set_full_optimizer_state(ours["head.bias"], value, "momentum")
+        safe_set_full_optimizer_state(bias, value, "momentum")
     with pytest.raises(deepspeed.ConfigError, match="is not a parameter of an engine"):
         safe_get_full_optimizer_state(theirs["head.bias"], "exp_avg")
     pair.close()
@@ -216,4 +227,5 @@ def _safe(rank: int, world: int, stage: int) -> list[str]:
 
 @EACH_STAGE
 def test_safe_functions(ranks: Ranks, stage: int) -> None:
-    assert ranks(2).run(_safe, stage) == [[], []]
+    assert ranks(2).run(_read_safely, stage) == [[], []]
+    assert ranks(2).run(_written_safely, stage) == [[], []]

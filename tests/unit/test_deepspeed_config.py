@@ -16,7 +16,7 @@ from retrograde.deepspeed import ConfigError, NotYetError
 from retrograde.integrations.deepspeed.config import BatchSizes, Config, Section
 from retrograde.integrations.deepspeed.optimizers import make_optimizer
 from retrograde.integrations.deepspeed.schedules import make_scheduler
-from retrograde.integrations.deepspeed.words import MISSING, SYNONYMS, WORDS, Fate, Word, markdown, missing
+from retrograde.integrations.deepspeed.words import MISSING, SYNONYMS, WORDS, Fate, Kind, Word, markdown, missing
 
 PAGE = Path(__file__).parents[2] / "docs" / "from_deepspeed.md"
 LEAST = {"train_batch_size": 8}
@@ -45,17 +45,32 @@ def test_the_table_in_the_docs_is_this_one() -> None:
     assert markdown() in PAGE.read_text(encoding="utf-8")
 
 
+# A value of the right type by which a config asks for something.
+_ON: dict[Kind, Any] = {Kind.BOOL: True, Kind.WHOLE: 4, Kind.TEXT: "bf16", Kind.ANYTHING: 4, Kind.SECTION: {"any": 1}}
+
+
 @pytest.mark.parametrize("word", [word for word in WORDS if word.fate is Fate.NOT_YET], ids=lambda word: word.key)
 def test_what_is_not_there_yet_is_refused_by_name(word: Word) -> None:
-    on: Any = {"fp16": "fp16", "text": "bf16"}.get(word.kind.name.lower(), 4 if word.kind.name == "WHOLE" else True)
-    if word.kind.name == "SECTION":
-        on = {word.switch: 4 if word.switch == "autotp_size" else "cpu"} if word.switch else {"any": 1}
+    on = {word.switch: "cpu" if word.switch == "device" else 2} if word.switch else _ON[word.kind]
     with pytest.raises(NotYetError, match=rf"^{word.named}: .* is not there yet; leave it out, or turn it off$"):
         _asked(word.key, on)
-    off = {word.switch: word.off[1]} if word.switch else word.off[-1]
-    if word.kind.name != "SECTION" or word.switch:
-        assert word.key in _asked(word.key, off if word.kind.name != "BOOL" else False).asked
-    assert word.key in _asked(word.key, None).asked
+
+
+@pytest.mark.parametrize(
+    ("key", "off"),
+    [
+        ("bf16", {"enabled": False}),
+        ("fp16", {"loss_scale": 0, "initial_scale_power": 8}),
+        ("zero_optimization.offload_optimizer", {"device": "none", "pin_memory": True}),
+        ("zero_optimization.offload_param", None),
+        ("zero_optimization.cpu_offload", False),
+        ("zero_optimization.mics_shard_size", -1),
+        ("data_types.grad_accum_dtype", "fp32"),
+        ("sequence_parallel_size", 1),
+    ],
+)
+def test_what_is_turned_off_is_taken(key: str, off: Any) -> None:
+    assert _asked(key, off).asked[key] == off
 
 
 @pytest.mark.parametrize("name", MISSING)
@@ -77,7 +92,10 @@ def test_keys_without_effect_are_known() -> None:
         ({"zero_optimization": {"stage": True}}, r"zero_optimization\.stage=True has another type"),
         ({"zero_optimization": {"stage": 4}}, r"zero_optimization\.stage=4 is out of range; give 0, 1, 2 or 3"),
         ({"zero_optimization": True}, r"zero_optimization=True has another type; give a section"),
-        ({"zero_optimization": {"stag": 2}}, r"zero_optimization\.stag: is not a key .* mean zero_optimization\.stage\?"),
+        (
+            {"zero_optimization": {"stag": 2}},
+            r"zero_optimization\.stag: .* mean zero_optimization\.stage\?",
+        ),
         ({"gradient_cliping": 1.0}, r"gradient_cliping: is not a key that is known; did you mean gradient_clipping\?"),
         ({"gradient_clipping": "auto"}, r"gradient_clipping='auto' has another type; give a number, 0 or more"),
         ({"gradient_clipping": -1}, r"gradient_clipping=-1 has another type"),
@@ -167,7 +185,7 @@ def test_optimizers() -> None:
     assert type(_made("Adam", adam_w_mode=False)) is torch.optim.Adam
     assert type(_made("AdamW", adam_w_mode=False)) is torch.optim.AdamW
     assert _made("adamw", torch_adam=True).defaults["weight_decay"] == 1e-2
-    assert _made("AdamW", betas=[0.5, 0.25], bias_correction=True).defaults["betas"] == [0.5, 0.25]
+    assert _made("AdamW", betas=[0.5, 0.25], bias_correction=True).defaults["betas"] == (0.5, 0.25)
     assert type(_made("Adagrad")) is type(_made("adagrad")) is torch.optim.Adagrad
     assert type(_made("SGD", lr=0.5)) is torch.optim.SGD
     assert type(_made("RMSprop")) is torch.optim.RMSprop

@@ -207,7 +207,7 @@ def _loaded(given: Given) -> Mapping[str, Any]:
         raise wrong("config", given, "is not a config", "a dictionary or the name of a JSON file")
     path = Path(given)
     if not path.is_file():
-        raise wrong("config", str(given), "is not a file", "a dictionary or the name of a JSON file")
+        raise ConfigError(f"config={str(given)!r} is not a file; give a dictionary or the name of a JSON file")
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_repeats)
     except json.JSONDecodeError as error:
