@@ -16,7 +16,7 @@ from retrograde.deepspeed import ConfigError, NotYetError
 from retrograde.integrations.deepspeed.config import BatchSizes, Config, Section
 from retrograde.integrations.deepspeed.optimizers import make_optimizer
 from retrograde.integrations.deepspeed.schedules import make_scheduler
-from retrograde.integrations.deepspeed.words import MISSING, SYNONYMS, WORDS, Fate, Kind, Word, markdown, missing
+from retrograde.integrations.deepspeed.words import MISSING, SYNONYMS, WORDS, Kind, Standing, Word, markdown, missing
 
 PAGE = Path(__file__).parents[2] / "docs" / "from_deepspeed.md"
 LEAST = {"train_batch_size": 8}
@@ -49,7 +49,9 @@ def test_the_table_in_the_docs_is_this_one() -> None:
 _ON: dict[Kind, Any] = {Kind.BOOL: True, Kind.WHOLE: 4, Kind.TEXT: "bf16", Kind.ANYTHING: 4, Kind.SECTION: {"any": 1}}
 
 
-@pytest.mark.parametrize("word", [word for word in WORDS if word.fate is Fate.NOT_YET], ids=lambda word: word.key)
+@pytest.mark.parametrize(
+    "word", [word for word in WORDS if word.standing is Standing.NOT_YET], ids=lambda word: word.key
+)
 def test_what_is_not_there_yet_is_refused_by_name(word: Word) -> None:
     on = {word.switch: "cpu" if word.switch == "device" else 2} if word.switch else _ON[word.kind]
     with pytest.raises(NotYetError, match=rf"^{word.named}: .* is not there yet; leave it out, or turn it off$"):

@@ -26,14 +26,9 @@ def _positive(name: str, value: float) -> None:
         raise wrong(f"scheduler.params.{name}", value, "is too small", "a number above 0")
 
 
-class Schedule(Protocol):
+class RateSchedule(Protocol):
     def rate(self, iteration: int, group: int, base: float) -> float:
         """The learning rate of a parameter group whose rate was `base` at the beginning."""
-
-
-class Momentum(Protocol):
-    def beta(self, iteration: int, group: int) -> float:
-        """Adam's first beta."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +175,7 @@ class WarmupCosineLR:
         return max(0.0, self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * done)) / 2)
 
 
-SCHEDULES: dict[str, Callable[..., Schedule]] = {
+SCHEDULES: dict[str, Callable[..., RateSchedule]] = {
     kind.__name__: kind for kind in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
 
@@ -188,7 +183,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 class Scheduled(LRScheduler):
     """Sets each group's rate, and with OneCycle its first beta, after every update."""
 
-    def __init__(self, optimizer: Optimizer, schedule: Schedule) -> None:
+    def __init__(self, optimizer: Optimizer, schedule: RateSchedule) -> None:
         self.schedule = schedule
         self.momentum = schedule if isinstance(schedule, OneCycle) and schedule.cycle_momentum else None
         super().__init__(optimizer)

@@ -1,7 +1,7 @@
 """The table: DeepSpeed's config keys, and what became of each.
 
-A key that is not here is refused, as is a value of another type. To make a key of `Fate.NOT_YET` work, give it another
-fate here, and read it in config.py.
+A key that is not here is refused, as is a value of another type. To make a key of `Standing.NOT_YET` work, give it
+another standing here, and read it in config.py.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from typing import Any
 from retrograde.integrations.deepspeed.refusals import ConfigError, not_yet, wrong
 
 
-class Fate(Enum):
+class Standing(Enum):
     USED = "used"
     WITHOUT_EFFECT = "no effect"  # taken, and listed once
     NOT_YET = "refused for now"  # unless the config says that it does not want it
@@ -33,7 +33,7 @@ class Kind(Enum):
 class Word:
     key: str
     kind: Kind
-    fate: Fate
+    standing: Standing
     became: str
     switch: str = ""  # of a section: the key inside that says whether it is wanted
     off: tuple[Any, ...] = (None, False, 0, "none", "None")  # by which it is not
@@ -50,15 +50,15 @@ class Word:
 
 
 def _used(key: str, kind: Kind, became: str) -> Word:
-    return Word(key, kind, Fate.USED, became)
+    return Word(key, kind, Standing.USED, became)
 
 
 def _idle(key: str, kind: Kind, became: str) -> Word:
-    return Word(key, kind, Fate.WITHOUT_EFFECT, became)
+    return Word(key, kind, Standing.WITHOUT_EFFECT, became)
 
 
 def _not_yet(key: str, kind: Kind, what: str, switch: str = "") -> Word:
-    return Word(key, kind, Fate.NOT_YET, what, switch)
+    return Word(key, kind, Standing.NOT_YET, what, switch)
 
 
 _UNITS = "a unit is its own bucket: nothing is split or filled up to a size"
@@ -135,17 +135,17 @@ WORDS: tuple[Word, ...] = (
     _not_yet(_ZERO + "zero_quantized_nontrainable_weights", Kind.BOOL, "quantization"),
     _not_yet(_ZERO + "zero_quantized_gradients", Kind.BOOL, "quantization"),
     _not_yet(_ZERO + "zeropp_loco_param", Kind.SECTION, "quantization"),
-    Word(_ZERO + "mics_shard_size", Kind.ANYTHING, Fate.NOT_YET, "replicas by config", off=(None, -1, 0)),
+    Word(_ZERO + "mics_shard_size", Kind.ANYTHING, Standing.NOT_YET, "replicas by config", off=(None, -1, 0)),
     # ---- precision
     _not_yet("bf16", Kind.SECTION, _MASTERS, "enabled"),
     _not_yet("bfloat16", Kind.SECTION, _MASTERS, "enabled"),
     _not_yet("fp16", Kind.SECTION, _MASTERS, "enabled"),
     _not_yet("amp", Kind.SECTION, _MASTERS, "enabled"),
     _not_yet("torch_autocast", Kind.SECTION, _MASTERS, "enabled"),
-    Word("data_types.grad_accum_dtype", Kind.TEXT, Fate.NOT_YET, _MASTERS, off=(None, "fp32")),
-    Word("gradient_accumulation_dtype", Kind.TEXT, Fate.NOT_YET, _MASTERS, off=(None, "fp32")),
-    Word("data_types.param_dtype", Kind.TEXT, Fate.NOT_YET, _MASTERS, off=(None, "fp32")),
-    Word("data_types.buffer_dtype", Kind.TEXT, Fate.NOT_YET, _MASTERS, off=(None, "fp32")),
+    Word("data_types.grad_accum_dtype", Kind.TEXT, Standing.NOT_YET, _MASTERS, off=(None, "fp32")),
+    Word("gradient_accumulation_dtype", Kind.TEXT, Standing.NOT_YET, _MASTERS, off=(None, "fp32")),
+    Word("data_types.param_dtype", Kind.TEXT, Standing.NOT_YET, _MASTERS, off=(None, "fp32")),
+    Word("data_types.buffer_dtype", Kind.TEXT, Standing.NOT_YET, _MASTERS, off=(None, "fp32")),
     # ---- compiling
     _used("compile.deepcompile", Kind.BOOL, "`engine.compile()` compiles by units (`rg.compile`)"),
     _idle("compile.free_activation", Kind.BOOL, "what lives, and when, follows autograd"),
@@ -185,7 +185,7 @@ WORDS: tuple[Word, ...] = (
     _not_yet("hybrid_engine", Kind.SECTION, "the hybrid engine", "enabled"),
     _not_yet("tensor_parallel", Kind.SECTION, "tensor parallelism by config", "autotp_size"),
     _not_yet("expert_parallel", Kind.SECTION, "expert parallelism", "enabled"),
-    Word("sequence_parallel_size", Kind.WHOLE, Fate.NOT_YET, "sequence parallelism", off=(None, 0, 1)),
+    Word("sequence_parallel_size", Kind.WHOLE, Standing.NOT_YET, "sequence parallelism", off=(None, 0, 1)),
     _idle("data_parallel_size", Kind.WHOLE, "all ranks of the process group"),
     _not_yet("sparse_attention", Kind.SECTION, "sparse attention"),
     _not_yet("curriculum_learning", Kind.SECTION, "a curriculum", "enabled"),
@@ -236,7 +236,7 @@ def checked(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def without_effect(flat: Mapping[str, Any]) -> list[Word]:
     """Those that were taken and do nothing."""
-    return [_WORD_OF[key] for key in flat if _WORD_OF[key].fate is Fate.WITHOUT_EFFECT]
+    return [_WORD_OF[key] for key in flat if _WORD_OF[key].standing is Standing.WITHOUT_EFFECT]
 
 
 def _flat(section: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
@@ -251,7 +251,7 @@ def _flat(section: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
             raise _unknown(f"{prefix}{name}")
         if value is not None:
             _checked_type(key, word.kind, value)
-        if word.fate is Fate.NOT_YET and word.wanted(value):
+        if word.standing is Standing.NOT_YET and word.wanted(value):
             raise not_yet(word.named, word.became, "leave it out, or turn it off")
         found.append((key, value))
     return found
@@ -291,7 +291,9 @@ def _is_number(value: Any) -> bool:
 def markdown() -> str:
     """The table for docs/from_deepspeed.md."""
     lines = ["| key | | what became of it |", "|---|---|---|"]
-    for word in sorted(WORDS, key=lambda word: list(Fate).index(word.fate)):
-        became = f"{word.became} {'are' if word.became.endswith('s') else 'is'} not there yet"
-        lines.append(f"| `{word.named}` | {word.fate.value} | {became if word.fate is Fate.NOT_YET else word.became} |")
+    for word in sorted(WORDS, key=lambda word: list(Standing).index(word.standing)):
+        became = word.became
+        if word.standing is Standing.NOT_YET:
+            became += " are not there yet" if became.endswith("s") else " is not there yet"
+        lines.append(f"| `{word.named}` | {word.standing.value} | {became} |")
     return "\n".join(lines)
