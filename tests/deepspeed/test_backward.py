@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ import retrograde.deepspeed as deepspeed
 from tests.deepspeed.models import checkpointed_models, inputs, two_layers
 from tests.deepspeed.pair import Pair, build_with_loss, config
 from tests.harness import Ranks
-from tests.reference import Program, play, same
+from tests.reference import Program, mean, play, same
 from tests.small import batch
 from tests.stages import EACH_STAGE
 
@@ -129,6 +130,13 @@ def penalty(engine: Any, rank: int) -> None:
     engine.backward(out.mean() + grad.square().sum())
 
 
+@words
+def part_of_a_graph(engine: Any, rank: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of references in a circle
+        engine(batch(rank)).backward(create_graph=True)
+
+
 class _Tiled(torch.autograd.Function):
     """A loss that runs its backward inside its forward."""
 
@@ -189,6 +197,25 @@ def _all_words(rank: int, world: int, stage: int, accumulation: int) -> list[str
 @pytest.mark.parametrize("accumulation", (1, 4, 3))
 def test_gradients_are_plain_torchs(ranks: Ranks, stage: int, accumulation: int) -> None:
     assert ranks(2).run(_all_words, stage, accumulation) == [[], []]
+
+
+def _asked_for(rank: int, world: int, stage: int) -> list[str]:
+    """`torch.autograd.grad` accumulates nothing, and is not divided."""
+    engine, *_ = deepspeed.initialize(model=build_with_loss(), config=config(stage, 4))
+    names, params = zip(*engine.module.named_parameters(), strict=True)
+    found = [grad.full_tensor() for grad in torch.autograd.grad(engine(batch(rank)), params)]
+    by_rank = []
+    for other in range(world):
+        plain = build_with_loss()
+        by_rank.append(torch.autograd.grad(plain(batch(other)), list(plain.parameters())))
+    wanted = [mean(grads, world) for grads in zip(*by_rank, strict=True)]
+    dist.barrier()
+    return [name for name, ours, theirs in zip(names, found, wanted, strict=True) if not same(ours, theirs)]
+
+
+@EACH_STAGE
+def test_gradients_that_are_asked_for_are_not_divided(ranks: Ranks, stage: int) -> None:
+    assert ranks(2).run(_asked_for, stage) == [[], []]
 
 
 def _returned(rank: int, world: int) -> tuple[bool, bool, bool]:

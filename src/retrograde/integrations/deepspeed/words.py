@@ -24,7 +24,6 @@ class Kind(Enum):
     WHOLE = "a whole number, 0 or more"
     NUMBER = "a number, 0 or more"
     TEXT = "a text"
-    LIST = "a list"
     SECTION = "a section (a dictionary)"
     ANYTHING = "anything"
 
@@ -273,8 +272,6 @@ def _checked_type(key: str, kind: Kind, value: Any) -> Any:
             fits = _is_number(value) and value >= 0
         case Kind.TEXT:
             fits = isinstance(value, str)
-        case Kind.LIST:
-            fits = isinstance(value, list)
         case Kind.SECTION:
             fits = isinstance(value, Mapping)
         case Kind.ANYTHING:
