@@ -15,6 +15,7 @@ import os
 import random
 import sys
 import tempfile
+import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,10 +26,10 @@ from rich.progress import track
 
 from benchmarks import meters
 from benchmarks.crew import ENVIRONMENT, Crew, CrewError
-from benchmarks.report import Grid, wide_console
+from benchmarks.report import Grid, doubt, wide_console
 from benchmarks.run import RESULTS, machine, versions
 from benchmarks.stats import Spread
-from benchmarks.window_rank import SMOKE, Case, Look, Manner, Mlp, Seen, Time, WindowRank
+from benchmarks.window_rank import SMOKE, Case, Look, Manner, Mlp, Seen, Time, Timed, WindowRank
 
 _WORLD = 2
 _BACKWARDS = (2, 4, 8)
@@ -47,6 +48,7 @@ class Windows:
     seconds: dict[str, dict[Case, list[float]]] = field(default_factory=dict)
     seen: dict[str, dict[Case, Seen]] = field(default_factory=dict)
     absent: list[str] = field(default_factory=list)
+    other_load: list[float] = field(default_factory=list)  # per step, share of the machine used by others
 
     def over_each(self, engine: str, case: Case) -> Spread:
         """The step's time, as a share of that of the same step without a window."""
@@ -90,9 +92,18 @@ def _take_turns(crews: dict[str, Crew], rounds: int, windows: Windows, console: 
         seen[engine][case] = crews[engine].ask(Look(case))[0]
     for number in track(range(rounds), "rounds", console=console, transient=True):
         for engine, case in random.Random(number).sample(cases, len(cases)):
-            seconds[engine].setdefault(case, []).append(max(crews[engine].ask(Time(case))))
+            seconds[engine].setdefault(case, []).append(_timed(crews[engine], case, windows))
     windows.seen |= seen
     windows.seconds |= seconds
+
+
+def _timed(crew: Crew, case: Case, windows: Windows) -> float:
+    """A step ends when its last rank ends it."""
+    busy, began = meters.machine_busy_seconds(), time.monotonic()
+    ranks: list[Timed] = crew.ask(Time(case))
+    others = meters.machine_busy_seconds() - busy - sum(rank.cpu_seconds for rank in ranks)
+    windows.other_load.append(max(0.0, others / (time.monotonic() - began) / (os.cpu_count() or 1)))
+    return max(rank.seconds for rank in ranks)
 
 
 def _setting(work: Mlp) -> str:
@@ -137,6 +148,8 @@ def notes(windows: Windows) -> list[str]:
         f"and {whole / _WORLD:.0f} MiB of it remain. Memory is what is resident on rank 0 beyond what was there before "
         f"the step.",
     ]
+    load = median(windows.other_load)
+    said.append(f"Others used {load:.0%} of the machine in a median step{doubt(load)}.")
     return said + [f"Not installed, or failed: {', '.join(windows.absent)}."] * bool(windows.absent)
 
 
@@ -157,7 +170,10 @@ def as_json(windows: Windows) -> str:
         for engine, cases in windows.seen.items()
         for case, seen in cases.items()
     ]
-    return json.dumps({"setting": windows.setting, "absent": windows.absent, "cases": found}, indent=1)
+    load = round(median(windows.other_load), 4)
+    return json.dumps(
+        {"setting": windows.setting, "absent": windows.absent, "other_load": load, "cases": found}, indent=1
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -75,6 +75,12 @@ class Ready:
 
 
 @dataclass(frozen=True)
+class Timed:
+    seconds: float
+    cpu_seconds: float  # of all threads of the rank
+
+
+@dataclass(frozen=True)
 class Seen:
     """Of one rank in one step. Bytes of memory are those above what was there before the window."""
 
@@ -146,12 +152,12 @@ class WindowRank(Member):
     def handlers(self) -> Handlers:
         return {Time: self._time, Look: self._look}
 
-    def _time(self, command: Time) -> float:
+    def _time(self, command: Time) -> Timed:
         dist.barrier()
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         self._run(command.case)
         self._engine.step()
-        return time.perf_counter() - start
+        return Timed(time.perf_counter() - start, time.process_time() - cpu)
 
     def _look(self, command: Look) -> Seen:
         seen: dict[str, int] = {}
