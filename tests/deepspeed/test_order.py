@@ -84,6 +84,30 @@ def test_a_step_that_is_not_a_boundary(ranks: Ranks, stage: int) -> None:
         assert seen["cleared"] and seen["moved"] == {"last_batch_iteration": 0}
 
 
+def _idle_rank(rank: int, world: int, stage: int, clipping: float) -> tuple[list[str], float]:
+    """One rank has no data left, and steps all the same."""
+    pair = Pair(rank, world, config(stage, gradient_clipping=clipping))
+
+    def program(model: Any, rank: int) -> None:
+        if rank == 0:
+            model(batch(rank)).backward()
+
+    program(pair.engine, rank)
+    pair.engine.step()
+    pair.plain_play(program)
+    wanted = pair.plain_step()
+    wrong = pair.wrong_weights()
+    pair.close()
+    return wrong, abs(pair.engine.get_global_grad_norm() / float(wanted) - 1)
+
+
+@EACH_STAGE
+def test_a_rank_without_data(ranks: Ranks, stage: int) -> None:
+    for clipping in (0.0, 1e6):  # a norm that is never reached
+        for wrong, off in ranks(2).run(_idle_rank, stage, clipping):
+            assert wrong == [] and off <= 2 * torch.finfo(torch.float32).eps
+
+
 def _zeroed(rank: int, world: int, stage: int, window: bool) -> list[str]:
     """`zero_grad()` between two backwards of one forward: the first ones are gone, in a window too."""
     pair = Pair(rank, world, config(stage, 2))

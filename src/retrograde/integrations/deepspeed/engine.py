@@ -145,11 +145,12 @@ class DeepSpeedEngine(nn.Module):
     def _update(self, optimizer: Optimizer, lr_kwargs: Mapping[str, Any]) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if self._config.clipping:
-            norm = torch.nn.utils.clip_grad_norm_(parameters, self._config.clipping)
-        else:
-            norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        self._norm = float(norm)
+            self._norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._config.clipping))
         optimizer.step()
+        if not self._config.clipping:
+            # Only now has a rank the gradients of others that did more backwards, so that all have the same ones.
+            grads = [p.grad for p in parameters if p.grad is not None]
+            self._norm = float(torch.nn.utils.get_total_norm(grads))
         optimizer.zero_grad()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
