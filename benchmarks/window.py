@@ -16,6 +16,7 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -56,10 +57,10 @@ class Windows:
         return Spread.of([mine / other for mine, other in zip(self.seconds[engine][case], apart, strict=True)])
 
 
-def measure(work: Mlp, rounds: int, patience: float, console: Console) -> Windows:
+def measure(work: Mlp, groups: Sequence[Sequence[str]], rounds: int, patience: float, console: Console) -> Windows:
     windows = Windows(_setting(work), work)
     with tempfile.TemporaryDirectory(prefix="retrograde-window-") as folder:
-        for group in _GROUPS:
+        for group in groups:
             if importlib.util.find_spec(group[0].partition("-")[0]) is None:
                 windows.absent += group
                 continue
@@ -72,11 +73,18 @@ def measure(work: Mlp, rounds: int, patience: float, console: Console) -> Window
                     }
                     _take_turns(crews, rounds, windows, console)
             except CrewError as error:
-                if group == _RETROGRADE:
+                if set(group) <= set(_RETROGRADE):
                     raise
                 console.print(f"FAILED {error}", markup=False, highlight=False)
                 windows.absent += group
     return windows
+
+
+def _chosen(engines: str) -> list[list[str]]:
+    """The groups, with those of their engines that were asked for."""
+    wanted = engines.split(",") if engines else [engine for group in _GROUPS for engine in group]
+    found = [[engine for engine in group if engine in wanted] for group in _GROUPS]
+    return [group for group in found if group]
 
 
 def _take_turns(crews: dict[str, Crew], rounds: int, windows: Windows, console: Console) -> None:
@@ -179,6 +187,7 @@ def as_json(windows: Windows) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.window", description=__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="in each of which every case is timed once")
+    parser.add_argument("--engines", default="", help="some of them, with commas between; all if it is empty")
     parser.add_argument("--tiny", action="store_true", help="a small model, one round: a smoke test")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     parser.add_argument("--patience", type=float, default=180.0, help="seconds a rank may take to answer")
@@ -190,7 +199,8 @@ def main(argv: list[str] | None = None) -> int:
         console.print(f"this takes {24 * work.gradient_bytes / _MIB:.0f} MiB of memory", highlight=False)
         return 1
     try:
-        windows = measure(work, 1 if options.tiny else options.rounds, options.patience, console)
+        rounds = 1 if options.tiny else options.rounds
+        windows = measure(work, _chosen(options.engines), rounds, options.patience, console)
     except CrewError as error:
         console.print(f"FAILED {error}", markup=False, highlight=False)
         return 1
