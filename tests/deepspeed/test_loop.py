@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,77 @@ def _clipped_by_our_norm(rank: int, world: int, stage: int) -> list[str]:
 @EACH_STAGE
 def test_nothing_but_the_norm_differs_where_it_clips(ranks: Ranks, stage: int) -> None:
     assert ranks(2).run(_clipped_by_our_norm, stage) == [[], []]
+
+
+class _Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def _listed(rank: int, world: int) -> list[str]:
+    records = _Records()
+    logger = logging.getLogger("retrograde.deepspeed")
+    logger.addHandler(records)
+    try:
+        for idle in ({"overlap_comm": True, "contiguous_gradients": False}, {}):
+            engine, *_ = deepspeed.initialize(model=build_with_loss(), config=config(2, zero_optimization=idle))
+            engine.backward(engine(batch(rank)))
+            engine.step()
+    finally:
+        logger.removeHandler(records)
+    dist.barrier()
+    return records.said
+
+
+def test_keys_without_effect_are_listed_once(ranks: Ranks) -> None:
+    (said,), nothing = ranks(2).run(_listed)
+    assert nothing == [] and [line.partition(": ")[0] for line in said.splitlines()] == [
+        "keys of the config that have no effect:",
+        "  zero_optimization.overlap_comm",
+        "  zero_optimization.contiguous_gradients",
+    ]
+
+
+def _refused(rank: int, world: int) -> list[str]:
+    """Arguments of `initialize()`, and methods: before anything is sharded, and without harm to what is."""
+    said = []
+    for arguments in (
+        {"config": config(2), "mpu": object()},
+        {"config": config(2), "config_params": config(2)},
+        {},
+        {"config": config(2), "optimizer": 3},
+        {"config": config(2), "engine": 1},
+    ):
+        with pytest.raises((deepspeed.ConfigError, deepspeed.NotYetError, TypeError)) as error:
+            deepspeed.initialize(model=build_with_loss(), **arguments)
+        said.append(str(error.value))
+    engine, *_ = deepspeed.initialize(model=build_with_loss(), config=config(2))
+    for method in (engine.save_checkpoint, engine.load_checkpoint, engine.save_16bit_model):
+        with pytest.raises(deepspeed.NotYetError) as refusal:
+            method("somewhere")
+        said.append(str(refusal.value))
+    engine.backward(engine(batch(rank)))
+    engine.step()
+    dist.barrier()
+    return said
+
+
+def test_what_is_refused(ranks: Ranks) -> None:
+    for said in ranks(2).run(_refused):
+        assert [text.partition(" ")[0] for text in said] == [
+            "mpu:",
+            "config:",
+            "config:",
+            "optimizer=3",
+            "initialize()",
+            "save_checkpoint:",
+            "load_checkpoint:",
+            "save_16bit_model:",
+        ]
 
 
 # ---- the whole script of the documentation: arguments, a JSON file, a data set, a schedule

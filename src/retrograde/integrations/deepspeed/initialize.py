@@ -23,6 +23,7 @@ logger = logging.getLogger("retrograde.deepspeed")
 
 Initialized = tuple[DeepSpeedEngine, Optimizer | None, "DataLoader[Any] | None", Any]
 _REFUSED = ("mpu", "mesh_param")  # arguments with which DeepSpeed would do something else
+_OF_A_GROUP = ("timeout", "init_method", "rank", "world_size")
 _WITHOUT_EFFECT = ("distributed_port", "dist_init_required", "config_params")
 
 
@@ -47,21 +48,21 @@ def initialize(
     _check_others(others)
     init_distributed()
     asked = Config.of(_config_of(args, config, others.get("config_params")), dist.get_world_size())
-    _say_what_has_no_effect(asked)
-    sharded = asked.shard(model)
     parameters = list(model_parameters) if model_parameters is not None else _trained(model)
-    chosen = _optimizer(optimizer, parameters, asked)
+    chosen = _optimizer(optimizer, parameters, asked)  # before the model is sharded: what is refused changes nothing
     scheduler = _scheduler(lr_scheduler, chosen, asked)
-    engine = DeepSpeedEngine(model, sharded, chosen, scheduler, asked)
+    _say_what_has_no_effect(asked)
+    engine = DeepSpeedEngine(model, asked.shard(model), chosen, scheduler, asked)
     remember(engine)
     loader = None if training_data is None else _loader(training_data, collate_fn, asked)
     return engine, chosen, loader, scheduler
 
 
 def init_distributed(dist_backend: str | None = None, **options: Any) -> None:
-    """torch's process group, unless there is one. `options` are those of `torch.distributed.init_process_group`."""
+    """torch's process group, unless there is one. Of DeepSpeed's options those that torch has are used."""
     if not dist.is_initialized():
-        dist.init_process_group(dist_backend or "gloo", **options)
+        used = {name: value for name, value in options.items() if name in _OF_A_GROUP and value != -1}
+        dist.init_process_group(dist_backend or "gloo", **used)
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
