@@ -13,6 +13,7 @@ from torch import nn
 
 import retrograde as rg
 from retrograde.deepspeed import ConfigError, NotYetError
+from retrograde.deepspeed.utils import set_z3_leaf_modules, z3_leaf_module
 from retrograde.integrations.deepspeed.config import BatchSizes, Config, Section
 from retrograde.integrations.deepspeed.optimizers import make_optimizer
 from retrograde.integrations.deepspeed.schedules import make_scheduler
@@ -175,6 +176,14 @@ def test_prefetch_precision_and_reduction() -> None:
     assert _asked("communication_data_type", "FP16").precision == rg.Precision(reduce="fp16")
     assert _asked("gradient_allreduce_op", "sum").reduce == "sum"
     assert Config.of(LEAST, 2).precision is None and Config.of(LEAST, 2).stage == 0
+
+
+# ---- marks
+@pytest.mark.parametrize("kind", (nn.ModuleList, "ModuleList", "torch.nn.modules.container.ModuleList"))
+def test_leaf_modules_are_marked(kind: Any) -> None:
+    model = nn.Sequential(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), nn.Linear(2, 2))
+    assert set_z3_leaf_modules(model, [kind]) == [model[0]]
+    assert z3_leaf_module(model[0]) and not z3_leaf_module(model[1]) and not z3_leaf_module(model)
 
 
 # ---- optimizers

@@ -7,6 +7,8 @@ from retrograde.integrations.deepspeed.utils import (
     safe_set_full_fp32_param,
     safe_set_full_grad,
     safe_set_full_optimizer_state,
+    set_z3_leaf_modules,
+    z3_leaf_module,
 )
 
 __all__ = [
@@ -16,4 +18,6 @@ __all__ = [
     "safe_set_full_fp32_param",
     "safe_set_full_grad",
     "safe_set_full_optimizer_state",
+    "set_z3_leaf_modules",
+    "z3_leaf_module",
 ]

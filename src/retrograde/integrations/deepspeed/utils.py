@@ -1,6 +1,9 @@
 """DeepSpeed's helpers for whole parameters, gradients and optimizer state: for all ranks together."""
 
+from collections.abc import Sequence
+
 import torch
+from torch import nn
 
 import retrograde as rg
 from retrograde.integrations.deepspeed.owners import engine_of
@@ -41,6 +44,28 @@ def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, opti
     if optim_state_key not in state:
         raise ConfigError(f"optim_state_key={optim_state_key!r} is not there; give one of {', '.join(state) or 'none'}")
     state[optim_state_key].copy_(value)
+
+
+def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
+    """Modules whose parameters DeepSpeed is to gather together, because ranks use different ones of them. Here ranks may
+    do that anyway: they are marked and returned, and nothing else happens."""
+    names = {
+        kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}" for kind in leaf_module_classes
+    }
+    found = [module for module in model.modules() if names & _names_of(type(module))]
+    for module in found:
+        vars(module)["_z3_leaf"] = True
+    return found
+
+
+def z3_leaf_module(model: nn.Module) -> bool:
+    """Was it marked?"""
+    return "_z3_leaf" in vars(model)
+
+
+def _names_of(kind: type) -> set[str]:
+    """Of a class and those it derives from: short, and with their modules."""
+    return {name for each in kind.__mro__ for name in (each.__name__, f"{each.__module__}.{each.__qualname__}")}
 
 
 def _state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
