@@ -47,8 +47,8 @@ def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, opti
 
 
 def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
-    """Modules whose parameters DeepSpeed is to gather together, because ranks use different ones of them. Here ranks may
-    do that anyway: they are marked and returned, and nothing else happens."""
+    """Modules whose parameters DeepSpeed is to gather together, because ranks use different ones of them. Here ranks
+    may do that anyway: they are marked and returned, and nothing else happens."""
     names = {
         kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}" for kind in leaf_module_classes
     }
