@@ -23,7 +23,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE
 N ?= 1000
 SEED ?= 0
 
-.PHONY: help demo quick test test-all lint fuzz patterns bench bench-overhead clean
+.PHONY: help demo quick test test-all lint fuzz patterns bench bench-overhead bench-window clean
 
 help:
 	@echo "make demo      train a small GPT on 2 ranks, stage 3, and compare it with plain torch"
@@ -35,6 +35,7 @@ help:
 	@echo "make patterns  run the free-form backward matrix and put its table into docs/matrix.md"
 	@echo "make bench     time retrograde and its peers, and fill docs/benchmarks.md and README.md"
 	@echo "make bench-overhead  what sharding costs per small parameter, into docs/benchmarks.md, in ten minutes"
+	@echo "make bench-window  several backwards a step, reduced each time or once, into docs/benchmarks.md"
 	@echo "make clean     remove the virtual environment and everything built"
 
 # The first interpreter that runs and is new enough; a name on PATH alone may be a shim that does not.
@@ -101,6 +102,10 @@ bench: $(PEERS)
 bench-overhead: $(READY)
 	@$(PY) -m benchmarks.overhead
 	@$(PY) tools/fill_tables.py overhead benchmarks/results/latest-overhead.md
+
+bench-window: $(PEERS)
+	@$(PY) -m benchmarks.window
+	@$(PY) tools/fill_tables.py window benchmarks/results/latest-window.md
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -137,6 +137,7 @@ class Recorder:
     """Writes down, for one rank's copy, what reaches each leaf and when gradients were zeroed."""
 
     def __init__(self, model: nn.Module) -> None:
+        self.divisor = 1  # of every contribution (`Engine.gradient_divisor`)
         self._params = dict(model.named_parameters())
         self._handles: list[RemovableHandle] = []
         # Held: a leaf refers to its accumulation node weakly, and the hook goes with the node.
@@ -204,7 +205,7 @@ class Recorder:
 
         def seen(grads: tuple[Tensor, ...]) -> None:
             group = self._group_of(torch._C._current_graph_task_id())
-            self.timelines[name].append(Contribution(group, grads[0].detach().clone()))
+            self.timelines[name].append(Contribution(group, grads[0].detach() / self.divisor))
 
         self._handles.append(node.register_prehook(seen))
         return node

@@ -12,7 +12,7 @@ from retrograde.errors import (
 )
 from retrograde.layout import Precision
 from retrograde.ledger import Entry, Ledger
-from retrograde.parameters import elementwise
+from retrograde.parameters import elementwise, full_tensor, parameter_of
 from retrograde.pipeline.options import Cut, Microbatches, Zero
 from retrograde.pipeline.pipeline import Pipeline
 
@@ -33,5 +33,7 @@ __all__ = [
     "Zero",
     "compile",
     "elementwise",
+    "full_tensor",
+    "parameter_of",
     "shard",
 ]

@@ -42,6 +42,7 @@ class EngineSide:
             mesh=mesh_of(recipe.replicas, recipe.world),
             timeout=TIMEOUT,
         )
+        self.engine.gradient_divisor = recipe.parts
         self.records: list[tuple[str, Tensor]] = []
         self.faults: list[str] = []
         install_hooks(recipe, self.model)

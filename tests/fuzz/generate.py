@@ -32,6 +32,7 @@ def recipe(seed: int) -> Recipe:
         hooked=exact and chance.random() < 0.2,
         in_backward=alike and not exact and chance.random() < 0.1,
         replicas=_replicas(seed, world),
+        parts=random.Random(f"parts {seed}").choice((1, 1, 1, 2)),
     )
     phases = tuple(_phase(chance, shape, alike) for _ in range(chance.randint(1, 4)))
     return replace(shape, phases=_touched(shape, phases))

@@ -48,8 +48,9 @@ def play(recipe: Recipe) -> list[Trace]:
     models = [build(recipe) for _ in range(recipe.world)]
     hook = step_in_backward if recipe.in_backward else None
     ranks = PlainRanks(models, recipe.stage, hook, divisor(recipe), recipe.replicas)
-    for model in models:
+    for model, recorder in zip(models, ranks.recorders, strict=True):
         install_hooks(recipe, model)
+        recorder.divisor = recipe.parts
     sides = [PlainSide(rank, model, ranks.recorders[rank]) for rank, model in enumerate(models)]
     players = [Player(recipe, side) for side in sides]
     trained = models[0]

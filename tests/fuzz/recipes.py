@@ -77,6 +77,7 @@ class Recipe:
     hooked: bool = False
     in_backward: bool = False
     replicas: int = 1  # of the sharded model, each on a run of neighbouring ranks
+    parts: int = 1  # by which what a backward adds to `.grad` is divided
 
     @property
     def possible(self) -> bool:

@@ -61,7 +61,7 @@ def _simpler_blocks(recipe: Recipe) -> Iterator[Recipe]:
 
 
 def _defaults(recipe: Recipe) -> Iterator[Recipe]:
-    defaults = {"prefetch": False, "resident": 0, "hooked": False, "units": "blocks", "replicas": 1}
+    defaults = {"prefetch": False, "resident": 0, "hooked": False, "units": "blocks", "replicas": 1, "parts": 1}
     for name, value in defaults.items():
         if getattr(recipe, name) != value:
             yield replace(recipe, **{name: value})  # type: ignore[arg-type]

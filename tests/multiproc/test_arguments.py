@@ -116,9 +116,24 @@ def full_params_write(scene: Scene, value: Any) -> None:
         pass
 
 
+def full_params_leaves(scene: Scene, value: Any) -> None:
+    with scene.engine.full_params(leaves=value):
+        pass
+
+
+def full_params_writer(scene: Scene, value: Any) -> None:
+    with scene.engine.full_params(writer=value):
+        pass
+
+
+def gradient_divisor(scene: Scene, value: Any) -> None:
+    scene.engine.gradient_divisor = value
+
+
 SIZE = 'give bytes or a text like "2GiB"'
 SECONDS = "give seconds, a number above 0"
 FLAG = "give True or False"
+RANK = "give a rank of this engine's process group, or None"
 MODULES = "give modules of this model"
 STAGES = "give 1, 2 or 3"
 NAME = "give a parameter of this model or its name"
@@ -178,6 +193,15 @@ WRONG: tuple[Wrong, ...] = (
     Wrong(full_params, nn.Linear(2, 3), ("full_params(modules)=Linear", "is not part of this model", MODULES)),
     Wrong(full_params_write, 1, ("full_params(write)=1", FLAG)),
     Wrong(full_params_write, "yes", ("full_params(write)='yes'", FLAG)),
+    Wrong(full_params_leaves, 1, ("full_params(leaves)=1", FLAG)),
+    Wrong(full_params_writer, True, ("full_params(writer)=True", RANK)),
+    Wrong(full_params_writer, -1, ("full_params(writer)=-1", RANK)),
+    Wrong(full_params_writer, 99, ("full_params(writer)=99", "ranks", RANK)),
+    Wrong(gradient_divisor, 0, ("gradient_divisor=0", "give a number above 0")),
+    Wrong(gradient_divisor, -2, ("gradient_divisor=-2", "give a number above 0")),
+    Wrong(gradient_divisor, math.inf, ("gradient_divisor=inf", "give a number above 0")),
+    Wrong(gradient_divisor, math.nan, ("gradient_divisor=nan", "give a number above 0")),
+    Wrong(gradient_divisor, "2", ("gradient_divisor='2'", "give a number above 0")),
     Wrong(lambda s, value: s.engine.iter_full_params(value), "lots", ("iter_full_params(budget)='lots'", SIZE)),
     Wrong(lambda s, value: s.engine.iter_full_params(value), None, ("iter_full_params(budget)=None", SIZE)),
     Wrong(lambda s, value: s.engine.full_grad(value), "no.such", ("full_grad(which)='no.such'", NAME)),

@@ -83,6 +83,18 @@ def test_the_cost_per_parameter_is_measured(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("latest*"))
 
 
+def test_windows_are_measured(tmp_path: Path) -> None:
+    done = run("benchmarks.window", "--engines", "retrograde-2", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout
+    found = json.loads((tmp_path / "tiny-window.json").read_text())["cases"]
+    reductions = {(case["manner"], case["backwards"]): case["exchanges"]["reduce"] for case in found}
+    assert {reductions["each", n] for n in (2, 4, 8)} == {4, 8, 16}  # of two units
+    assert {reductions[manner, n] for manner in ("coalesced", "no_sync") for n in (2, 4, 8)} == {2}
+    assert [reductions["coalesced, budget of half", n] for n in (2, 4, 8)] == [3, 5, 9]
+    assert (tmp_path / "tiny-window.md").read_text().startswith("**retrograde-2**")
+    assert not list(tmp_path.glob("latest*"))
+
+
 def test_a_rank_that_dies_is_named_and_takes_its_crew_along(tmp_path: Path) -> None:
     with Crew("alone", TINY, world=2, logs=tmp_path, limit=60.0) as crew:
         assert len(crew.ask(Turn(steps=1, settle=0))) == 2

@@ -29,7 +29,7 @@ COLUMNS = (
     ("checkpoint",),
     ("planning", "tracing"),
     ("integrations", "cli"),
-    ("__main__",),
+    ("deepspeed", "__main__"),
 )
 COLUMN = {room: number for number, column in enumerate(COLUMNS) for room in column}
 
@@ -120,6 +120,17 @@ def layout_faults(root: Path) -> list[str]:
     ]
 
 
+def face_faults(root: Path) -> list[str]:
+    """Front ends use the package's public face: `import retrograde as rg`, and modules of their own room."""
+    return [
+        f"{path.relative_to(root)}:{line}: a front end uses the package's face, not '{module}'"
+        for path in modules(root)
+        if room_of(path, root) == "integrations"
+        for line, module in imports(path, root)
+        if module.startswith(f"{root.name}.") and not module.startswith(f"{root.name}.integrations.")
+    ]
+
+
 def test_source_is_there() -> None:
     assert (SOURCE / "__init__.py").is_file()
 
@@ -138,6 +149,10 @@ def test_files_stay_small() -> None:
 
 def test_layout_has_no_collectives() -> None:
     assert layout_faults(SOURCE) == []
+
+
+def test_front_ends_use_the_public_face() -> None:
+    assert face_faults(SOURCE) == []
 
 
 # The rules themselves, on small wrong houses: each check must be able to fail.
@@ -200,3 +215,11 @@ def test_sizes_are_counted(tmp_path: Path) -> None:
 def test_collectives_in_layout_are_found(tmp_path: Path) -> None:
     text = "import torch.distributed as dist\nfrom torch import distributed\nimport torch\n"
     assert len(layout_faults(house(tmp_path, {"layout/flat.py": text}))) == 2
+
+
+def test_front_ends_that_reach_inside_are_found(tmp_path: Path) -> None:
+    inside = (
+        "import retrograde as rg\nfrom retrograde.integrations.other import x\nfrom retrograde.engine import Engine\n"
+    )
+    root = house(tmp_path, {"integrations/other/a.py": inside})
+    assert [fault.split(" ")[0] for fault in face_faults(root)] == ["integrations/other/a.py:3:"]

@@ -2,13 +2,13 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from retrograde.arguments import flag, instance, not_negative, number, wrong
+from retrograde.arguments import flag, instance, not_negative, number, whole_number, wrong
 from retrograde.coordination import Coordinator, WriteFence
 from retrograde.coordination.meetings import Meetings
 from retrograde.devices import streams_of
@@ -25,6 +25,8 @@ from retrograde.parameters.wholes import plain
 from retrograde.reports import explain, report
 from retrograde.torch_internals import raw_grad, without_torch_function
 from retrograde.transport import Memory, Reason, Transport
+
+_A_RANK = "a rank of this engine's process group, or None"
 
 
 class Engine:
@@ -117,22 +119,82 @@ class Engine:
         if not self.flow.windows.open and not self.policy.until_step:
             self.coordinator.attend(Reason.FLUSH, "the end of coalesce()")
 
+    @property
+    def gradient_divisor(self) -> float:
+        """What a backward adds to `.grad` is divided by this, on this rank; 1 unless it is set.
+
+        For gradients that are to be a mean over several backwards. Whatever a backward is, and wherever it starts: its
+        own part of the gradients is divided once. What `torch.autograd.grad` returns is not."""
+        return self.flow.divisor
+
+    @gradient_divisor.setter
+    def gradient_divisor(self, value: float) -> None:
+        divisor = not_negative("gradient_divisor", value, "a number above 0")
+        if divisor == 0 or math.isinf(divisor):
+            raise wrong("gradient_divisor", value, "divides nothing", "a number above 0")
+        self.flow.divisor = divisor
+
     @contextlib.contextmanager
-    def full_params(self, *modules: nn.Module, write: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+    def full_params(
+        self, *modules: nn.Module, write: bool = False, writer: int | None = None, leaves: bool = False
+    ) -> Iterator[dict[str, torch.Tensor]]:
         """The full tensors of the given modules (all, if none is given), by name, held while inside.
 
-        With `write=True` edits in place are allowed, and every rank makes the same ones.
-        """
-        flag("full_params(write)", write)
+        With `write=True` edits in place are allowed, and every rank makes the same ones. With `writer` the edits of
+        that rank count alone, and all ranks have them at the end: it is for all ranks together, at both ends.
+        `leaves=True`, as is so with `writer`: `p` itself is its full tensor, of which a rank may ask anything alone."""
+        write = flag("full_params(write)", write) or writer is not None
+        leaves = flag("full_params(leaves)", leaves) or writer is not None
+        if writer is not None and whole_number("full_params(writer)", writer, 0, _A_RANK) >= self.grid.world:
+            raise wrong("full_params(writer)", writer, f"is not one of {self.grid.world} ranks", _A_RANK)
         wanted = {id(p) for module in self._own(modules) for p in module.parameters()}
-        leaves = [(name, p) for name, p in self.model.named_parameters() if id(p) in wanted]
+        chosen = [(name, p) for name, p in self.model.named_parameters() if id(p) in wanted]
         with torch.set_grad_enabled(torch.is_grad_enabled() and not write):
-            held = {name: leaf.full() for name, leaf in leaves if isinstance(leaf, ShardedParameter)}
-            yield held if write else {name: tensor.detach() for name, tensor in held.items()}
+            held = {name: leaf.full() for name, leaf in chosen if isinstance(leaf, ShardedParameter)}
+            with contextlib.ExitStack() as manners:
+                if writer is not None:
+                    manners.enter_context(self._edited_by(writer, held))
+                if leaves:
+                    manners.enter_context(self._leaves_whole(held))
+                yield held if write else {name: tensor.detach() for name, tensor in held.items()}
         held.clear()
         for unit in self.units:
             unit.write_back_edits()
         self.pager.release()
+
+    @contextlib.contextmanager
+    def _leaves_whole(self, held: Collection[str]) -> Iterator[None]:
+        before = {unit: unit.whole_leaves for unit in self.units}  # these nest
+        for unit in before:
+            unit.whole_leaves = unit.whole_leaves | unit.layout.slots_named(held)
+        try:
+            yield
+        finally:
+            for unit, slots in before.items():
+                unit.whole_leaves = slots
+
+    @contextlib.contextmanager
+    def _edited_by(self, writer: int, held: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Edits of these inside are nobody's affair; at the end all ranks make one edit of each: the writer's values.
+
+        Those made before the body raises count, as they do in torch."""
+        for unit in self.units:
+            unit.write_back_edits()
+        self.coordinator.values("full_params(writer=...) begins", lambda: None)  # all have read what they hold
+        for unit in self.units:
+            unit.edited_alone = unit.layout.slots_named(held)
+        try:
+            yield
+        finally:
+            for unit in self.units:
+                unit.end_editing_alone()
+            for name, tensor in held.items():
+                tensor.copy_(self._from_rank(writer, f"full_params(writer={writer}): {name}", tensor))
+
+    def _from_rank(self, rank: int, label: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor that one rank has, on all of them."""
+        everybody = self.coordinator.values(label, lambda: tensor.detach().clone() if rank == self.grid.rank else None)
+        return cast(torch.Tensor, everybody[rank])
 
     def _own(self, modules: tuple[nn.Module, ...]) -> tuple[nn.Module, ...]:
         """The modules asked for, each with something of this model; all of it if none is given."""

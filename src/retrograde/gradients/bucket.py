@@ -49,8 +49,8 @@ class Bucket:
         assert self._store is not None, f"the bucket of unit {self._name} was given back"
         return self._store
 
-    def add(self, grads: Grads) -> None:
-        """The gradients of one producer, on its stream."""
+    def add(self, grads: Grads, divisor: float = 1) -> None:
+        """The gradients of one producer, on its stream, each divided by `divisor`."""
         stream = self._pool.streams.current()
         mine = {index: grad for index, grad in enumerate(grads) if grad is not None}
         stream.wait(self._free)
@@ -59,18 +59,22 @@ class Bucket:
                 stream.wait(other.event)
         with labelled("copy into bucket of", self._name):
             for index, grad in mine.items():
-                self._write(index, grad, stream)
+                self._write(index, grad, divisor, stream)
                 self.present[index] = True
         self._producers.append(_Producer(stream, stream.record(), frozenset(mine)))
 
-    def _write(self, index: int, grad: torch.Tensor, stream: Stream) -> None:
+    def _write(self, index: int, grad: torch.Tensor, divisor: float, stream: Stream) -> None:
         if index in self._passed:
             return  # it is sent from where it is
         place = self._layout.slots[index].full(self.place(index))
-        if self.present[index]:
-            stream.run(lambda: place.add_(grad))
-        else:
+        if not self.present[index]:
             stream.run(lambda: place.copy_(grad))
+            if divisor != 1:
+                stream.run(lambda: place.div_(divisor))
+        elif divisor != 1:
+            stream.run(lambda: place.add_(grad / divisor))
+        else:
+            stream.run(lambda: place.add_(grad))
 
     def place(self, index: int) -> torch.Tensor:
         slot = self._layout.slots[index]

@@ -83,6 +83,7 @@ class GradientFlow:
         ledger: Ledger,
     ) -> None:
         self.windows = Windows()
+        self.divisor: float = 1  # of what backwards add to `.grad`; `torch.autograd.grad` is not divided
         self.fresh = False  # have gradients come since all ranks were last at the same place?
         self._transport = transport
         self._grid = grid
@@ -113,26 +114,27 @@ class GradientFlow:
         if not any(uses):
             return None  # `inputs=` has a parameter of this unit, on which nothing depends
         if Use.CAPTURED in uses:
-            return self._to_pack(self._send_now(unit, grads, uses), fates)
+            return self._to_pack(self._send_now(unit, grads, uses, divisor=1), fates)
         waits = self._may_wait(unit)
         if waits:
             waits = self._make_space(unit)  # others may have to go for it, or it does not fit
         if waits:
-            self.keep(unit, grads)
+            self.keep(unit, grads, self.divisor)
             return None
         if unit.index in self._pending:
-            self.keep(unit, grads)  # the first backward after `no_sync()` takes along what was kept
+            self.keep(unit, grads, self.divisor)  # the first backward after `no_sync()` takes along what was kept
             return self._to_pack(self._send_pending(unit.index), fates)
-        return self._to_pack(self._send_now(unit, grads, uses), fates)
+        return self._to_pack(self._send_now(unit, grads, uses, self.divisor), fates)
 
     def _note(self, uses: Uses) -> None:
         if Use.ACCUMULATED in uses:
             self.fresh = True
 
-    def _send_now(self, unit: Unit, grads: Grads, uses: Uses) -> Gradient:
+    def _send_now(self, unit: Unit, grads: Grads, uses: Uses, divisor: float) -> Gradient:
         self._strategy.finish_sending()  # its memory is free before more is taken
-        gradient = self._empty(unit, huge(grads) if self._strategy.passes_through else {})
-        gradient.bucket.add(grads)
+        may_pass = self._strategy.passes_through and divisor == 1  # autograd's memory is not ours to divide
+        gradient = self._empty(unit, huge(grads) if may_pass else {})
+        gradient.bucket.add(grads, divisor)
         return self._send(gradient, self._keys.next(unit), uses)
 
     def _empty(self, unit: Unit, passed: Mapping[int, torch.Tensor]) -> Gradient:
@@ -182,11 +184,11 @@ class GradientFlow:
         return gradient.packed
 
     def reduce_now(self, unit: Unit, grads: Grads, uses: Uses, fates: Uses | None) -> torch.Tensor:
-        """Send and sum at once, for a reduction that is itself part of a graph.
+        """Send and sum at once, for a reduction that is itself part of a graph. What is to be divided has been.
 
         `fates`: what Pack does with it. Without, whoever asks gets it, and all ranks ask for the same parameters."""
         self._note(uses)
-        gradient = self._send_now(unit, grads, uses)
+        gradient = self._send_now(unit, grads, uses, divisor=1)
         own = gradient.own if fates is None else self._to_pack(gradient, fates)
         offered = self._meet_at_end(self._current())
         theirs = [of_rank.get(gradient.key) for of_rank in offered.values()]
@@ -340,12 +342,12 @@ class GradientFlow:
             self._send_pending(index, makes_room=True)
         return True
 
-    def keep(self, unit: Unit, grads: Grads) -> None:
+    def keep(self, unit: Unit, grads: Grads, divisor: float = 1) -> None:
         """Add to what waits for this unit."""
         if unit.index not in self._pending:
             self._strategy.finish_sending()  # its memory is free before more is taken
             self._pending[unit.index] = self._empty(unit, {})
-        self._pending[unit.index].bucket.add(grads)
+        self._pending[unit.index].bucket.add(grads, divisor)
 
     def waiting_for(self, unit: Unit, slot: int) -> torch.Tensor | None:
         """What waits for one parameter, as it lies in the bucket, if something does."""

@@ -87,8 +87,15 @@ class UnitGraph:
         uses = tuple(Use.NONE if grad is None else fate for fate, grad in zip(fates, grads, strict=True))
         dense = [grad.to_dense() if grad is not None and use else None for grad, use in zip(grads, uses, strict=True)]
         if torch.is_grad_enabled():
-            return _Reduce.apply(self, uses, fates, *dense)  # type: ignore[no-any-return, no-untyped-call]
+            return _Reduce.apply(self, uses, fates, *self._divided(dense, uses))  # type: ignore[no-any-return, no-untyped-call]
         return self.flow.collect(unit, dense, uses, fates)
+
+    def _divided(self, grads: Grads, uses: Uses) -> Grads:
+        """As part of the graph: what `.grad` gets is divided, what `torch.autograd.grad` returns is not."""
+        divisor = self.flow.divisor
+        if divisor == 1 or Use.CAPTURED in uses:
+            return grads
+        return [None if grad is None else grad / divisor for grad in grads]
 
     def _use_of(self, slot: int, grad: torch.Tensor | None) -> Use:
         """What the backward that runs does with this parameter's gradient, if there is one."""

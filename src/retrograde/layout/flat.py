@@ -8,7 +8,7 @@ may be empty, and it may be the whole parameter.
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -111,6 +111,9 @@ class Layout:
         self.shard_bytes = self.shard_numel * dtype.itemsize
         self.page_bytes = self.padded_numel * dtype.itemsize
         self.cuts = tuple(map(self._cut, self.slots))  # parameters with equal ones have the same elements on each rank
+
+    def slots_named(self, names: Collection[str]) -> set[int]:
+        return {index for index, slot in enumerate(self.slots) if slot.name in names}
 
     def _cut(self, slot: Slot) -> tuple[object, ...]:
         """How a parameter is cut: the first rank that has some of it, where each next one begins, and in which order

@@ -5,6 +5,7 @@ Rule 2: an edit of a full tensor is written back to the shard, by whoever notice
         (full_tensor.py), or the next look at the counters (`write_back_edits`).
 """
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -64,6 +65,10 @@ class Unit:
         # Plain tensors that share the leaves' memory and version counters: reading a leaf itself is slower.
         self.pieces = tuple(leaf.detach() for leaf in leaves)
         self.edits = EditLog()
+        # Slots that Engine.full_params holds: where the leaf is its full tensor, and where one rank's edits are to be
+        # everybody's.
+        self.whole_leaves: set[int] = set()
+        self.edited_alone: set[int] = set()
         self.version_at_rest = self.version  # when the weights last were as all ranks know (coordination/fences.py)
         self.frozen_handles: weakref.WeakSet[object] = weakref.WeakSet()  # of frozen parameters, in graphs
         at_home = memory.numel() == layout.padded_numel
@@ -135,10 +140,12 @@ class Unit:
     def write_back_edits(self) -> None:
         """Edits that were not reported (through an alias of a full tensor) reach the shard here."""
         edits = self.page.edits()
-        if not edits.slots and not edits.of_frozen:
+        of_frozen = edits.of_frozen and not self.edited_alone
+        slots = [slot for slot in edits.slots if slot not in self.edited_alone]
+        if not slots and not of_frozen:
             return
         self.page.note_edits()  # a fence looks for edits too
-        for slot in range(len(self.leaves)) if edits.of_frozen else edits.slots:
+        for slot in range(len(self.leaves)) if of_frozen else slots:
             with self._coherence.writing(f"an edit of {self.layout.slots[slot].name}", self, slot):
                 self.write_back(slot)
 
@@ -151,7 +158,15 @@ class Unit:
 
     def editing(self, what: str, slot: int) -> AbstractContextManager[None]:
         """Around an edit of a full tensor that is reported. Writes it back at the end."""
+        if slot in self.edited_alone:
+            return contextlib.nullcontext()
         return self._coherence.editing(f"{what} on {self.layout.slots[slot].name}", self, slot)
+
+    def end_editing_alone(self) -> None:
+        """What this rank has made of its page meanwhile is not written back: another value is about to come."""
+        if self.edited_alone:
+            self.edited_alone = set()
+            self.page.note_edits()
 
     def stray_edit(self) -> str | None:
         """The name of a parameter whose shard was written to through its full tensor by a function that does not tell

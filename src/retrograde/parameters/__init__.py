@@ -4,6 +4,7 @@ from retrograde.parameters.elementwise import elementwise
 from retrograde.parameters.leaf import ShardedParameter
 from retrograde.parameters.outside import refuse_pieces_outside
 from retrograde.parameters.owner import Owner
+from retrograde.parameters.questions import full_tensor, parameter_of
 from retrograde.parameters.sharded_tensor import ShardedGradient, ShardedTensor, classes_of_sharded_tensors
 from retrograde.parameters.state import watch_states
 from retrograde.parameters.updates import watch_updates
@@ -15,6 +16,8 @@ __all__ = [
     "ShardedTensor",
     "classes_of_sharded_tensors",
     "elementwise",
+    "full_tensor",
+    "parameter_of",
     "refuse_pieces_outside",
     "watch_states",
     "watch_updates",

@@ -13,7 +13,7 @@ from retrograde.parameters.part import Part, parts_in
 from retrograde.parameters.reductions import reduced, reduced_lists, unscaled
 from retrograde.parameters.routes import Call, Route, route
 from retrograde.parameters.wholes import whole, wholes
-from retrograde.torch_internals import without_torch_function, writes_unseen
+from retrograde.torch_internals import tree_map_only, without_torch_function, writes_unseen
 
 USED_TOGETHER = "computing with gradients: zero_grad(), clipping or an edit of p.grad"
 
@@ -22,11 +22,14 @@ def serve(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """What `__torch_function__` of a sharded tensor does."""
     call = Call.of(func, args, kwargs)
     way = route(call)
+    if way not in _OF_THE_OBJECT and any(part.stands_for_whole for part in call.parts):
+        return on_held_pages(call)
     if way not in _ASKING_NOTHING:
         bring_gradients(call.parts, meet=way in _AT_OWN_PACE)
     return HANDLERS[way](call)
 
 
+_OF_THE_OBJECT = {Route.MEMORY, Route.SHAPE}  # its attributes, and what does not depend on its elements
 _ASKING_NOTHING = {Route.MEMORY, Route.SHAPE, Route.LIKE, Route.RESHAPED, Route.REFUSED, Route.GRADIENTS}
 # These meet nobody themselves.
 _AT_OWN_PACE = {Route.ELEMENTS, Route.EDIT, Route.EDIT_WHOLE, Route.LISTS, Route.UNSCALED, Route.DRAWN}
@@ -43,6 +46,19 @@ def bring_gradients(parts: Iterable[Part], meet: bool) -> None:
 
 
 # ---- without other ranks
+def on_held_pages(call: Call) -> Any:
+    """Of parameters that somebody holds whole: as if their full tensors had been given. What is left that is sharded
+    goes its own way."""
+    args, kwargs = tree_map_only(Part, _held, (tuple(call.args), call.kwargs))
+    if args and isinstance(args[0], FullTensor) and call.func is getattr(torch.Tensor, call.name, None):
+        return getattr(args[0], call.name)(*args[1:], **kwargs)  # full tensors have edits and views of their own
+    return call.func(*args, **kwargs)
+
+
+def _held(part: Part) -> torch.Tensor:
+    return whole(part, "a parameter that is held") if part.stands_for_whole else part
+
+
 def on_memory(call: Call) -> Any:
     with without_torch_function():
         return call.func(*call.args, **call.kwargs)

@@ -46,6 +46,12 @@ class Part(torch.Tensor):
         return self.owner.unit
 
     @property
+    def stands_for_whole(self) -> bool:
+        """Is it a parameter that `Engine.full_params(leaves=True)` holds?"""
+        owner = self._owner() if self.of_weights else None
+        return owner is not None and self.place in owner.unit.whole_leaves
+
+    @property
     def coordinator(self) -> Coordinator:
         return self.owner.coordinator
 

@@ -1,0 +1,5 @@
+"""`deepspeed.zero`."""
+
+from retrograde.integrations.deepspeed.zero import GatheredParameters, Init
+
+__all__ = ["GatheredParameters", "Init"]

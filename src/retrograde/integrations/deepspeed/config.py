@@ -1,0 +1,227 @@
+"""What a config comes to: plain values, read once."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import retrograde as rg
+from retrograde.integrations.deepspeed.refusals import ConfigError, wrong
+from retrograde.integrations.deepspeed.words import Word, checked, without_effect
+
+Given = Mapping[str, Any] | str | Path
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """train = micro × accumulation × ranks."""
+
+    train: int
+    micro: int
+    accumulation: int
+
+    @staticmethod
+    def of(train: int | None, micro: int | None, accumulation: int | None, world: int) -> "BatchSizes":
+        """What is missing is computed from the others."""
+        if train is None and micro is None:
+            raise ConfigError(
+                "train_batch_size: neither it nor train_micro_batch_size_per_gpu is there; give one of them"
+            )
+        if micro is None:
+            assert train is not None
+            micro = train // world // (accumulation or 1)
+        if accumulation is None:
+            accumulation = 1 if train is None else train // micro // world if micro else 0
+        if train is None:
+            train = micro * accumulation * world
+        sizes = BatchSizes(train, micro, accumulation)
+        if min(train, micro, accumulation) < 1 or train != micro * accumulation * world:
+            raise ConfigError(
+                f"train_batch_size={train} is not train_micro_batch_size_per_gpu={micro} × "
+                f"gradient_accumulation_steps={accumulation} × {world} ranks, all 1 or more; leave one of them out"
+            )
+        return sizes
+
+    def with_train(self, train: int, world: int) -> "BatchSizes":
+        """Another number of micro batches."""
+        if train % (self.micro * world):
+            raise wrong("train_batch_size", train, "cannot be split", f"a multiple of {self.micro * world}")
+        return BatchSizes.of(train, self.micro, None, world)
+
+    def with_micro(self, micro: int, world: int) -> "BatchSizes":
+        return BatchSizes.of(None, micro, self.accumulation, world)
+
+
+@dataclass(frozen=True)
+class Residency:
+    """DeepSpeed's thresholds, in elements; None where the config says nothing."""
+
+    live: int | None
+    reuse: int | None
+    parameter: int | None
+    model: int | None
+
+    def budget(self, model: nn.Module) -> int:
+        """Bytes of pages that may stay at stage 3: elements that may be live, and parameters that are small enough.
+
+        A page stays or goes as a whole, so that small parameters stay where units are made of them."""
+        parameters = list(model.parameters())
+        size = max((p.element_size() for p in parameters), default=0)
+        reused = min((limit for limit in (self.live, self.reuse) if limit is not None), default=0) * size
+        small = sum(_in_a_page(p.nbytes) for p in parameters if p.numel() <= (self.parameter or 0))
+        return reused + (small if self.model is None else min(small, self.model * size))
+
+
+def _in_a_page(nbytes: int) -> int:
+    """What it takes there, as in torch's allocator: multiples of 64 bytes."""
+    return -(-nbytes // 64) * 64
+
+
+@dataclass(frozen=True)
+class Section:
+    """`{"type": ..., "params": {...}}`: an optimizer or a scheduler."""
+
+    where: str
+    type: str
+    params: dict[str, Any]
+
+    @staticmethod
+    def of(where: str, given: Any) -> "Section | None":
+        if given is None:
+            return None
+        kind, params = given.get("type"), given.get("params") or {}
+        if not isinstance(kind, str):
+            raise wrong(f"{where}.type", kind, "is not a name", "the name of one")
+        if not isinstance(params, Mapping):
+            raise wrong(f"{where}.params", params, "has another type", "a section (a dictionary)")
+        return Section(where, kind, dict(params))
+
+
+@dataclass(frozen=True)
+class Config:
+    """`asked`: the flat config, under the keys of the table in words.py."""
+
+    asked: dict[str, Any]
+    batch: BatchSizes
+    idle: tuple[Word, ...]
+
+    @staticmethod
+    def of(given: Given, world: int) -> "Config":
+        flat = checked(_loaded(given))
+        sizes = [flat.get(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu")]
+        train, micro, accumulation = (
+            None if size is None else int(size) for size in (*sizes, flat.get("gradient_accumulation_steps"))
+        )
+        config = Config(flat, BatchSizes.of(train, micro, accumulation, world), tuple(without_effect(flat)))
+        config.check()
+        return config
+
+    def check(self) -> None:
+        """Read everything that can be wrong."""
+        _ = self.stage, self.reduce, self.precision, self.optimizer, self.scheduler
+
+    def with_batch(self, batch: BatchSizes) -> "Config":
+        return replace(self, batch=batch)
+
+    @property
+    def stage(self) -> int:
+        """DeepSpeed's; 0 shards nothing there."""
+        stage = int(self.asked.get("zero_optimization.stage") or 0)
+        if stage > 3:
+            raise wrong("zero_optimization.stage", stage, "is out of range", "0, 1, 2 or 3")
+        return stage
+
+    @property
+    def clipping(self) -> float:
+        """0: none."""
+        return float(self.asked.get("gradient_clipping") or 0)
+
+    @property
+    def managed(self) -> bool:
+        """Does the number of `step()` calls say where the boundary is?"""
+        return self.asked.get("managed_gradient_accumulation") is not False
+
+    @property
+    def reduce(self) -> str:
+        reduce = str(self.asked.get("gradient_allreduce_op") or "mean").lower()
+        if reduce not in ("mean", "sum"):
+            raise wrong("gradient_allreduce_op", reduce, "is not known", '"mean" or "sum"')
+        return reduce
+
+    @property
+    def precision(self) -> rg.Precision | None:
+        wire = self.asked.get("communication_data_type")
+        if wire is None:
+            return None
+        if wire.lower() not in ("fp32", "fp16", "bf16"):
+            raise wrong("communication_data_type", wire, "is not known", '"fp32", "fp16" or "bf16"')
+        return rg.Precision(reduce=wire.lower())
+
+    @property
+    def residency(self) -> Residency:
+        names = ("max_live_parameters", "max_reuse_distance", "param_persistence_threshold")
+        keys = [f"zero_optimization.stage3_{name}" for name in (*names, "model_persistence_threshold")]
+        found = [self.asked.get(key) for key in keys]
+        return Residency(*(None if limit is None else int(limit) for limit in found))
+
+    @property
+    def prefetch(self) -> bool:
+        return self.asked.get("zero_optimization.stage3_prefetch_bucket_size") != 0
+
+    @property
+    def optimizer(self) -> Section | None:
+        return Section.of("optimizer", self.asked.get("optimizer"))
+
+    @property
+    def scheduler(self) -> Section | None:
+        return Section.of("scheduler", self.asked.get("scheduler"))
+
+    @property
+    def compiles_by_units(self) -> bool:
+        return bool(self.asked.get("compile.deepcompile"))
+
+    @property
+    def drop_last(self) -> bool:
+        return bool(self.asked.get("dataloader_drop_last"))
+
+    def shard(self, model: nn.Module, process_group: torch.distributed.ProcessGroup | None = None) -> rg.Engine:
+        return rg.shard(
+            model,
+            max(self.stage, 1),
+            process_group=process_group,
+            precision=self.precision,
+            reduce=self.reduce,
+            resident=self.residency.budget(model) if self.stage == 3 else 0,
+            prefetch=self.prefetch,
+        )
+
+
+def _loaded(given: Given) -> Mapping[str, Any]:
+    if isinstance(given, Mapping):
+        return given
+    if not isinstance(given, str | Path):
+        raise wrong("config", given, "is not a config", "a dictionary or the name of a JSON file")
+    path = Path(given)
+    if not path.is_file():
+        raise ConfigError(f"config={str(given)!r} is not a file; give a dictionary or the name of a JSON file")
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_repeats)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"config={str(given)!r} is not JSON: {error}") from error
+    if not isinstance(loaded, Mapping):
+        raise wrong("config", loaded, "is not a section", "a JSON file with an object in it")
+    return loaded
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON allows a key twice, and the last would count."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"{twice}: is there twice in one section; leave one of them out")
+    return found

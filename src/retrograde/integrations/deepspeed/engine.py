@@ -1,0 +1,256 @@
+"""The engine that `initialize()` returns: DeepSpeed's words over a sharded model.
+
+[Note: what a step is]
+A *micro step* ends with a call of `step()`. The one at the *boundary* updates: it clips, steps, zeroes gradients and
+moves the schedule; the others only count. Which one that is says the number of micro steps, or the program
+(`set_gradient_accumulation_boundary`), or, where accumulation is not managed, every call.
+
+[Note: what is divided]
+Gradients of the model's parameters are divided by the number of accumulation steps: once, in every backward that adds
+to `.grad`, whoever starts it and wherever it starts (`Engine.gradient_divisor`). Nothing else is: not the gradients of
+inputs, nor of parameters that are not the engine's, nor what `torch.autograd.grad` returns.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+import retrograde as rg
+from retrograde.integrations.deepspeed.config import BatchSizes, Config
+from retrograde.integrations.deepspeed.refusals import ConfigError, wrong
+from retrograde.integrations.deepspeed.words import missing
+
+
+class Scheduler(Protocol):
+    def step(self, **kwargs: Any) -> Any: ...
+
+
+class DeepSpeedEngine(nn.Module):
+    """`module` is the model, `sharded` its retrograde engine, `optimizer` a torch optimizer.
+
+    What it does not have itself it has of the model."""
+
+    module: nn.Module
+
+    def __init__(
+        self, model: nn.Module, sharded: rg.Engine, optimizer: Optimizer | None, scheduler: Any, config: Config
+    ) -> None:
+        super().__init__()
+        self.module = model
+        self.sharded = sharded
+        self.optimizer = optimizer
+        self.lr_scheduler: Scheduler | None = scheduler
+        self.global_steps = 0  # updates
+        self.global_samples = 0
+        self.micro_steps = 0
+        self.skipped_steps = 0
+        self.global_rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self._config = config
+        self._boundary: bool | None = None  # as the program says; None: by the number of micro steps
+        self._updating = False  # inside step()
+        self._applied = False  # has the last step() updated?
+        self._backwards = 0  # of this engine since the last update
+        self._norm: float | None = None
+        self._compiled = False
+        self._set_batch(config.batch)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    # ---- backwards
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """`loss.backward()`. Returns the loss as it was divided; `scale_wrt_gas=False` divides nothing this time."""
+        divisor = self.gradient_accumulation_steps() if scale_wrt_gas else 1
+        self._backwards += 1
+        self.sharded.gradient_divisor = divisor
+        try:
+            loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        finally:
+            self.sharded.gradient_divisor = self.gradient_accumulation_steps()
+        return loss.detach() / divisor
+
+    def scale(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
+        """For a backward by hand: `engine.scale(loss).backward()`. In fp32 there is nothing to scale.
+
+        Whether the graph is kept is said to `backward()`, as in torch; nothing here needs to know."""
+        return loss
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep the gradients of the backwards inside; the next backward outside, or the step, takes them along.
+
+        At every stage, nested, and around or inside `coalesce_grad_reduction()`."""
+        with self.sharded.no_sync():
+            yield
+
+    @contextlib.contextmanager
+    def coalesce_grad_reduction(self, budget: int | str | None = None) -> Iterator[None]:
+        """One reduction for all backwards inside, at the end. At every stage, nested, as often in a step as you like.
+
+        `budget`: bytes of unreduced gradients that may wait. As DeepSpeed's does, it leaves the boundary as it found
+        it."""
+        before = self._boundary
+        try:
+            with self.sharded.coalesce(budget):
+                yield
+        finally:
+            self._boundary = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """All gradients of the model are gone, those that wait in a window too."""
+        self.module.zero_grad(set_to_none)
+
+    # ---- steps
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Does the `step()` of this micro step update?"""
+        if self._boundary is not None:
+            return self._boundary
+        if not self._config.managed:
+            return self._updating
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """From now on the program says where it is."""
+        if not isinstance(is_boundary, bool):
+            raise wrong("is_boundary", is_boundary, "is neither true nor false", "True or False")
+        self._boundary = is_boundary
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """The end of a micro step; an update if it is at the boundary ([Note: what a step is])."""
+        if self.optimizer is None:
+            raise ConfigError("optimizer: there is none to step; give initialize() one, or the config a section of it")
+        self._applied = False
+        self._updating = True
+        try:
+            if self.is_gradient_accumulation_boundary():
+                self._update(self.optimizer, lr_kwargs or {})
+        finally:
+            self._updating = False
+        self.micro_steps += 1
+
+    def _update(self, optimizer: Optimizer, lr_kwargs: Mapping[str, Any]) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if self._config.clipping:
+            self._norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._config.clipping))
+        optimizer.step()
+        if not self._config.clipping:
+            # Only now has a rank the gradients of others that did more backwards, so that all have the same ones.
+            grads = [p.grad for p in parameters if p.grad is not None]
+            self._norm = float(torch.nn.utils.get_total_norm(grads))
+        optimizer.zero_grad()
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step(**lr_kwargs)
+        self._applied = True
+        self.global_steps += 1
+        micro_batches = self._config.batch.accumulation if self._config.managed else self._backwards
+        self.global_samples += self._config.batch.micro * self.world_size * micro_batches
+        self._backwards = 0
+
+    def was_step_applied(self) -> bool:
+        """Has the last `step()` updated the weights?"""
+        return self._applied
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of all gradients at the last update, before they were clipped; None before the first."""
+        return self._norm
+
+    def get_lr(self) -> list[Any]:
+        return self._of_groups("lr")
+
+    def get_mom(self) -> list[Any]:
+        """Adam's betas; the momentum of optimizers that have one."""
+        return self._of_groups("betas") or self._of_groups("momentum")
+
+    def _of_groups(self, name: str) -> list[Any]:
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return [group[name] for group in groups if name in group]
+
+    # ---- batch sizes
+    def _set_batch(self, batch: BatchSizes) -> None:
+        self._config = self._config.with_batch(batch)
+        self.sharded.gradient_divisor = batch.accumulation
+
+    def train_batch_size(self) -> int:
+        return self._config.batch.train
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self._config.batch.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._config.batch.accumulation
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """By another number of accumulation steps."""
+        self._set_batch(self._config.batch.with_train(train_batch_size, self.world_size))
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        self._set_batch(self._config.batch.with_micro(micro_batch_size, self.world_size))
+
+    # ---- what the config said
+    def zero_optimization_stage(self) -> int:
+        return self._config.stage
+
+    def gradient_clipping(self) -> float:
+        return self._config.clipping
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        return bool(self._config.asked.get("zero_optimization.stage3_gather_16bit_weights_on_model_save"))
+
+    @property
+    def device(self) -> torch.device:
+        return self.sharded.device
+
+    # ---- compiling
+    @property
+    def is_compiled(self) -> bool:
+        return self._compiled
+
+    def compile(
+        self,
+        backend: str | Callable[..., Any] = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: object = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """With `compile: {deepcompile: true}` each unit as a graph of its own (`rg.compile`), otherwise the model by
+        `torch.compile`; once. `schedule`, of DeepCompile's passes, has no effect."""
+        if compiled_autograd_enabled:
+            raise wrong("compiled_autograd_enabled", True, "is not there", "False, or leave it out")
+        if self._compiled:
+            return
+        options = {**(compile_kwargs or {}), "backend": backend}
+        if self._config.compiles_by_units:
+            rg.compile(self.module, **options)
+        else:
+            self.module.compile(**options)
+        self._compiled = True
+
+    # ---- the model's state
+    def module_state_dict(self) -> dict[str, Any]:
+        return self.module.state_dict()
+
+    def save_checkpoint(self, save_dir: str, tag: str | None = None, **options: Any) -> bool:
+        raise missing("save_checkpoint")
+
+    def load_checkpoint(self, load_dir: str, tag: str | None = None, **options: Any) -> tuple[str, dict[str, Any]]:
+        raise missing("load_checkpoint")
+
+    def save_16bit_model(self, save_dir: str, save_filename: str = "pytorch_model.bin", **options: Any) -> bool:
+        raise missing("save_16bit_model")
+
+    def destroy(self) -> None:
+        """Nothing is left behind: what an engine holds goes with the model."""
