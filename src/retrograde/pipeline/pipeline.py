@@ -20,6 +20,7 @@ from retrograde.arguments import Said, flag, function, instance, one_of, said, s
 from retrograde.devices import device_of, streams_of
 from retrograde.engine import Engine, shard
 from retrograde.errors import PipelineError
+from retrograde.pipeline.account import table
 from retrograde.pipeline.agreement import exchange, together
 from retrograde.pipeline.batches import CallerGradients, copied, microbatches, size
 from retrograde.pipeline.blocks import (
@@ -181,6 +182,17 @@ class Pipeline:
         if told is not None:
             function("told", told, "a function of an action, or None", PipelineError)
         self._executor.watch = told
+
+    def explain(self) -> str:
+        """What of the weight gradients' work waits for W on this rank, and what does not: a paragraph for each stage.
+
+        It is about the first microbatch whose backward was split, so there is nothing to tell before the first step.
+        """
+        texts = []
+        for number, stage in self.stages.items():
+            text = table(stage.works()) if stage.account.open else "no backward has been split yet"
+            texts.append(f"stage {number}: {text}")
+        return "\n".join(texts)
 
     def train(self, mode: bool = True) -> "Pipeline":
         flag("mode", mode, PipelineError)

@@ -10,8 +10,8 @@ the gradient edges of its outputs. Output values live while they are sent, or wh
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, NamedTuple
@@ -22,8 +22,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from retrograde.errors import PipelineError
 from retrograde.parameters import Owner, ShardedParameter
+from retrograde.pipeline.account import Account, Work
 from retrograde.pipeline.parcel import Parcel
 from retrograde.pipeline.split import SplitBackward
+from retrograde.pipeline.traced import StageParameters, whole_of
 from retrograde.torch_internals import alias_without_base
 from retrograde.transport.messages import TensorLayout
 
@@ -90,8 +92,11 @@ class Stage:
     loss: Loss | None = None  # on the last stage
     flights: dict[int, Flight] = field(default_factory=dict)
     pages: dict[Owner, Tensor] = field(default_factory=dict)  # from GATHER to DROP
+    account: Account = field(default_factory=Account)  # of the first microbatch whose backward was split
 
     def __post_init__(self) -> None:
+        self._parameters = StageParameters(self.module)
+        self._device = next((p.device.type for p in self.module.parameters()), "cpu")
         parameters = inspect.signature(self.module.forward).parameters.values()
         self._accepts = {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_POSITIONAL}
         self._accepts_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
@@ -126,7 +131,8 @@ class Stage:
         flight = self._take(microbatch, Phase.FORWARD, "B")
         roots, given = self._roots(flight, grads)
         if roots:
-            torch.autograd.backward(roots, given)
+            with self._as_computed():
+                torch.autograd.backward(roots, given)
         return _take_grads(flight)
 
     def backward_inputs(self, microbatch: int, grads: Sequence[Tensor | None] | None) -> list[Tensor | None]:
@@ -136,7 +142,8 @@ class Stage:
             raise PipelineError(f"stage {self.index}, microbatch {microbatch}: I after a forward that was not split")
         roots, given = self._roots(flight, grads)
         if roots:
-            flight.split.run_inputs(roots, given)
+            with self._as_computed():
+                flight.split.run_inputs(roots, given)
         found = _take_grads(flight)
         flight.phase = Phase.INPUTS
         self.flights[microbatch] = flight
@@ -146,7 +153,8 @@ class Stage:
         """W."""
         flight = self._take(microbatch, Phase.INPUTS, "W")
         assert flight.split is not None
-        flight.split.run_weights()
+        with self._as_computed():
+            flight.split.run_weights()
 
     def gather(self) -> None:
         """GATHER: pages of a sharded stage come, and stay until DROP. Without, each comes and goes with its use."""
@@ -158,6 +166,11 @@ class Stage:
         self.pages.clear()
         for owner in owners:
             owner.pager.retire(owner.unit)
+
+    def works(self) -> Iterator[Work]:
+        """The work of the weight gradients, by use (account.py)."""
+        trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        yield from self.account.works({id(whole_of(p)): name.removeprefix("blocks.") for name, p in trained.items()})
 
     def clear(self) -> None:
         """Forget what a failed step left."""
@@ -171,7 +184,7 @@ class Stage:
         leaves: list[Tensor | None] = [None] * len(arrived.tensors)
         if training:
             leaves = [_leaf(*pair) for pair in zip(arrived.tensors, arrived.layout.tensors, strict=True)]
-        flight = Flight(leaves, [], SplitBackward() if split and training else None)
+        flight = Flight(leaves, [], self._split() if split and training else None)
         entered = [t if leaf is None else _enter(leaf) for t, leaf in zip(arrived.tensors, leaves, strict=True)]
         args = arrived.tree(entered)
         del entered, arrived  # the graph and the leaves hold what is needed
@@ -185,6 +198,14 @@ class Stage:
                 given = () if target.value is None else (target.value,)
                 loss = self.loss(output, *given)
         return _Made(flight, output, loss)
+
+    def _as_computed(self) -> AbstractContextManager[object]:
+        """Autocast is for forwards. A backward that runs inside it would lower what was computed in full precision."""
+        return torch.autocast(self._device, enabled=False) if torch.is_autocast_enabled(self._device) else nullcontext()
+
+    def _split(self) -> SplitBackward:
+        account = None if self.account.open else self.account.opened()
+        return SplitBackward(self._parameters, account)
 
     def _keep(self, microbatch: int, flight: Flight) -> None:
         if microbatch in self.flights:
