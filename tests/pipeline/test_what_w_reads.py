@@ -1,7 +1,7 @@
 """After I a stage holds what W reads and nothing else; after W nothing: for the blocks that people train.
 
-What is alive is counted by storage, at every operation. Between I and W that must be the pairs, byte for byte, and W must
-read every one of them."""
+What is alive is counted by storage, at every operation. Between I and W that must be the pairs, byte for byte, and W
+must read every one of them."""
 
 import contextlib
 import gc

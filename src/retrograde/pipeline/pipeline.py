@@ -20,7 +20,9 @@ from retrograde.arguments import Said, flag, function, instance, one_of, said, s
 from retrograde.devices import device_of, streams_of
 from retrograde.engine import Engine, shard
 from retrograde.errors import PipelineError
+from retrograde.layout import parse_bytes
 from retrograde.pipeline.account import table
+from retrograde.pipeline.again import Pending
 from retrograde.pipeline.agreement import exchange, together
 from retrograde.pipeline.batches import CallerGradients, copied, microbatches, size
 from retrograde.pipeline.blocks import (
@@ -100,12 +102,14 @@ class Pipeline:
         mesh: DeviceMesh | dist.ProcessGroup | None = None,
         zero: Zero | None = None,
         cut: Cut | None = None,
+        pending: int | str | None = None,
     ) -> None:
         """Every rank of `mesh` gives the same model; each keeps its own stages (`parameters()`).
 
         `loss(output, target)` is the mean over a microbatch, and the step's loss the mean over all samples. With
         `loss_reduction="sum"` it is a sum: losses and gradients of microbatches add up. Without `loss` the model's
-        output is the loss.
+        output is the loss. `pending` limits the bytes that a rank holds between I and W, as in pending="64MiB": of
+        microbatches beyond it a stage keeps input and output gradient instead, where that is less, and W repeats them.
         """
         own = self._connect(mesh, zero)
         self.rank = own.rank
@@ -113,16 +117,15 @@ class Pipeline:
         with together(self._transports, "Pipeline()") as arguments:
             check_before_first_use()
             count = whole_number("microbatches", microbatches, 1, "a whole number, 1 or more", PipelineError)
-            reductions = ("mean", "sum")
-            self._loss_reduction = one_of(
-                "loss_reduction", loss_reduction, reductions, '"mean" or "sum"', PipelineError
-            )
             self._check_parts(loss, zero, cut)
+            self._loss_reduction = _checked_reduction(loss_reduction)
+            self._pending = Pending(None if pending is None else parse_bytes(pending, "pending"))
             self.schedule = schedule_for(_named(schedule), own.world, count)
             blocks = blocks_of(model)
             self.device = _device_of(blocks)
             costs = self._measured(blocks, cut)
             arguments.append(said("loss_reduction", loss_reduction, loss_reduction))
+            arguments.append(said("pending", pending, self._pending.limit))
             arguments += _arguments(schedule, self.schedule, zero, cut)
         channel = own.channel(self.device, PATIENCE)
         self._transport = StageTransport(channel, self.rank, streams_of(self.device))
@@ -250,7 +253,7 @@ class Pipeline:
         self._names = dict(_names(own))
         chains = {stage: Chain([block.module for block in group]) for stage, group in mine.items()}
         self.engine = self._shard(zero, list(chains.values()))
-        self.stages = {number: Stage(number, chain) for number, chain in chains.items()}
+        self.stages = {number: Stage(number, chain, pending=self._pending) for number, chain in chains.items()}
         if self.schedule.last_stage in self.stages:
             self.stages[self.schedule.last_stage].loss = loss or _itself
         self._executor = self._make_executor(self.schedule, zero)
@@ -361,6 +364,10 @@ def _device_of(blocks: list[Block]) -> torch.device:
                 f"parameter {name} is on {parameter.device}; this version wants it on the CPU or on meta"
             )
     return device_of(parameter for _, parameter in named)
+
+
+def _checked_reduction(given: Any) -> str:
+    return one_of("loss_reduction", given, ("mean", "sum"), '"mean" or "sum"', PipelineError)
 
 
 def _named(schedule: Any) -> str | Schedule:

@@ -32,7 +32,7 @@ from retrograde.pipeline.account import Account
 from retrograde.pipeline.casts import Casts
 from retrograde.pipeline.deferrable import DeferrableCall, parameter_of, recognise
 from retrograde.pipeline.formulas import GradientFormulas
-from retrograde.pipeline.inlined import RecordingMode
+from retrograde.pipeline.inlined import ANCHOR, RecordingMode
 from retrograde.pipeline.pairs import Pair, add_to_gradients, bytes_of, compact
 from retrograde.pipeline.targets import Target, may_be_target
 from retrograde.pipeline.traced import StageParameters, collecting, keep_graphs_out
@@ -60,6 +60,8 @@ class SplitBackward:
         self._pairs: list[Pair] = []
         self._elsewhere: set[int] = set()  # parameters that something else than a deferrable call uses (Rule 2)
         self._deferring = False
+        self._again: frozenset[int] | None = None  # in a repeated I, the parameters that waited in the first
+        self.repeatable = True  # nobody has run a backward of their own
         self._casts = Casts()
         self._account = account
         self._parameters = parameters  # while this is here, graphs find them
@@ -86,10 +88,32 @@ class SplitBackward:
             self._casts.clear()
         compact(self._pairs)
 
+    def run_inputs_again(
+        self,
+        outputs: Sequence[GradientEdge],
+        grads: Sequence[Tensor],
+        leaves: Sequence[Tensor],
+        waited: frozenset[int],
+    ) -> None:
+        """I once more, for the pairs alone (again.py): nothing is added to the gradients of parameters."""
+        self._deferring = True
+        self._again = waited
+        try:
+            with collecting(self):
+                _run_engine(self._mode, outputs, grads, inputs=(*leaves, ANCHOR))
+        finally:
+            self._deferring = False
+
     def run_weights(self) -> None:
         """W: adds what was left to the parameters' `.grad`, and holds nothing afterwards."""
         pairs, self._pairs = self._pairs, []
         add_to_gradients(pairs)
+
+    def forget(self) -> frozenset[int]:
+        """Let go of the pairs. Returns which parameters they were for."""
+        waited = frozenset(id(target.parameter) for pair in self._pairs for target in pair.targets)
+        self._pairs.clear()
+        return waited
 
     @property
     def waiting(self) -> int:
@@ -110,6 +134,8 @@ class SplitBackward:
         parameter = target.parameter
         if not parameter.requires_grad or not self._deferring or torch.is_grad_enabled():
             return False
+        if self._again is not None:
+            return id(parameter) in self._again
         if id(parameter) in self._elsewhere:
             return False
         if isinstance(parameter, FullTensor):
@@ -166,6 +192,7 @@ class _Recorder:
         if in_transform():
             return func(*args, **kwargs)
         if func in _NESTED:
+            self._split.repeatable = False
             return _NESTED[func](self._split._mode, *args, **kwargs)
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
