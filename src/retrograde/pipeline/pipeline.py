@@ -7,7 +7,7 @@ rank is one error on all of them and leaves nobody waiting.
 
 import contextlib
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -24,11 +24,12 @@ from retrograde.layout import parse_bytes
 from retrograde.pipeline.account import table
 from retrograde.pipeline.again import Pending
 from retrograde.pipeline.agreement import exchange, together
-from retrograde.pipeline.batches import CallerGradients, copied, microbatches, size
+from retrograde.pipeline.batches import CallerGradients, copied, merged, microbatches, size
 from retrograde.pipeline.blocks import (
     Block,
     Chain,
     Model,
+    OwnStages,
     accepted,
     blocks_of,
     divide,
@@ -63,6 +64,12 @@ class Result:
     outputs: tuple[Any, ...]
     losses: tuple[Tensor, ...]
 
+    @property
+    def output(self) -> Any:
+        """The outputs of all microbatches as one: their tensors put together along the first dimension. None on ranks
+        that have no outputs."""
+        return merged(self.outputs)
+
 
 class StepArguments(NamedTuple):
     """What the caller of a step gave on this rank."""
@@ -93,7 +100,7 @@ class Pipeline:
 
     def __init__(
         self,
-        model: Model,
+        model: Model | OwnStages,
         *,
         schedule: str | Schedule,
         microbatches: int,
@@ -129,8 +136,32 @@ class Pipeline:
             arguments += _arguments(schedule, self.schedule, zero, cut)
         channel = own.channel(self.device, PATIENCE)
         self._transport = StageTransport(channel, self.rank, streams_of(self.device))
-        self._take_stages(blocks, self._divide(blocks, cut, costs), loss, zero)
+        self._take_stages(blocks, self._divide(model, blocks, cut, costs), loss, zero)
         exchange(self._transports[0], "Pipeline() is done", None)  # messages come when everybody can receive them
+
+    @classmethod
+    def from_stage_modules(
+        cls,
+        stages: Mapping[int, nn.Module],
+        *,
+        schedule: str | Schedule,
+        microbatches: int,
+        loss: Loss | None = None,
+        scale_grads: bool = True,
+        mesh: DeviceMesh | dist.ProcessGroup | None = None,
+        zero: Zero | None = None,
+    ) -> "Pipeline":
+        """A pipeline of stages that the user has cut: each rank gives its own, by their numbers in the schedule.
+
+        With `scale_grads` gradients are those of the mean over microbatches, weighted by size; without, of the sum.
+        Parameters have the names that they have in their module, after the number of their stage. A weight that two
+        ranks share is two weights here: give the whole model to `Pipeline` if weights are tied over ranks.
+        """
+        reduction = "mean" if flag("scale_grads", scale_grads, PipelineError) else "sum"
+        own = OwnStages(stages)
+        return cls(
+            own, schedule=schedule, microbatches=microbatches, loss=loss, loss_reduction=reduction, mesh=mesh, zero=zero
+        )
 
     # ---- what users hold
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -232,9 +263,13 @@ class Pipeline:
             return None
         return measured(blocks, cut.sample, dict(cut.options))
 
-    def _divide(self, blocks: list[Block], cut: Cut | None, costs: list[float] | None) -> list[list[Block]]:
+    def _divide(
+        self, model: Model | OwnStages, blocks: list[Block], cut: Cut | None, costs: list[float] | None
+    ) -> list[list[Block]]:
         """The blocks of each stage. All ranks agree that they are the same."""
         with together(self._transports, "Pipeline()") as arguments:
+            if isinstance(model, OwnStages):
+                return model.by_stage(self.schedule.stages, self.schedule.stages_of(self.rank))
             at = None if cut is None else cut.at
             by_stage = divide(blocks, self.schedule.stages, at, self._same_costs(costs, cut))
             starts = [group[0].name for group in by_stage[1:]]
@@ -247,7 +282,8 @@ class Pipeline:
         """Make this rank's stages real, shard them, and make what runs them."""
         mine = {stage: by_stage[stage] for stage in self.schedule.stages_of(self.rank)}
         own = [block for group in mine.values() for block in group]
-        self._accepted = accepted([block.module for block in blocks])
+        everywhere = all(by_stage)  # else other ranks have stages of which this one knows nothing
+        self._accepted = accepted([block.module for block in blocks]) if everywhere else None
         self._ties = TieSums(find_ties(by_stage, self.schedule.placement), self._tied, self._transports[0])
         materialize_stages(blocks, [block.module for block in own], self.device)
         self._names = dict(_names(own))
