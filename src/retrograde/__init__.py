@@ -13,6 +13,7 @@ from retrograde.errors import (
 from retrograde.layout import Precision
 from retrograde.ledger import Entry, Ledger
 from retrograde.parameters import elementwise, full_tensor, parameter_of
+from retrograde.pipeline.fused import defer
 from retrograde.pipeline.options import Cut, Microbatches, Zero
 from retrograde.pipeline.pipeline import Pipeline
 
@@ -32,6 +33,7 @@ __all__ = [
     "UnsupportedError",
     "Zero",
     "compile",
+    "defer",
     "elementwise",
     "full_tensor",
     "parameter_of",

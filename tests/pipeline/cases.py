@@ -5,7 +5,8 @@ schedule, each microbatch's loss weighted by its share of the batch. Replicas ar
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -100,7 +101,22 @@ class Case:
     data: Callable[[], Data] = rows
     loss: Callable[..., Tensor] = F.mse_loss
     exact: bool = True
-    skip: Sequence[str] = field(default_factory=tuple)
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext  # the forwards, here and in plain torch
+    compiled: bool = False  # here, not in plain torch
+
+    def same(self, found: Tensor, wanted: Tensor) -> bool:
+        """Bit for bit or, where additions are in another order, but for a few last bits of the largest element."""
+        if self.exact or found.numel() == 0:
+            return torch.equal(found, wanted)
+        return bool((found - wanted).abs().max() <= 2e-6 * wanted.abs().max())
+
+    def copies(self, blocks: list[nn.Module]) -> list[nn.Module]:
+        """The blocks for a pipeline."""
+        made = copy.deepcopy(blocks)
+        if self.compiled:
+            for block in made:
+                block.compile(backend="aot_eager")
+        return made
 
 
 def tanhs(count: int) -> list[nn.Module]:
@@ -169,6 +185,23 @@ def language() -> list[nn.Module]:
     return [nn.Embedding(11, WIDTH), *(Attentive() for _ in range(6)), lin(WIDTH, 11)]
 
 
+def lowered() -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+def attentions() -> list[nn.Module]:
+    """Packed projections: of one input, and of two."""
+
+    def own(m: Any, x: Tensor) -> Tensor:
+        return x + m.att(x, x, x, need_weights=False)[0]
+
+    def cross(m: Any, x: Tensor) -> Tensor:
+        other = x.flip(1)
+        return x + m.att(x, other, other, need_weights=False)[0]
+
+    return [Fn(cross if n % 2 else own, att=nn.MultiheadAttention(WIDTH, 2, batch_first=True)) for n in range(8)]
+
+
 def constants() -> list[nn.Module]:
     """Every block also returns something that depends on a parameter alone."""
 
@@ -212,6 +245,16 @@ CASES: dict[str, Case] = {
         ],
         lambda: Data((torch.randn(8, 4, 5, 5),), torch.randn(8, 4, 5, 5)),
     ),
+    "attention modules": Case(attentions, sequences),
+    "autocast": Case(language, words, labelled, around=lowered),
+    "autocast, attention modules": Case(attentions, sequences, around=lowered),
+    "autocast, block called twice": Case(
+        lambda: [Fn(lambda m, x: m.a(m.a(x).relu()).float(), a=lin()) for _ in range(8)], around=lowered
+    ),
+    "autocast, checkpoint": Case(lambda: [Attentive("other") for _ in range(8)], sequences, around=lowered),
+    # Graphs add up otherwise than single operations.
+    "compiled": Case(language, words, labelled, exact=False, compiled=True),
+    "compiled, attention modules": Case(attentions, sequences, exact=False, compiled=True),
     "empty tensor": Case(
         lambda: (
             [Fn(lambda m, x, e=None: (torch.tanh(m.a(x)), x[:0]), a=lin()) for _ in range(7)]
@@ -258,9 +301,16 @@ def total(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     return result
 
 
-def plain_step(blocks: Sequence[nn.Module], data: Data, loss: Callable[..., Tensor], order: Sequence[int]) -> Tensor:
+def plain_step(
+    blocks: Sequence[nn.Module],
+    data: Data,
+    loss: Callable[..., Tensor],
+    order: Sequence[int],
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Tensor:
     """One step of plain torch: losses weighted by size, the backwards of the microbatches in the given order."""
-    losses = plain_losses(blocks, data, loss, len(order), copied=True)
+    with around():
+        losses = plain_losses(blocks, data, loss, len(order), copied=True)
     weights = shares(len(data.target), len(order))
     plain_backward(losses, weights, order)
     return total(losses, weights)
@@ -271,7 +321,7 @@ def replicas_step(case: Case, blocks: Sequence[nn.Module], order: Sequence[int],
 
     def program(model: nn.ModuleList, replica: int) -> None:
         torch.manual_seed(seed + replica)
-        plain_step(list(model), case.data(), case.loss, order)
+        plain_step(list(model), case.data(), case.loss, order, case.around)
 
     return in_one_window(lambda: nn.ModuleList(copy.deepcopy(blocks)), replicas, program)
 

@@ -265,3 +265,32 @@ def test_a_schedule_of_ones_own(ranks: Ranks) -> None:
     first, second = ranks(2).run(own_schedule)
     assert first == (True, ["0F0", "0F1", "0I0", "0B1", "0W0"])
     assert second == (True, ["1F0", "1I0", "1F1", "1B1", "1W0"])
+
+
+def explained(rank: int, world: int) -> tuple[str, str]:
+    torch.manual_seed(0)
+    blocks = [
+        lin(),
+        nn.Sequential(nn.LayerNorm(WIDTH), lin()),
+        Fn(lambda m, x: torch.einsum("bi,io->bo", x, m.w), w=torch.randn(WIDTH, WIDTH)),
+        lin(),
+    ]
+    pipe = rg.Pipeline(blocks, schedule="zb-h1", microbatches=2, loss=F.mse_loss)
+    before = pipe.explain()
+    x = torch.randn(4, WIDTH)
+    pipe.step(x, target=x)
+    return before, pipe.explain()
+
+
+def test_explain_lists_what_does_not_wait(ranks: Ranks) -> None:
+    """On each rank two matrices of 8 by 8, 2 rows a microbatch: 2 * 2 * 8 * 8 FLOPs each."""
+    (before, first), (_, second) = ranks(2).run(explained)
+    assert before == "stage 0: no backward has been split yet"
+    assert first.splitlines() == [
+        "stage 0: 100.0% of the weight gradients' work waits for W (512 FLOPs a microbatch)",
+        "  in I: layer_norm, 0.0%: 1.0.weight, 1.0.bias",
+    ]
+    assert second.splitlines() == [
+        "stage 1: 50.0% of the weight gradients' work waits for W (512 FLOPs a microbatch)",
+        "  in I: einsum, 50.0%: 0.w",
+    ]

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import retrograde as rg
 from retrograde.pipeline import Action
 from tests.harness import Pools, Ranks
-from tests.pipeline.cases import CASES, SCHEDULES, backward_order, replicas_step
+from tests.pipeline.cases import CASES, SCHEDULES, Case, backward_order, replicas_step
 from tests.reference import Grads
 from tests.stages import EACH_STAGE, STAGES
 
@@ -30,7 +30,7 @@ def steps(rank: int, world: int, schedule: str, stage: int, names: list[str]) ->
         torch.manual_seed(0)
         blocks = case.blocks()
         pipe = rg.Pipeline(
-            copy.deepcopy(blocks),
+            case.copies(blocks),
             schedule=schedule,
             microbatches=MICROBATCHES,
             loss=case.loss,
@@ -44,8 +44,9 @@ def steps(rank: int, world: int, schedule: str, stage: int, names: list[str]) ->
             torch.manual_seed(10 * number + mesh["dp"].get_local_rank())
             data = case.data()
             pipe.engine.ledger.clear()
-            pipe.step(*copy.deepcopy(data.args), target=data.target, **data.options)
-            wrong += [f"{name}, step {number}: {text}" for text in compare(pipe, wanted, case.exact)]
+            with case.around():
+                pipe.step(*copy.deepcopy(data.args), target=data.target, **data.options)
+            wrong += [f"{name}, step {number}: {text}" for text in compare(pipe, wanted, case)]
             wrong += [f"{name}, step {number}: {text}" for text in reductions(pipe)]
             optimizer.step()
             optimizer.zero_grad()
@@ -55,15 +56,14 @@ def steps(rank: int, world: int, schedule: str, stage: int, names: list[str]) ->
     return wrong
 
 
-def compare(pipe: rg.Pipeline, wanted: Grads, exact: bool) -> list[str]:
+def compare(pipe: rg.Pipeline, wanted: Grads, case: Case) -> list[str]:
     """Bit for bit, but where plain torch adds the uses of a tied parameter in another order (cases.py)."""
-    same = torch.equal if exact else torch.allclose
     wrong = []
     for name, leaf in pipe.named_parameters():
         whole, reference = pipe.engine.full_grad(leaf), wanted.get(name)
         if (whole is None) != (reference is None):
             wrong.append(f"{name} has gradient {whole is not None}, torch {reference is not None}")
-        elif whole is not None and not same(whole, reference):
+        elif whole is not None and not case.same(whole, reference):
             wrong.append(f"{name} differs by {(whole - reference).abs().max()}")
     return wrong
 

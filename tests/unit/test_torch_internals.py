@@ -22,6 +22,7 @@ from retrograde.errors import InternalsChanged, RetrogradeError
 from retrograde.torch_internals import (
     backward,
     checked,
+    functions,
     groups,
     memory,
     modules,
@@ -156,6 +157,14 @@ BROKEN: dict[str, list[Break]] = {
     "transforms of torch.func": [
         becomes(tensors, "_outside", contextlib.nullcontext),
         becomes(tensors, "_top_transform", lambda: None),
+    ],
+    "functions behind functions": [
+        becomes(functions, "body_of", lambda function: function),
+        becomes(functions, "grouped_mm", torch.mm),
+    ],
+    "where autocast shares its casts": [
+        becomes(functions, "autocast_region", lambda device: object()),
+        becomes(functions, "autocast_region", lambda device: None),
     ],
     "what ends a process": [becomes(process_end.multiprocessing.process.BaseProcess, "run", lambda self: None)],
     "how gradients are clipped": [becomes(training.clip_grad, "clip_grad_norm_", lambda parameters, most: None)],

@@ -6,7 +6,7 @@ are only ever inlined into a graph of the user's code.
 
 import functools
 from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from retrograde.torch_internals import compiler
 Forward = Callable[..., Any]
 
 GIVEN = "_retrograde_given"  # what a module's parameters are while its region runs
+KEY = "_retrograde_key"  # a number in a tensor, by which graphs know a parameter of a pipeline, and its given tensor
 _NOT_GIVEN = (
     "a sharded parameter is read outside the forward of its unit: it is paged in eagerly, and the graph ends here"
 )
@@ -60,8 +61,8 @@ def own_frame(cls: type[nn.Module]) -> Forward:
     return forward
 
 
-def all_code() -> Iterator[CodeType]:
-    """Where no graph is to start. The code that `own_frame` makes is a copy, and not among it."""
+def all_code(module: ModuleType) -> Iterator[CodeType]:
+    """Where no graph is to start: the code of such a module. What `own_frame` makes is a copy, and not among it."""
 
     def nested(code: CodeType) -> Iterator[CodeType]:
         yield code
@@ -69,6 +70,9 @@ def all_code() -> Iterator[CodeType]:
             if isinstance(item, CodeType):
                 yield from nested(item)
 
-    for item in globals().values():
-        if isinstance(item, FunctionType) and item.__module__ == __name__:
-            yield from nested(item.__code__)
+    for item in vars(module).values():
+        if getattr(item, "__module__", None) == module.__name__:
+            for function in vars(item).values() if isinstance(item, type) else [item]:
+                plain = getattr(function, "__func__", function)
+                if isinstance(plain, FunctionType):
+                    yield from nested(plain.__code__)

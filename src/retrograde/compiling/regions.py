@@ -11,7 +11,7 @@ Rule 1: what a graph saves of its inputs passes the saved-tensor hooks that are 
         becomes handles (pages/saved_tensors.py): the page may go after forward, and the graph's backward pages it
         in again.
 Rule 2: a weight that is read where it is not given ends the graph there, and is read eagerly.
-Rule 3: nothing of the engine is traced: Dynamo skips its files but for inlined.py, and starts no graph there.
+Rule 3: nothing of the engine is traced: Dynamo skips its files but those called inlined.py, and starts no graph there.
         A skipped frame is eager code like any other.
 Rule 4: given tensors are plain: Dynamo never sees the classes of full tensors.
 Rule 5: a graph may edit given tensors, which share memory and version counter with the page's: the edit is written
@@ -31,7 +31,7 @@ from torch import nn
 
 from retrograde.compiling import inlined
 from retrograde.compiling.backend import Keeping, Services
-from retrograde.compiling.inlined import GIVEN, Forward
+from retrograde.compiling.inlined import GIVEN, KEY, Forward
 from retrograde.layout import UnitSpec
 from retrograde.parameters import ShardedParameter, classes_of_sharded_tensors
 from retrograde.parameters.access import leaves, original_class, specialize
@@ -47,6 +47,8 @@ from retrograde.torch_internals import (
     make_subclass,
     node_class,
 )
+
+_PARTLY_TRACED = ("retrograde.compiling", "retrograde.pipeline")  # rooms with an inlined.py
 
 _REASON = (
     "retrograde pages parameters in between compiled graphs, one unit at a time, so no graph spans units; with "
@@ -114,8 +116,9 @@ class Region:
         aliases |= {key: _plain(full) for key, full in fulls.items() if key not in aliases}
         for module, own in self.members:
             given = {name: aliases[module, name] for name in own}
-            for alias in given.values():
+            for name, alias in given.items():
                 keep_sizes(alias)
+                setattr(alias, KEY, getattr(own[name], KEY, None))
             module.__dict__[GIVEN] = given
 
     def _publish_edits(self) -> None:
@@ -252,8 +255,9 @@ def _hide() -> None:
 @functools.cache
 def _hide_from_dynamo() -> None:
     hidden = []
-    for name, module in list(sys.modules.items()):
-        room, ours = name.count(".") == 1, name.startswith(str(__package__))  # other rooms as a whole: it is slow
-        if name.startswith("retrograde.") and module is not inlined and room != ours:
+    for name in list(sys.modules):
+        opened = name.startswith(_PARTLY_TRACED)
+        room = name.count(".") == 1  # other rooms as a whole: it is slow
+        if name.startswith("retrograde.") and not name.endswith(".inlined") and room != opened:
             hidden.append(name)
-    hide_from_dynamo(hidden, inlined.all_code(), classes_of_sharded_tensors())
+    hide_from_dynamo(hidden, inlined.all_code(inlined), classes_of_sharded_tensors())

@@ -6,6 +6,7 @@ from retrograde.pipeline.lowering import forward_only, lower
 from retrograde.pipeline.schedule import Action, ActionKind, Schedule
 from retrograde.pipeline.search import schedule_for, search
 from retrograde.pipeline.timeline import Costs, Timed, Timeline, simulate
+from retrograde.pipeline.torch_csv import read_csv, write_csv
 
 __all__ = [
     "Action",
@@ -19,7 +20,9 @@ __all__ = [
     "forward_only",
     "generate",
     "lower",
+    "read_csv",
     "schedule_for",
     "search",
     "simulate",
+    "write_csv",
 ]

@@ -16,6 +16,7 @@ Rule 3: inputs are copied, as a whole: a block may change its input in place, wh
         and parts of a copy of the whole have the memory order that parts of the tensor itself have.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,6 +94,26 @@ def _cut(leaf: Any, count: int, name: str, gradients: CallerGradients | None) ->
 
 def _enter(part: Tensor, gradients: CallerGradients | None) -> Tensor:
     return part if gradients is None else gradients.stand_in(part)
+
+
+def merged(parts: Sequence[Any]) -> Any:
+    """What was cut into microbatches, as one again: the opposite of `microbatches`."""
+    if not parts:
+        return None
+    flat = [tree_flatten(part) for part in parts]
+    spec = flat[0][1]
+    for number, (_, other) in enumerate(flat):
+        if other != spec:
+            raise PipelineError(f"outputs differ in their form: that of microbatch {number} is another than the first")
+    joined = [_join([leaves[place] for leaves, _ in flat]) for place in range(len(flat[0][0]))]
+    return tree_unflatten(joined, spec)
+
+
+def _join(leaves: list[Any]) -> Any:
+    first = leaves[0]
+    if not isinstance(first, Tensor):
+        return first
+    return torch.cat(leaves) if first.dim() > 0 else torch.stack(leaves)
 
 
 def size(tree: Any) -> int:

@@ -8,7 +8,7 @@ arguments of the step that its forward accepts.
 import copy
 import inspect
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -62,13 +62,38 @@ def _accepted(block: nn.Module) -> frozenset[str] | None:
 
 
 @dataclass(frozen=True)
+class OwnStages:
+    """Stages that the user has cut: those of this rank, by number."""
+
+    modules: Mapping[int, nn.Module]
+
+    @property
+    def blocks(self) -> list["Block"]:
+        fix = "a dictionary from the number of each stage of this rank to its module"
+        instance("stages", self.modules, Mapping, "is not a dictionary", fix, PipelineError)
+        for number, module in self.modules.items():
+            instance(f"stages[{number!r}]", module, nn.Module, "is not a module", fix, PipelineError)
+        return [Block(str(number), self.modules[number]) for number in sorted(self.modules)]
+
+    def by_stage(self, stages: int, mine: Sequence[int]) -> list[list["Block"]]:
+        if sorted(self.modules) != sorted(mine):
+            raise PipelineError(
+                f"stages={sorted(self.modules)} are given, and the schedule has stages {sorted(mine)} on this rank; "
+                f"give a module for each of these"
+            )
+        return [[Block(str(n), self.modules[n])] if n in self.modules else [] for n in range(stages)]
+
+
+@dataclass(frozen=True)
 class Block:
     name: str
     module: nn.Module
 
 
-def blocks_of(model: Model) -> list[Block]:
+def blocks_of(model: Model | OwnStages) -> list[Block]:
     """The chain that `model` is, with the names its modules have in it."""
+    if isinstance(model, OwnStages):
+        return model.blocks
     if isinstance(model, nn.Sequential):
         return list(_open(model, ""))
     if isinstance(model, nn.ModuleList):

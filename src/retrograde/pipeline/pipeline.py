@@ -7,7 +7,7 @@ rank is one error on all of them and leaves nobody waiting.
 
 import contextlib
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,12 +20,16 @@ from retrograde.arguments import Said, flag, function, instance, one_of, said, s
 from retrograde.devices import device_of, streams_of
 from retrograde.engine import Engine, shard
 from retrograde.errors import PipelineError
+from retrograde.layout import parse_bytes
+from retrograde.pipeline.account import table
+from retrograde.pipeline.again import Pending
 from retrograde.pipeline.agreement import exchange, together
-from retrograde.pipeline.batches import CallerGradients, copied, microbatches, size
+from retrograde.pipeline.batches import CallerGradients, copied, merged, microbatches, size
 from retrograde.pipeline.blocks import (
     Block,
     Chain,
     Model,
+    OwnStages,
     accepted,
     blocks_of,
     divide,
@@ -60,6 +64,12 @@ class Result:
     outputs: tuple[Any, ...]
     losses: tuple[Tensor, ...]
 
+    @property
+    def output(self) -> Any:
+        """The outputs of all microbatches as one: their tensors put together along the first dimension. None on ranks
+        that have no outputs."""
+        return merged(self.outputs)
+
 
 class StepArguments(NamedTuple):
     """What the caller of a step gave on this rank."""
@@ -90,7 +100,7 @@ class Pipeline:
 
     def __init__(
         self,
-        model: Model,
+        model: Model | OwnStages,
         *,
         schedule: str | Schedule,
         microbatches: int,
@@ -99,12 +109,14 @@ class Pipeline:
         mesh: DeviceMesh | dist.ProcessGroup | None = None,
         zero: Zero | None = None,
         cut: Cut | None = None,
+        pending: int | str | None = None,
     ) -> None:
         """Every rank of `mesh` gives the same model; each keeps its own stages (`parameters()`).
 
         `loss(output, target)` is the mean over a microbatch, and the step's loss the mean over all samples. With
         `loss_reduction="sum"` it is a sum: losses and gradients of microbatches add up. Without `loss` the model's
-        output is the loss.
+        output is the loss. `pending` limits the bytes that a rank holds between I and W, as in pending="64MiB": of
+        microbatches beyond it a stage keeps input and output gradient instead, where that is less, and W repeats them.
         """
         own = self._connect(mesh, zero)
         self.rank = own.rank
@@ -112,21 +124,44 @@ class Pipeline:
         with together(self._transports, "Pipeline()") as arguments:
             check_before_first_use()
             count = whole_number("microbatches", microbatches, 1, "a whole number, 1 or more", PipelineError)
-            reductions = ("mean", "sum")
-            self._loss_reduction = one_of(
-                "loss_reduction", loss_reduction, reductions, '"mean" or "sum"', PipelineError
-            )
             self._check_parts(loss, zero, cut)
+            self._loss_reduction = _checked_reduction(loss_reduction)
+            self._pending = Pending(None if pending is None else parse_bytes(pending, "pending"))
             self.schedule = schedule_for(_named(schedule), own.world, count)
             blocks = blocks_of(model)
             self.device = _device_of(blocks)
             costs = self._measured(blocks, cut)
             arguments.append(said("loss_reduction", loss_reduction, loss_reduction))
+            arguments.append(said("pending", pending, self._pending.limit))
             arguments += _arguments(schedule, self.schedule, zero, cut)
         channel = own.channel(self.device, PATIENCE)
         self._transport = StageTransport(channel, self.rank, streams_of(self.device))
-        self._take_stages(blocks, self._divide(blocks, cut, costs), loss, zero)
+        self._take_stages(blocks, self._divide(model, blocks, cut, costs), loss, zero)
         exchange(self._transports[0], "Pipeline() is done", None)  # messages come when everybody can receive them
+
+    @classmethod
+    def from_stage_modules(
+        cls,
+        stages: Mapping[int, nn.Module],
+        *,
+        schedule: str | Schedule,
+        microbatches: int,
+        loss: Loss | None = None,
+        scale_grads: bool = True,
+        mesh: DeviceMesh | dist.ProcessGroup | None = None,
+        zero: Zero | None = None,
+    ) -> "Pipeline":
+        """A pipeline of stages that the user has cut: each rank gives its own, by their numbers in the schedule.
+
+        With `scale_grads` gradients are those of the mean over microbatches, weighted by size; without, of the sum.
+        Parameters have the names that they have in their module, after the number of their stage. A weight that two
+        ranks share is two weights here: give the whole model to `Pipeline` if weights are tied over ranks.
+        """
+        reduction = "mean" if flag("scale_grads", scale_grads, PipelineError) else "sum"
+        own = OwnStages(stages)
+        return cls(
+            own, schedule=schedule, microbatches=microbatches, loss=loss, loss_reduction=reduction, mesh=mesh, zero=zero
+        )
 
     # ---- what users hold
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -182,6 +217,17 @@ class Pipeline:
             function("told", told, "a function of an action, or None", PipelineError)
         self._executor.watch = told
 
+    def explain(self) -> str:
+        """What of the weight gradients' work waits for W on this rank, and what does not: a paragraph for each stage.
+
+        It is about the first microbatch whose backward was split, so there is nothing to tell before the first step.
+        """
+        texts = []
+        for number, stage in self.stages.items():
+            text = table(stage.works()) if stage.account.open else "no backward has been split yet"
+            texts.append(f"stage {number}: {text}")
+        return "\n".join(texts)
+
     def train(self, mode: bool = True) -> "Pipeline":
         flag("mode", mode, PipelineError)
         for module in self.modules():
@@ -217,9 +263,13 @@ class Pipeline:
             return None
         return measured(blocks, cut.sample, dict(cut.options))
 
-    def _divide(self, blocks: list[Block], cut: Cut | None, costs: list[float] | None) -> list[list[Block]]:
+    def _divide(
+        self, model: Model | OwnStages, blocks: list[Block], cut: Cut | None, costs: list[float] | None
+    ) -> list[list[Block]]:
         """The blocks of each stage. All ranks agree that they are the same."""
         with together(self._transports, "Pipeline()") as arguments:
+            if isinstance(model, OwnStages):
+                return model.by_stage(self.schedule.stages, self.schedule.stages_of(self.rank))
             at = None if cut is None else cut.at
             by_stage = divide(blocks, self.schedule.stages, at, self._same_costs(costs, cut))
             starts = [group[0].name for group in by_stage[1:]]
@@ -232,13 +282,14 @@ class Pipeline:
         """Make this rank's stages real, shard them, and make what runs them."""
         mine = {stage: by_stage[stage] for stage in self.schedule.stages_of(self.rank)}
         own = [block for group in mine.values() for block in group]
-        self._accepted = accepted([block.module for block in blocks])
+        everywhere = all(by_stage)  # else other ranks have stages of which this one knows nothing
+        self._accepted = accepted([block.module for block in blocks]) if everywhere else None
         self._ties = TieSums(find_ties(by_stage, self.schedule.placement), self._tied, self._transports[0])
         materialize_stages(blocks, [block.module for block in own], self.device)
         self._names = dict(_names(own))
         chains = {stage: Chain([block.module for block in group]) for stage, group in mine.items()}
         self.engine = self._shard(zero, list(chains.values()))
-        self.stages = {number: Stage(number, chain) for number, chain in chains.items()}
+        self.stages = {number: Stage(number, chain, pending=self._pending) for number, chain in chains.items()}
         if self.schedule.last_stage in self.stages:
             self.stages[self.schedule.last_stage].loss = loss or _itself
         self._executor = self._make_executor(self.schedule, zero)
@@ -349,6 +400,10 @@ def _device_of(blocks: list[Block]) -> torch.device:
                 f"parameter {name} is on {parameter.device}; this version wants it on the CPU or on meta"
             )
     return device_of(parameter for _, parameter in named)
+
+
+def _checked_reduction(given: Any) -> str:
+    return one_of("loss_reduction", given, ("mean", "sum"), '"mean" or "sum"', PipelineError)
 
 
 def _named(schedule: Any) -> str | Schedule:

@@ -11,217 +11,230 @@ Rule 1: a weight gradient waits only while I runs, and only if I would add it to
         that a nested `autograd.grad` asks for, or that a backward inside the forward makes, is computed at once.
 Rule 2: a parameter that is also used by something that is not deferrable does not wait: its gradient is one sum,
         made once, in torch's order. Nor does one with a hook, of any kind: autograd would call it in I, with nothing.
-Rule 3: pairs refer to no graph. Inputs are kept detached, with their version, which W checks as autograd would.
+Rule 3: pairs refer to no graph (pairs.py), and what they are for to no page (targets.py).
 Rule 4: the mode is active in I as well: a recompute of checkpointed blocks must save what the forward saved.
-Rule 5: nodes of W are made in the opposite order of I, because autograd runs the youngest first: weights that are
-        used twice are summed in the order in which I met them, as in an unsplit backward.
+Rule 5: under autocast the casts are part of the graph, where torch has them (casts.py).
+Rule 6: inside compiled graphs deferrable calls are tapped (inlined.py), and their pairs come to the same queue.
 """
 
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from retrograde.errors import PipelineError
-from retrograde.pages import FullTensor, Unit
-from retrograde.pipeline.deferrable import DeferrableCall, GradientFormulas, ParamGrads, parameter_of, recognise
+from retrograde.pages import FullTensor
+from retrograde.pipeline.account import Account
+from retrograde.pipeline.casts import Casts
+from retrograde.pipeline.deferrable import DeferrableCall, parameter_of, recognise
+from retrograde.pipeline.formulas import GradientFormulas
+from retrograde.pipeline.inlined import ANCHOR, RecordingMode
+from retrograde.pipeline.pairs import Pair, add_to_gradients, bytes_of, compact
+from retrograde.pipeline.targets import Target, may_be_target
+from retrograde.pipeline.traced import StageParameters, collecting, keep_graphs_out
 from retrograde.torch_internals import (
     Fate,
     alias_without_base,
     base_of,
+    body_of,
     fate_of,
     first_gradients,
     has_hooks,
     in_transform,
     is_view,
     run_backward,
-    storage_id,
-    storage_users,
-    version_of,
     without_modes_or_torch_function,
 )
 
 
-class _Target:
-    """A parameter whose gradient waits. A full tensor is found again by its place: holding it would hold its page."""
-
-    __slots__ = ("_slot", "_tensor", "_unit")
-
-    def __init__(self, tensor: Tensor) -> None:
-        paged = isinstance(tensor, FullTensor)
-        self._tensor = None if paged else tensor
-        self._unit: weakref.ref[Unit] | None = tensor._unit if isinstance(tensor, FullTensor) else None
-        self._slot = tensor._slot if isinstance(tensor, FullTensor) else 0
-
-    @property
-    def tensor(self) -> Tensor:
-        if self._tensor is not None:
-            return self._tensor
-        unit = self._unit() if self._unit is not None else None
-        if unit is None:
-            raise PipelineError("W of a stage whose sharded model is gone; keep the model until the step has ended")
-        return unit.page.full_tensors[self._slot]
-
-
-@dataclass(slots=True)
-class _Pair:
-    """What W reads of one deferrable call: its input and its output's gradient."""
-
-    formulas: GradientFormulas
-    x: Tensor
-    version: int
-    grad: Tensor
-    targets: tuple[_Target, ...]
-
-    def compute(self) -> ParamGrads:
-        version = version_of(self.x)
-        if version != self.version:
-            raise PipelineError(
-                f"the input of a {type(self.formulas).__name__.lower()} ({list(self.x.shape)}) was changed in place "
-                f"between I and W: it is at version {version}, I saw version {self.version}; do not "
-                f"write to tensors that a stage computed before the step has ended"
-            )
-        return self.formulas.param_grads(self.grad, self.x, len(self.targets) > 1)
-
-
 class SplitBackward:
-    """Forward, I and W of one microbatch of one stage."""
+    """Forward, I and W of one microbatch of one stage.
 
-    def __init__(self) -> None:
-        self._pairs: list[_Pair] = []
+    `parameters` are the stage's, which compiled graphs need; `account` is told what waits and what does not."""
+
+    def __init__(self, parameters: StageParameters | None = None, account: Account | None = None) -> None:
+        self._pairs: list[Pair] = []
         self._elsewhere: set[int] = set()  # parameters that something else than a deferrable call uses (Rule 2)
         self._deferring = False
+        self._again: frozenset[int] | None = None  # in a repeated I, the parameters that waited in the first
+        self.repeatable = True  # nobody has run a backward of their own
+        self._casts = Casts()
+        self._account = account
+        self._parameters = parameters  # while this is here, graphs find them
+        taps = parameters is not None and not parameters.hooked
+        self._mode = RecordingMode(_Recorder(self, account), _BODIES, taps)
 
     def recording(self) -> TorchFunctionMode:
         """A context for the forward."""
-        return _Recorder(self)
+        keep_graphs_out()
+        self._casts.clear()
+        return self._mode
 
     def run_inputs(self, outputs: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor | None]) -> None:
         """I: accumulates into the leaves of the graph, except for what waits for W."""
         self._deferring = True
         try:
-            _run_engine(self.recording(), outputs, grads)
+            with collecting(self):
+                _run_engine(self.recording(), outputs, grads)
         except BaseException:
             self._pairs.clear()
             raise
         finally:
             self._deferring = False
-        self._compact()
+            self._casts.clear()
+        compact(self._pairs)
+
+    def run_inputs_again(
+        self,
+        outputs: Sequence[GradientEdge],
+        grads: Sequence[Tensor],
+        leaves: Sequence[Tensor],
+        waited: frozenset[int],
+    ) -> None:
+        """I once more, for the pairs alone (again.py): nothing is added to the gradients of parameters."""
+        self._deferring = True
+        self._again = waited
+        try:
+            with collecting(self):
+                _run_engine(self._mode, outputs, grads, inputs=(*leaves, ANCHOR))
+        finally:
+            self._deferring = False
 
     def run_weights(self) -> None:
         """W: adds what was left to the parameters' `.grad`, and holds nothing afterwards."""
         pairs, self._pairs = self._pairs, []
-        tokens = []
-        with torch.enable_grad():
-            while pairs:
-                pair = pairs.pop()  # Rule 5
-                targets = [target.tensor for target in pair.targets]
-                token = _Waiting.apply(pair, *targets)  # type: ignore[no-untyped-call]
-                if token.requires_grad:  # a parameter may have been frozen since
-                    tokens.append(token)
-                del pair
-        if tokens:
-            torch.autograd.backward(tokens, [token.detach() for token in tokens])
+        add_to_gradients(pairs)
+
+    def forget(self) -> frozenset[int]:
+        """Let go of the pairs. Returns which parameters they were for."""
+        waited = frozenset(id(target.parameter) for pair in self._pairs for target in pair.targets)
+        self._pairs.clear()
+        return waited
+
+    @property
+    def waiting(self) -> int:
+        """How many pairs wait for W."""
+        return len(self._pairs)
 
     @property
     def waiting_bytes(self) -> int:
         """Bytes that W reads, each once."""
-        storages = {storage_id(t): t.untyped_storage().nbytes() for p in self._pairs for t in (p.x, p.grad)}
-        return sum(storages.values())
+        return bytes_of(self._pairs)
 
     # ---- the mode and the nodes call these
     def note_use(self, parameter: Tensor) -> None:
         self._elsewhere.add(id(parameter))
 
-    def waits(self, target: Tensor, node: Any) -> bool:
-        """Rules 1 and 2, asked in the backward of a deferrable call. `node` is where the target's gradient would go."""
-        parameter = parameter_of(target)
-        if parameter is None or not self._deferring or torch.is_grad_enabled():
+    def waits(self, target: Target) -> bool:
+        """Rules 1 and 2, asked in the backward of a deferrable call."""
+        parameter = target.parameter
+        if not parameter.requires_grad or not self._deferring or torch.is_grad_enabled():
             return False
+        if self._again is not None:
+            return id(parameter) in self._again
         if id(parameter) in self._elsewhere:
             return False
         if isinstance(parameter, FullTensor):
             return True  # its leaf is behind nodes that sum however often they run
-        if has_hooks(parameter):
-            return False
-        return fate_of(node if target is parameter else get_gradient_edge(parameter).node) is Fate.RUNS
+        return not has_hooks(parameter) and fate_of(get_gradient_edge(parameter).node) is Fate.RUNS
 
-    def defer(self, formulas: GradientFormulas, x: Tensor, grad: Tensor, targets: tuple[_Target, ...]) -> None:
-        self._pairs.append(_Pair(formulas, x.detach(), version_of(x), grad.detach(), targets))
+    def defer(self, pair: Pair) -> None:
+        self._pairs.append(pair)
+        if self._account is not None:
+            self._account.note_pair(pair, waits=True)
 
-    def _compact(self) -> None:
-        """A view that keeps a larger storage alive is copied out of it, unless somebody else keeps it anyway."""
-        views: dict[int, list[Tensor]] = {}
-        for pair in self._pairs:
-            for tensor in (pair.x, pair.grad):
-                views.setdefault(storage_id(tensor), []).append(tensor)
-        loose = set()
-        for storage, tensors in views.items():
-            distinct = {(t.storage_offset(), t.size(), t.stride()): t.nbytes for t in tensors}
-            total = tensors[0].untyped_storage().nbytes()
-            if sum(distinct.values()) < total and storage_users(tensors[0]) <= len(tensors):
-                loose.add(storage)
-        if not loose:
-            return
-        copies: dict[Any, Tensor] = {}
-        for pair in self._pairs:
-            if storage_id(pair.x) in loose:
-                pair.x = _copied(pair.x, copies)
-                pair.version = 0
-            if storage_id(pair.grad) in loose:
-                pair.grad = _copied(pair.grad, copies)
+    def computed(self, pair: Pair) -> None:
+        """The weight gradient of a deferrable call did not wait."""
+        if self._account is not None and self._deferring:
+            self._account.note_pair(pair, waits=False)
 
-
-def _copied(view: Tensor, copies: dict[Any, Tensor]) -> Tensor:
-    """One copy for equal views; its version starts at 0."""
-    place = (storage_id(view), view.storage_offset(), view.size(), view.stride())
-    if place not in copies:
-        copies[place] = view.clone()
-    return copies[place]
+    def routed(self, call: DeferrableCall, run: Callable[[Tensor], Any]) -> Any:
+        """A deferrable call, as an autograd Function of ours; `run` does it for a given input."""
+        if call.dtype is None:
+            targets = _targets(call)
+            return _Routed.apply(self, call, run, targets, call.x, call.weight, call.bias)  # type: ignore[no-untyped-call]
+        x = call.x if call.x.dtype == call.dtype else self._casts.of_input(call.x, call.dtype)
+        given = []
+        targets = []
+        for tensor in (call.weight, call.bias):
+            if tensor is None or tensor.dtype == call.dtype or not tensor.requires_grad:
+                given.append(tensor)
+                targets += [] if tensor is None or not tensor.requires_grad else [Target(tensor)]
+                continue
+            cast = self._casts.of_weight(tensor, call.dtype)
+            given.append(cast.tensor)
+            targets.append(Target(tensor, call.dtype, cast.shared))
+        return _Routed.apply(self, call, run, targets, x, *given)  # type: ignore[no-untyped-call]
 
 
-class _Recorder(TorchFunctionMode):
-    """Routes deferrable calls; leaves everything else as it is."""
+def _may_wait(call: DeferrableCall) -> bool:
+    bias = call.bias
+    return may_be_target(call.weight) and (bias is None or not bias.requires_grad or may_be_target(bias))
 
-    def __init__(self, split: SplitBackward) -> None:
-        super().__init__()
+
+def _targets(call: DeferrableCall) -> list[Target]:
+    return [Target(tensor) for tensor in (call.weight, call.bias) if tensor is not None and tensor.requires_grad]
+
+
+class _Recorder:
+    """Routes deferrable calls of eager code; leaves everything else as it is."""
+
+    def __init__(self, split: SplitBackward, account: Account | None) -> None:
         self._split = split
+        self._account = account
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Inside torch.func autograd Functions need rules that a routed product does not have.
-        if torch.compiler.is_compiling() or in_transform():
+        if in_transform():
             return func(*args, **kwargs)
-        if func is torch.autograd.backward or func is Tensor.backward:
-            return _NESTED[func](self, *args, **kwargs)
+        if func in _NESTED:
+            self._split.repeatable = False
+            return _NESTED[func](self._split._mode, *args, **kwargs)
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
+        if func in _BODIES:
+            with self._split._mode:
+                return _BODIES[func](*args, **kwargs)
         call = recognise(func, args, kwargs)
-        if call is not None and not torch.is_autocast_enabled(call.weight.device.type):
-            return _Routed.apply(  # type: ignore[no-untyped-call]
-                self._split, call, lambda: func(*args, **kwargs), call.x, call.weight, call.bias
-            )
+        if call is not None and _may_wait(call):
+
+            def run(x: Tensor) -> Any:
+                given = (x if each is call.x else each for each in args)
+                return func(*given, **{name: x if each is call.x else each for name, each in kwargs.items()})
+
+            return self._split.routed(call, run)
         result = func(*args, **kwargs)
-        self._note(result, args, kwargs)
+        self._note(func, result, args, kwargs)
         return result
 
-    def _note(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _note(self, func: Callable[..., Any], result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         outputs = result if isinstance(result, tuple | list) else (result,)
-        if not any(isinstance(output, Tensor) for output in outputs):
-            return  # a question about a parameter (its shape, its dtype)
-        for value in (*args, *kwargs.values()):
+        if not any(isinstance(output, Tensor) and output.requires_grad for output in outputs):
+            return  # a question about a parameter (its shape, its dtype), or a copy for other ends
+        for value in _values(args, kwargs):
             parameter = parameter_of(value)
             # A view is not a use yet; what is done with the view will be.
-            if parameter is not None and not (isinstance(result, Tensor) and base_of(result) is parameter):
-                self._split.note_use(parameter)
+            if parameter is None or all(isinstance(o, Tensor) and base_of(o) is parameter for o in outputs):
+                continue
+            self._split.note_use(parameter)
+            if self._account is not None:
+                self._account.note_use(parameter, func, args, kwargs)
+
+
+def _values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments, and what is in lists of them: einsum and recurrent layers take those."""
+    found: list[Any] = []
+    for value in (*args, *kwargs.values()):
+        found += value if isinstance(value, tuple | list) else [value]
+    return found
+
+
+# Functions of torch that hide deferrable calls; their bodies run under the mode.
+_BODIES = {F.multi_head_attention_forward: body_of(F.multi_head_attention_forward)}
 
 
 def _run_engine(
@@ -263,50 +276,41 @@ class _Routed(torch.autograd.Function):
         ctx: Any,
         split: SplitBackward,
         call: DeferrableCall,
-        run: Callable[[], Tensor],
+        run: Callable[[Tensor], Tensor],
+        targets: list[Target],
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
     ) -> Tensor:
+        """`weight` and `bias` are the call's own, or stand for their casts."""
         ctx.set_materialize_grads(False)
         ctx.split = split
         ctx.formulas = call.formulas
-        ctx.targets = tuple(_Target(t) for t in (weight, bias) if t is not None and t.requires_grad)
-        ctx.save_for_backward(*((x, weight) if x.requires_grad else (x,)))
-        out = run()
+        ctx.dtype = call.dtype
+        ctx.targets = tuple(targets)
+        ctx.save_for_backward(*((x, call.weight) if x.requires_grad else (x,)))
+        out = run(x)
         # An output that is a view could not be changed in place after a custom Function; torch's own can be.
         return alias_without_base(out) if is_view(out) else out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
         if grad is None:
-            return (None,) * 6
+            return (None,) * 7
         x, *rest = ctx.saved_tensors
         formulas: GradientFormulas = ctx.formulas
-        edges = zip(ctx.next_functions[1:], ctx.needs_input_grad[4:], strict=False)  # no bias, no edge
-        nodes = [node for (node, _), needed in edges if needed]
+        x_grad = None
+        weight_grad = None
+        bias_grad = None
         # The mode has nothing to see in a backward that is not recorded, and asking it takes longer than the formulas.
         with nullcontext() if torch.is_grad_enabled() else without_modes_or_torch_function():
-            x_grad = formulas.input_grad(grad, x, rest[0]) if ctx.needs_input_grad[3] else None
-            weight_grad = None
-            bias_grad = None
-            if all(ctx.split.waits(target.tensor, node) for target, node in zip(ctx.targets, nodes, strict=True)):
-                ctx.split.defer(formulas, x, grad, ctx.targets)
+            if ctx.needs_input_grad[4]:
+                weight = rest[0] if ctx.dtype is None else rest[0].to(ctx.dtype)
+                x_grad = formulas.input_grad(grad, x, weight)
+                del weight
+            if all(map(ctx.split.waits, ctx.targets)):
+                ctx.split.defer(Pair.of(formulas, x, grad, ctx.targets))
             else:
-                weight_grad, bias_grad = formulas.param_grads(grad, x, ctx.needs_input_grad[5])
-        return None, None, None, x_grad, weight_grad, bias_grad
-
-
-class _Waiting(torch.autograd.Function):
-    """The node of a pair in W. Its output carries no data; its backward makes the gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, pair: _Pair, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        ctx.pair = pair
-        return pair.grad.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, nothing: Tensor) -> Any:
-        pair, ctx.pair = ctx.pair, None
-        weight, bias = pair.compute()
-        return (None, weight, bias) if len(pair.targets) > 1 else (None, weight)
+                ctx.split.computed(Pair.of(formulas, x, grad, ctx.targets))
+                weight_grad, bias_grad = formulas.param_grads(grad, x, ctx.needs_input_grad[6])
+        return None, None, None, None, x_grad, weight_grad, bias_grad

@@ -10,8 +10,8 @@ the gradient edges of its outputs. Output values live while they are sent, or wh
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, NamedTuple
@@ -22,8 +22,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from retrograde.errors import PipelineError
 from retrograde.parameters import Owner, ShardedParameter
+from retrograde.pipeline.account import Account, Work
+from retrograde.pipeline.again import Pending, Recomputed, Repeat, Surroundings, Writes
 from retrograde.pipeline.parcel import Parcel
 from retrograde.pipeline.split import SplitBackward
+from retrograde.pipeline.traced import StageParameters, whole_of
 from retrograde.torch_internals import alias_without_base
 from retrograde.transport.messages import TensorLayout
 
@@ -52,6 +55,8 @@ class Flight:
     split: SplitBackward | None
     seed: list[Tensor | None] | None = None  # on the last stage, the gradient of the loss: its weight
     phase: Phase = Phase.FORWARD
+    repeat: Repeat | None = None  # how W can compute the microbatch again instead of holding pairs
+    held: int = 0  # bytes of pairs, counted where there is a limit
 
 
 class _Made(NamedTuple):
@@ -60,6 +65,15 @@ class _Made(NamedTuple):
     flight: Flight
     output: Any
     loss: Tensor | None  # on the last stage, if there is a target
+
+
+class _Computed(NamedTuple):
+    """What a forward has made, with its graph; `wrote` says whether it changed its input or a buffer."""
+
+    leaves: list[Tensor | None]
+    output: Any
+    loss: Tensor | None
+    wrote: bool
 
 
 class LastOutput(NamedTuple):
@@ -90,8 +104,12 @@ class Stage:
     loss: Loss | None = None  # on the last stage
     flights: dict[int, Flight] = field(default_factory=dict)
     pages: dict[Owner, Tensor] = field(default_factory=dict)  # from GATHER to DROP
+    account: Account = field(default_factory=Account)  # of the first microbatch whose backward was split
+    pending: Pending = field(default_factory=Pending)  # shared by the stages of a rank
 
     def __post_init__(self) -> None:
+        self._parameters = StageParameters(self.module)
+        self._device = next((p.device.type for p in self.module.parameters()), "cpu")
         parameters = inspect.signature(self.module.forward).parameters.values()
         self._accepts = {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_POSITIONAL}
         self._accepts_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
@@ -126,7 +144,8 @@ class Stage:
         flight = self._take(microbatch, Phase.FORWARD, "B")
         roots, given = self._roots(flight, grads)
         if roots:
-            torch.autograd.backward(roots, given)
+            with self._as_computed():
+                torch.autograd.backward(roots, given)
         return _take_grads(flight)
 
     def backward_inputs(self, microbatch: int, grads: Sequence[Tensor | None] | None) -> list[Tensor | None]:
@@ -134,9 +153,13 @@ class Stage:
         flight = self._take(microbatch, Phase.FORWARD, "I")
         if flight.split is None:
             raise PipelineError(f"stage {self.index}, microbatch {microbatch}: I after a forward that was not split")
+        whole = flight.seed if flight.seed is not None else grads
         roots, given = self._roots(flight, grads)
         if roots:
-            flight.split.run_inputs(roots, given)
+            with self._as_computed():
+                flight.split.run_inputs(roots, given)
+            if self.pending.limit is not None and whole is not None:
+                self._choose(flight, flight.split, whole)
         found = _take_grads(flight)
         flight.phase = Phase.INPUTS
         self.flights[microbatch] = flight
@@ -146,7 +169,12 @@ class Stage:
         """W."""
         flight = self._take(microbatch, Phase.INPUTS, "W")
         assert flight.split is not None
-        flight.split.run_weights()
+        self.pending.held -= flight.held
+        with self._as_computed():
+            if flight.repeat is not None:
+                flight.repeat.run(SplitBackward(self._parameters))
+            else:
+                flight.split.run_weights()
 
     def gather(self) -> None:
         """GATHER: pages of a sharded stage come, and stay until DROP. Without, each comes and goes with its use."""
@@ -159,32 +187,84 @@ class Stage:
         for owner in owners:
             owner.pager.retire(owner.unit)
 
+    def works(self) -> Iterator[Work]:
+        """The work of the weight gradients, by use (account.py)."""
+        trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        yield from self.account.works({id(whole_of(p)): name.removeprefix("blocks.") for name, p in trained.items()})
+
     def clear(self) -> None:
         """Forget what a failed step left."""
         self.flights.clear()
+        self.pending.held = 0
         self.drop()
 
     def _forward(
         self, arrived: Parcel, options: Mapping[str, Any], split: bool, target: WeightedTarget | None = None
     ) -> _Made:
         training = torch.is_grad_enabled()
+        flight = Flight([], [], self._split() if split and training else None)
+        if flight.split is not None and self.pending.limit is not None:
+            flight.repeat = self._repeat(arrived, options, target)
+        computed = self._compute(arrived, options, target, flight.split)
+        flight.leaves = computed.leaves
+        if computed.wrote:
+            flight.repeat = None
+        return _Made(flight, computed.output, computed.loss)
+
+    def _compute(
+        self,
+        arrived: Parcel,
+        options: Mapping[str, Any],
+        target: WeightedTarget | None,
+        split: SplitBackward | None,
+    ) -> _Computed:
+        """The forward itself."""
         leaves: list[Tensor | None] = [None] * len(arrived.tensors)
-        if training:
+        if torch.is_grad_enabled():
             leaves = [_leaf(*pair) for pair in zip(arrived.tensors, arrived.layout.tensors, strict=True)]
-        flight = Flight(leaves, [], SplitBackward() if split and training else None)
         entered = [t if leaf is None else _enter(leaf) for t, leaf in zip(arrived.tensors, leaves, strict=True)]
         args = arrived.tree(entered)
+        written = Writes.watch(self.module, entered) if self.pending.limit is not None else None
         del entered, arrived  # the graph and the leaves hold what is needed
         args = args if isinstance(args, tuple) else (args,)
         kwargs = {k: v for k, v in options.items() if self._accepts_all or k in self._accepts}
-        recording = nullcontext() if flight.split is None else flight.split.recording()
-        with recording:
+        with nullcontext() if split is None else split.recording():
             output = self.module(*args, **kwargs)
             loss = None
             if self.loss is not None and target is not None:
                 given = () if target.value is None else (target.value,)
                 loss = self.loss(output, *given)
-        return _Made(flight, output, loss)
+        return _Computed(leaves, output, loss, written is not None and written.happened)
+
+    def _repeat(self, arrived: Parcel, options: Mapping[str, Any], target: WeightedTarget | None) -> Repeat:
+        def forward(split: SplitBackward) -> Recomputed:
+            computed = self._compute(arrived, options, target, split)
+            outputs = [computed.loss] if computed.loss is not None else Parcel.of(computed.output).tensors
+            return Recomputed([leaf for leaf in computed.leaves if leaf is not None], [_edge(t) for t in outputs])
+
+        inputs = [t for t, layout in zip(arrived.tensors, arrived.layout.tensors, strict=True) if _wanted(t, layout)]
+        return Repeat([t for t in inputs if t is not None], forward, Surroundings.now(self._device))
+
+    def _choose(self, flight: Flight, split: SplitBackward, grads: Sequence[Tensor | None]) -> None:
+        """Hold the pairs, or what they can be made of again (again.py)."""
+        waiting = split.waiting_bytes
+        repeat = flight.repeat
+        if repeat is not None and split.repeatable and repeat.inputs and not self.pending.fits(waiting):
+            repeat.grads = list(grads)
+            if repeat.bytes < waiting:
+                repeat.waited = split.forget()
+                return
+        flight.repeat = None
+        flight.held = waiting
+        self.pending.held += waiting
+
+    def _as_computed(self) -> AbstractContextManager[object]:
+        """Autocast is for forwards. A backward that runs inside it would lower what was computed in full precision."""
+        return torch.autocast(self._device, enabled=False) if torch.is_autocast_enabled(self._device) else nullcontext()
+
+    def _split(self) -> SplitBackward:
+        account = None if self.account.open else self.account.opened()
+        return SplitBackward(self._parameters, account)
 
     def _keep(self, microbatch: int, flight: Flight) -> None:
         if microbatch in self.flights:
@@ -210,9 +290,11 @@ class Stage:
 
 def _leaf(tensor: Tensor | None, layout: TensorLayout | None) -> Tensor | None:
     """What arrived, as a leaf that collects a gradient. None if the stage before wants none."""
-    if tensor is None or layout is None or not layout.requires_grad:
-        return None
-    return tensor.requires_grad_()
+    return tensor.requires_grad_() if tensor is not None and _wanted(tensor, layout) else None
+
+
+def _wanted(tensor: Tensor | None, layout: TensorLayout | None) -> bool:
+    return tensor is not None and layout is not None and layout.requires_grad
 
 
 def _enter(leaf: Tensor) -> Tensor:

@@ -37,6 +37,7 @@ from retrograde.torch_internals.compiler import (
     is_untraced,
     keep_sizes,
 )
+from retrograde.torch_internals.functions import autocast_region, body_of, grouped_mm
 from retrograde.torch_internals.groups import (
     PrefixStore,
     Store,
@@ -126,6 +127,7 @@ __all__ = [
     "around_updates",
     "around_zero_grad",
     "at_end_of_backward",
+    "autocast_region",
     "backend_of",
     "backend_with",
     "base_of",
@@ -134,6 +136,7 @@ __all__ = [
     "before_group_shutdown",
     "before_parametrizing",
     "before_vmap",
+    "body_of",
     "check_before_first_use",
     "clip_together",
     "compiling_frames",
@@ -146,6 +149,7 @@ __all__ = [
     "forget_accumulator",
     "forget_weight_references",
     "get_requires_grad",
+    "grouped_mm",
     "has_hooks",
     "held_elsewhere",
     "hide_from_dynamo",

@@ -1,0 +1,104 @@
+"""A microbatch that W computes again, where its pairs would take more memory than there is for them.
+
+[Note: pairs or inputs]
+Between I and W a stage holds pairs, or else what they can be made of again: its input and the gradient of its output. W
+then runs F and I of the microbatch once more, and computes the weight gradients of the new pairs at once.
+
+Rule 1: the second I adds to no `.grad`: what did not wait the first time has its gradient already. It asks for the
+        gradients of the stage's inputs alone, and the parameters that waited are those that waited before.
+Rule 2: the same numbers come out: random numbers and autocast are those of F, and the stage's input is unchanged.
+Rule 3: what cannot be repeated keeps its pairs: a stage that changes its input or buffers in forward, whose input needs
+        no gradient (the first stage), or in which somebody runs a backward of their own (reentrant checkpoints do).
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from retrograde.pipeline.split import SplitBackward
+from retrograde.torch_internals import version_of
+
+
+@dataclass
+class Pending:
+    """How many bytes of pairs a rank may hold between I and W, over all its stages; None is any number."""
+
+    limit: float | None = None
+    held: int = 0
+
+    def fits(self, nbytes: int) -> bool:
+        return self.limit is None or self.held + nbytes <= self.limit
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a forward depends on beside its arguments, when it began."""
+
+    random: Tensor
+    device: str
+    lower: bool
+    dtype: torch.dtype
+
+    @staticmethod
+    def now(device: str) -> "Surroundings":
+        dtype = torch.get_autocast_dtype(device)
+        return Surroundings(torch.get_rng_state(), device, torch.is_autocast_enabled(device), dtype)
+
+    def precision(self) -> AbstractContextManager[object]:
+        return torch.autocast(self.device, dtype=self.dtype, enabled=self.lower)
+
+
+class Recomputed(NamedTuple):
+    leaves: list[Tensor]
+    outputs: list[GradientEdge | None]
+
+
+@dataclass
+class Repeat:
+    """What F and I of a microbatch need to run once more."""
+
+    inputs: list[Tensor]  # those that need gradients
+    forward: Callable[[SplitBackward], Recomputed]
+    surroundings: Surroundings
+    waited: frozenset[int] = frozenset()
+    grads: Sequence[Tensor | None] = ()
+
+    @property
+    def bytes(self) -> int:
+        return sum(t.nbytes for t in (*self.inputs, *self.grads) if t is not None)
+
+    def run(self, split: SplitBackward) -> None:
+        """F, I and W."""
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self.surroundings.random)
+            with torch.enable_grad(), self.surroundings.precision():
+                made = self.forward(split)
+        pairs = [(e, g) for e, g in zip(made.outputs, self.grads, strict=True) if e is not None and g is not None]
+        split.run_inputs_again([e for e, _ in pairs], [g for _, g in pairs], made.leaves, self.waited)
+        for leaf in made.leaves:
+            leaf.grad = None
+        split.run_weights()
+
+
+class Writes:
+    """Whether a forward writes to its inputs or to a buffer, as batch norms do."""
+
+    def __init__(self, watched: list[Tensor]) -> None:
+        self._watched = watched
+        self._before = list(map(version_of, watched))
+
+    @staticmethod
+    def watch(module: nn.Module, inputs: Sequence[Tensor | None]) -> "Writes":
+        return Writes([*module.buffers(), *(t for t in inputs if t is not None)])
+
+    @property
+    def happened(self) -> bool:
+        """Asked once, when the forward is over."""
+        now = list(map(version_of, self._watched))
+        self._watched = []
+        return now != self._before

@@ -1,0 +1,120 @@
+"""What waits between I and W: pairs of an input and an output's gradient, and the nodes that W makes of them.
+
+Pairs refer to no graph. Inputs are kept detached, with their version, which W checks as autograd would.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retrograde.errors import PipelineError
+from retrograde.pipeline.formulas import GradientFormulas, ParamGrads
+from retrograde.pipeline.targets import SharedCast, Target
+from retrograde.torch_internals import storage_id, storage_users, version_of
+
+
+@dataclass(slots=True)
+class Pair:
+    """What W reads of one deferrable call: its input and its output's gradient."""
+
+    formulas: GradientFormulas
+    x: Tensor
+    version: int
+    grad: Tensor
+    targets: tuple[Target, ...]
+
+    @staticmethod
+    def of(formulas: GradientFormulas, x: Tensor, grad: Tensor, targets: tuple[Target, ...]) -> "Pair":
+        return Pair(formulas, x.detach(), version_of(x), grad.detach(), targets)
+
+    def compute(self) -> ParamGrads:
+        version = version_of(self.x)
+        if version != self.version:
+            raise PipelineError(
+                f"the input of a {type(self.formulas).__name__.lower()} ({list(self.x.shape)}) was changed in place "
+                f"between I and W: it is at version {version}, I saw version {self.version}; do not "
+                f"write to tensors that a stage computed before the step has ended"
+            )
+        return self.formulas.param_grads(self.grad, self.x, len(self.targets) > 1)
+
+
+def bytes_of(pairs: Sequence[Pair]) -> int:
+    """Bytes that W reads, each once."""
+    storages = {storage_id(t): t.untyped_storage().nbytes() for p in pairs for t in (p.x, p.grad)}
+    return sum(storages.values())
+
+
+def add_to_gradients(pairs: list[Pair]) -> None:
+    """W: an ordinary backward over one node for each pair. The list is emptied on the way.
+
+    Nodes are made in the opposite order of I, because autograd runs the youngest first: weights that are used twice are
+    summed in the order in which I met them, as in an unsplit backward.
+    """
+    tokens = []
+    casts: dict[SharedCast, Tensor] = {}
+    with torch.enable_grad():
+        while pairs:
+            pair = pairs.pop()
+            reached = [target.reached(casts) for target in pair.targets]
+            token = _Waiting.apply(pair, *reached)  # type: ignore[no-untyped-call]
+            if token.requires_grad:  # a parameter may have been frozen since
+                tokens.append(token)
+            del pair
+    if tokens:
+        torch.autograd.backward(tokens, [token.detach() for token in tokens])
+
+
+class _Waiting(torch.autograd.Function):
+    """The node of a pair in W. Its output carries no data; its backward makes the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, pair: Pair, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        ctx.pair = pair
+        return pair.grad.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, nothing: Tensor) -> Any:
+        pair, ctx.pair = ctx.pair, None
+        weight, bias = pair.compute()
+        return (None, weight, bias) if len(pair.targets) > 1 else (None, weight)
+
+
+# ---- no more memory than is read
+def compact(pairs: Sequence[Pair]) -> None:
+    """A view that keeps a larger storage alive is copied out of it, unless somebody else keeps it anyway."""
+    loose = _loose(pairs)
+    if not loose:
+        return
+    copies: dict[Any, Tensor] = {}
+    for pair in pairs:
+        if storage_id(pair.x) in loose:
+            pair.x = _copied(pair.x, copies)
+            pair.version = 0
+        if storage_id(pair.grad) in loose:
+            pair.grad = _copied(pair.grad, copies)
+
+
+def _loose(pairs: Sequence[Pair]) -> set[int]:
+    """Storages of which pairs read a part, and that nobody else keeps."""
+    views: dict[int, list[Tensor]] = {}
+    for pair in pairs:
+        for tensor in (pair.x, pair.grad):
+            views.setdefault(storage_id(tensor), []).append(tensor)
+    found = set()
+    for storage, tensors in views.items():
+        distinct = {(t.storage_offset(), t.size(), t.stride()): t.nbytes for t in tensors}
+        total = tensors[0].untyped_storage().nbytes()
+        if sum(distinct.values()) < total and storage_users(tensors[0]) <= len(tensors):
+            found.add(storage)
+    return found
+
+
+def _copied(view: Tensor, copies: dict[Any, Tensor]) -> Tensor:
+    """One copy for equal views; its version starts at 0."""
+    place = (storage_id(view), view.storage_offset(), view.size(), view.stride())
+    if place not in copies:
+        copies[place] = view.clone()
+    return copies[place]

@@ -1,0 +1,167 @@
+"""The operator that compiled graphs hand their pairs to (inlined.py), and how it finds parameters.
+
+It runs in the backward of a graph. In I the pair goes to the queue of the microbatch. In any other backward that adds
+to `.grad`, the weight gradient is computed at once. Where somebody asks for gradients of inputs alone, nothing is done.
+"""
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from retrograde.compiling.inlined import KEY, all_code
+from retrograde.errors import PipelineError
+from retrograde.parameters import ShardedParameter
+from retrograde.pipeline import inlined
+from retrograde.pipeline.formulas import (
+    Batched,
+    Convolution,
+    Embedding,
+    Geometry,
+    GradientFormulas,
+    Linear,
+    is_column_major,
+)
+from retrograde.pipeline.inlined import ANCHOR
+from retrograde.pipeline.pairs import Pair, add_to_gradients
+from retrograde.pipeline.targets import Target
+from retrograde.torch_internals import Fate, dynamo_is_loaded, fate_of, has_hooks, hide_from_dynamo
+
+
+class Queue(Protocol):
+    """Of one microbatch, while its I runs."""
+
+    def defer(self, pair: Pair) -> None: ...
+
+
+_queues: list[Queue] = []  # of the I that runs, and of those around it
+
+
+class StageParameters:
+    """The parameters of a stage, with the keys by which graphs know them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        for parameter in module.parameters():
+            if getattr(parameter, KEY, None) is None:
+                number = next(_numbers)
+                setattr(parameter, KEY, torch.tensor([number]))
+                _parameters[number] = parameter
+
+    @property
+    def hooked(self) -> bool:
+        """Autograd would call a hook in I, with nothing: then graphs compute weight gradients themselves."""
+        return any(has_hooks(own) for own in self._module.parameters() if not isinstance(own, ShardedParameter))
+
+
+def keep_graphs_out() -> None:
+    """No graph starts in what is only ever inlined into one, as soon as there is a Dynamo to tell."""
+    if dynamo_is_loaded():
+        _keep_graphs_out()
+
+
+@functools.cache
+def _keep_graphs_out() -> None:
+    hide_from_dynamo([], all_code(inlined), [])
+
+
+_numbers = itertools.count()
+_parameters: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
+
+
+def whole_of(parameter: nn.Parameter) -> Tensor:
+    """The parameter as forwards see it."""
+    if isinstance(parameter, ShardedParameter):
+        return parameter.unit.page.full_tensors[parameter.place]
+    return parameter
+
+
+@contextmanager
+def collecting(queue: Queue) -> Iterator[None]:
+    """Pairs of graphs go to this queue, while I runs."""
+    _queues.append(queue)
+    try:
+        yield
+    finally:
+        _queues.pop()
+
+
+class _Shape(NamedTuple):
+    """Of a weight, when its graph was made: parameters keep theirs."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    @staticmethod
+    def of(numbers: list[int]) -> "_Shape":
+        half = len(numbers) // 2
+        return _Shape(torch.Size(numbers[:half]), tuple(numbers[half:]))
+
+    def like(self) -> Tensor:
+        return torch.empty_strided(self.size, self.stride, device="meta")
+
+
+def _convolution(shape: _Shape, numbers: list[int]) -> GradientFormulas:
+    dims = len(shape.size) - 2
+    stride, padding, dilation = (numbers[start * dims : (start + 1) * dims] for start in range(3))
+    geometry = Geometry(stride, padding, dilation, False, [0] * dims, numbers[-1])
+    return Convolution(geometry, shape.size, shape.stride)
+
+
+_FORMULAS: dict[str, Callable[[_Shape, list[int]], GradientFormulas]] = {
+    "linear": lambda shape, _: Linear(True, is_column_major(shape.like().t())),
+    "matmul": lambda shape, _: Linear(False, is_column_major(shape.like())),
+    "bmm": lambda shape, _: Batched(False),
+    "embedding": lambda shape, numbers: Embedding(shape.size[0], numbers[0], bool(numbers[1])),
+    "conv": _convolution,
+}
+
+
+class _Copies:
+    """Compilers use the memory of what an operator has read again. So pairs have copies; uses in a row share one."""
+
+    def __init__(self) -> None:
+        self._last: weakref.ref[Tensor] | None = None
+
+    def of(self, tensor: Tensor) -> Tensor:
+        last = None if self._last is None else self._last()
+        if last is not None and last.shape == tensor.shape and last.dtype == tensor.dtype and last.equal(tensor):
+            return last
+        made = tensor.clone()
+        self._last = weakref.ref(made)
+        return made
+
+
+_inputs = _Copies()
+
+
+def _record(grad: Tensor, x: Tensor, keys: Tensor, call: str, shape: list[int], numbers: list[int]) -> Tensor:
+    parameters = [whole_of(_parameters[number]) for number in keys.tolist()]
+    if fate_of(get_gradient_edge(ANCHOR).node) is Fate.RUNS:
+        lower = grad.dtype if grad.dtype != parameters[0].dtype else None
+        targets = tuple(Target(parameter, lower) for parameter in parameters)
+        formulas = _FORMULAS[call](_Shape.of(shape), numbers)
+        pair = Pair.of(formulas, _inputs.of(x), grad.clone(), targets)
+        if _queues:
+            _queues[-1].defer(pair)
+        else:
+            add_to_gradients([pair])
+    elif any(fate_of(get_gradient_edge(parameter).node) is not Fate.SKIPPED for parameter in parameters):
+        raise PipelineError(
+            f"a gradient of a parameter of shape {list(parameters[0].shape)} is asked for in the forward of a "
+            f"pipeline's stage, through a compiled graph whose weight gradients wait; do not compile that part"
+        )
+    return torch.zeros(1)
+
+
+_library: Any = torch.library
+_LIBRARY = _library.Library("retrograde", "FRAGMENT")
+_LIBRARY.define("record(Tensor grad, Tensor x, Tensor keys, str call, int[] shape, int[] numbers) -> Tensor")
+_LIBRARY.impl("record", _record, "CompositeExplicitAutograd")
+_library.register_fake("retrograde::record", lambda *given: torch.zeros(1), lib=_LIBRARY)

@@ -1,0 +1,129 @@
+"""A limit on what waits between I and W: microbatches beyond it are computed again in W, with the same gradients."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import retrograde as rg
+from benchmarks.stage_blocks import BATCH, TOKENS, WIDTH, stage
+from retrograde.pipeline.again import Pending
+from retrograde.pipeline.parcel import Parcel
+from retrograde.pipeline.stage import Stage
+from tests.harness import Ranks
+from tests.pipeline.bytes_of_blocks import BLOCKS, PAIRS, TOKEN_WISE
+from tests.pipeline.cases import CASES, backward_order, plain_step
+
+MICROBATCHES = 3
+
+
+def batch() -> Tensor:
+    return torch.randn(BATCH, TOKENS, WIDTH)
+
+
+def play(module: nn.Module, limit: int | None, inputs: list[Tensor], grads: list[Tensor]) -> tuple[Stage, list[Any]]:
+    """Every F, every I; the stage before its W, and the gradients of the inputs."""
+    one = Stage(0, module, pending=Pending(limit))
+    for number, x in enumerate(inputs):
+        one.run(number, Parcel.of(x.detach().requires_grad_()).apart(), {}, True)
+    found = [one.backward_inputs(number, [grad])[0] for number, grad in enumerate(grads)]
+    return one, found
+
+
+def dropouts() -> nn.Module:
+    torch.manual_seed(0)
+    parts = [nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)]
+    return nn.Sequential(*parts)
+
+
+def normed() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(TOKENS), nn.Linear(WIDTH, WIDTH))
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x *= 2
+        return self.a(self.a(x))
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], bool]] = {
+    "plain": (stage, True),
+    "checkpoint": (lambda: stage("plain", "other"), True),
+    "reentrant checkpoint": (lambda: stage("plain", "reentrant"), False),
+    "dropout": (dropouts, True),
+    "batch norm": (normed, False),
+    "in place": (InPlace, False),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_same_gradients(name: str) -> None:
+    make, repeated = MODULES[name]
+    inputs, grads = [batch() for _ in range(MICROBATCHES)], [batch() for _ in range(MICROBATCHES)]
+    found = []
+    for limit in (None, 0):
+        module = make()
+        torch.manual_seed(1)
+        one, input_grads = play(module, limit, [x.clone() for x in inputs], grads)
+        assert [flight.repeat is not None for flight in one.flights.values()] == [
+            limit == 0 and repeated
+        ] * MICROBATCHES
+        for number in range(MICROBATCHES):
+            one.backward_weights(number)
+        assert one.pending.held == 0 and not one.flights
+        found.append([*input_grads, *(p.grad for p in module.parameters()), *module.buffers()])
+    assert len(found[0]) == len(found[1]) and all(map(torch.equal, *found))
+
+
+def test_as_many_pairs_as_there_is_room_for() -> None:
+    """What the pairs of one microbatch take is derived from the shapes; the first two fit."""
+    module = stage()
+    one, _ = play(module, 2 * BLOCKS * PAIRS, [batch() for _ in range(3)], [batch() for _ in range(3)])
+    assert [flight.repeat is not None for flight in one.flights.values()] == [False, False, True]
+    assert one.pending.held == 2 * BLOCKS * PAIRS
+    again = one.flights[2].repeat
+    assert again is not None and again.bytes == 2 * TOKEN_WISE  # its input, and the gradient of its output
+    one.backward_weights(0)
+    assert one.pending.held == BLOCKS * PAIRS
+
+
+def steps(rank: int, world: int, schedule: str) -> list[str]:
+    wrong = []
+    for name in ("transformer", "checkpoint", "trees", "block called twice", "autocast", "tied at both ends"):
+        case = CASES[name]
+        torch.manual_seed(0)
+        blocks = case.blocks()
+        pipe = rg.Pipeline(copy.deepcopy(blocks), schedule=schedule, microbatches=4, loss=case.loss, pending="1KiB")
+        data = case.data()
+        plain_step(blocks, data, case.loss, backward_order(pipe.schedule), case.around)
+        with case.around():
+            pipe.step(*copy.deepcopy(data.args), target=data.target)
+        whole = dict(nn.ModuleList(blocks).named_parameters(remove_duplicate=False))
+        named = pipe.named_parameters()
+        wrong += [f"{name}: {key}" for key, p in named if not case.same(p.grad, whole[key].grad)]
+    return wrong
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+def test_between_ranks(ranks: Ranks, schedule: str) -> None:
+    assert ranks(2).run(steps, schedule) == [[], []]
+
+
+def refused(rank: int, world: int) -> str:
+    with pytest.raises(rg.RetrogradeError) as error:
+        rg.Pipeline([nn.Linear(2, 2)] * 2, schedule="zb-h1", microbatches=2, loss=F.mse_loss, pending="much")
+    return str(error.value)
+
+
+def test_a_limit_that_is_no_size(ranks: Ranks) -> None:
+    assert all("pending" in text for text in ranks(2).run(refused))
