@@ -1,8 +1,10 @@
 """retrograde: sharded training in which backward is free-form."""
 
+from retrograde.checkpoint import load, save
 from retrograde.compiling import compile
 from retrograde.engine import Engine, shard
 from retrograde.errors import (
+    CheckpointError,
     DivergenceError,
     PipelineError,
     RetrogradeError,
@@ -17,6 +19,7 @@ from retrograde.pipeline.options import Cut, Microbatches, Zero
 from retrograde.pipeline.pipeline import Pipeline
 
 __all__ = [
+    "CheckpointError",
     "Cut",
     "DivergenceError",
     "Engine",
@@ -33,5 +36,7 @@ __all__ = [
     "Zero",
     "compile",
     "elementwise",
+    "load",
+    "save",
     "shard",
 ]

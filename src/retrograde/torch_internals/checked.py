@@ -8,6 +8,7 @@ import torch
 from retrograde.torch_internals import (
     backends,
     backward,
+    checkpoints,
     compiler,
     groups,
     memory,
@@ -23,7 +24,20 @@ from retrograde.torch_internals.probes import TESTED, When, check
 logger = logging.getLogger("retrograde")
 
 # Imported, so that their probes are registered.
-WITH_PROBES = (backends, backward, compiler, groups, memory, modules, process_end, tensors, training, trees, wrapping)
+WITH_PROBES = (
+    backends,
+    backward,
+    checkpoints,
+    compiler,
+    groups,
+    memory,
+    modules,
+    process_end,
+    tensors,
+    training,
+    trees,
+    wrapping,
+)
 
 
 def check_at_import() -> None:

@@ -1,0 +1,11 @@
+"""Which format a folder has."""
+
+from pathlib import Path
+
+from retrograde.checkpoint.folders import find
+from retrograde.checkpoint.formats.distributed import open_distributed
+from retrograde.checkpoint.stored import Checkpoint
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    return open_distributed(find(path))
