@@ -1,6 +1,6 @@
 """retrograde: sharded training in which backward is free-form."""
 
-from retrograde.checkpoint import load, save
+from retrograde.checkpoint import export, load, load_pretrained, save
 from retrograde.compiling import compile
 from retrograde.engine import Engine, shard
 from retrograde.errors import (
@@ -36,7 +36,9 @@ __all__ = [
     "Zero",
     "compile",
     "elementwise",
+    "export",
     "load",
+    "load_pretrained",
     "save",
     "shard",
 ]

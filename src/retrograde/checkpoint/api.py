@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from retrograde.arguments import flag, wrong
@@ -59,6 +60,50 @@ def load(
 
     options = LoadOptions(extra, flag("strict", strict, CheckpointError), progress, process_group)
     return load_checkpoint(_path(path), model, optimizer, options)
+
+
+def export(
+    path: str | os.PathLike[str],
+    model: "Model",
+    *,
+    file_size: int | str = "5GB",
+    dtype: torch.dtype | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> list[Path]:
+    """Write the weights of a model as safetensors files to the folder `path`. Collective: every rank calls it.
+
+    `file_size`: what a file has at most; with several there is an index. `dtype`: of floating point numbers in the
+    files, if it is to be another. Returns the files.
+    """
+    from retrograde.checkpoint.exporting import export_model
+
+    return export_model(_path(path), model, file_size, _dtype(dtype), process_group)
+
+
+def load_pretrained(
+    model: "Model",
+    path: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    progress: bool | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> "Loaded":
+    """Load weights from safetensors files, each rank its own parts. Collective: every rank calls it.
+
+    `path`: a file, or a folder with one or with an index, as `rg.export` and `save_pretrained` of others write it."""
+    from retrograde.checkpoint.formats.weights import open_weights
+    from retrograde.checkpoint.loading import LoadOptions, load_checkpoint
+
+    options = LoadOptions(None, flag("strict", strict, CheckpointError), progress, process_group)
+    return load_checkpoint(_path(path), model, None, options, open_weights)
+
+
+def _dtype(dtype: Any) -> torch.dtype | None:
+    if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        return dtype
+    raise wrong(
+        "dtype", dtype, "is not a floating point dtype", "one, such as torch.bfloat16, or None", CheckpointError
+    )
 
 
 def _path(path: Any) -> Path:

@@ -5,8 +5,9 @@ each rank reads its own parts straight into their places, so loading takes no me
 for the optimizer's state where there is none yet.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from retrograde.checkpoint.generators import set_generator_states
 from retrograde.checkpoint.progress import Progress
 from retrograde.checkpoint.ranks import Together
 from retrograde.checkpoint.saving import has_state
-from retrograde.checkpoint.stored import Checkpoint, check_shape, is_tensor, value_of
+from retrograde.checkpoint.stored import Checkpoint, Region, check_shape, is_tensor, value_of
 from retrograde.checkpoint.subject import Model, Optimizers, Subject, subject_of
 from retrograde.checkpoint.targets import Fill, distinct, leaf_of
 from retrograde.engine.named_state import numbered_names, numbered_state
@@ -79,20 +80,31 @@ class Plan:
     rng: dict[str, Any] | None
     notes: list[str]
 
+    @property
+    def bytes(self) -> int:
+        return sum(fill.bytes for fill in (*distinct(self.weights), *self.states))
 
-def load_checkpoint(path: Path, model: Model, optimizer: Optimizers, options: LoadOptions) -> Loaded:
+
+def load_checkpoint(
+    path: Path,
+    model: Model,
+    optimizer: Optimizers,
+    options: LoadOptions,
+    opened: Callable[[Path], Checkpoint] = open_checkpoint,
+) -> Loaded:
+    """`opened` knows the format."""
     ranks = Together(options.group)
-    with ranks.one_fate("rg.load()"):
-        subject = subject_of(model, optimizer)
-        checkpoint = open_checkpoint(path)
-        plan = _plan(checkpoint, subject, options, ranks)
-        for fill in (*plan.weights, *plan.states):
-            fill.check()
-    total = sum(fill.bytes for fill in (*plan.weights, *plan.states))
-    with Progress(f"loading {path.name}", options.progress and ranks.rank == 0, total) as progress:
-        for fill in (*distinct(plan.weights), *plan.states):
-            fill.apply()
-            progress.told(fill.bytes)
+    with contextlib.ExitStack() as files:
+        with ranks.one_fate("rg.load()"):
+            subject = subject_of(model, optimizer)
+            checkpoint = files.enter_context(opened(path))
+            plan = _plan(checkpoint, subject, options, ranks)
+            for fill in (*plan.weights, *plan.states):
+                fill.check()
+        with Progress(f"loading {path.name}", options.progress and ranks.rank == 0, plan.bytes) as progress:
+            for fill in (*distinct(plan.weights), *plan.states):
+                fill.apply()
+                progress.told(fill.bytes)
     _load_objects(subject, plan.objects)
     for each, state in plan.optimizers:
         each.load_state_dict(state)
@@ -124,7 +136,9 @@ def _plan(checkpoint: Checkpoint, subject: Subject, options: LoadOptions, ranks:
 def _plan_weights(plan: Plan, checkpoint: Checkpoint, subject: Subject, strict: bool) -> None:
     here = subject.model_state()
     memory = _names_of_memory(subject)
-    missing = [name for name in here if name not in checkpoint.model]
+    there = {id(leaf_of(value)) for name, value in here.items() if name in checkpoint.model}
+    tied = [name for name, value in here.items() if name not in checkpoint.model and id(leaf_of(value)) in there]
+    missing = [name for name in here if name not in checkpoint.model and name not in tied]
     left = [] if subject.is_part else [name for name in checkpoint.model if name not in here]
     if strict and (missing or left):
         raise CheckpointError(
@@ -132,6 +146,8 @@ def _plan_weights(plan: Plan, checkpoint: Checkpoint, subject: Subject, strict: 
             f"that was saved, or strict=False to load what both have"
         )
     for name, value in here.items():
+        if name in tied:
+            continue  # it has a second name, which the checkpoint has
         if name in missing:
             plan.notes.append(f"{name}: the checkpoint has none")
         elif name in memory and is_tensor(checkpoint.model[name]):
@@ -195,6 +211,8 @@ def _target(plan: Plan, what: str, saved: Any, param: nn.Parameter, kept: Mappin
     """A tensor with the memory for it, which is filled later; or the value itself."""
     if not is_tensor(saved):
         return value_of(saved)
+    if saved.shape != param.shape:
+        saved.check(Region.all_of(saved.shape))  # before memory is taken for what a file claims to have
     key = what.partition(" ")[0]
     into = _memory_for(saved.shape, saved.dtype, key, param, kept.get(key))
     plan.states.append(Fill(what, saved, into))

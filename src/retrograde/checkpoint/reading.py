@@ -35,6 +35,7 @@ class CheckedFile:
             raise CheckpointError(f"{path} is missing, with {what}; restore it, or load an older checkpoint") from None
         self.size = os.fstat(self._file.fileno()).st_size
         if sums is not None and sums.size != self.size:
+            self._file.close()
             lost = holders(min(self.size, sums.size), max(self.size, sums.size))
             raise CheckpointError(
                 f"{path} has {self.size} bytes, and {sums.size} were saved; not all is there of {lost}; restore it, "

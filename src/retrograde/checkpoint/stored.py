@@ -3,7 +3,7 @@
 Checkpoints have several formats (formats/). Each gives a `Checkpoint`; loading knows nothing else of them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -64,6 +64,13 @@ class Checkpoint:
     extra_by_rank: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     rng: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of random generators, by rank
     notes: Sequence[str] = ()  # what was not taken, for the report
+    close: Callable[[], None] = lambda: None  # its files
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()
 
 
 def is_tensor(leaf: Any) -> bool:

@@ -48,6 +48,10 @@ class Files:
             self._names.setdefault(place.file, []).append((place, key))
         return contents
 
+    def close(self) -> None:
+        for file in self._open.values():
+            file.close()
+
     def at(self, key: str, place: Place) -> CheckedFile:
         """The file in which something is."""
         if place.transforms:
@@ -159,8 +163,14 @@ class DistributedObject:
 # ---- the tree that was saved
 def open_distributed(folder: Path) -> Checkpoint:
     files = Files(folder)
-    contents = files.contents()
-    tree = _sections(_tree(contents, files))
+    try:
+        return _opened(files, _sections(_tree(files.contents(), files)))
+    except BaseException:
+        files.close()
+        raise
+
+
+def _opened(files: Files, tree: dict[str, Any]) -> Checkpoint:
     model = dict(tree.pop("model", {}))
     optimizer = tree.pop("optimizer", None) or tree.pop("optim", None) or {}
     ours = {name: tree.pop(name, {}) for name in ("extra", "extra_by_rank", "rng")}
@@ -173,7 +183,7 @@ def open_distributed(folder: Path) -> Checkpoint:
     numbered = bool(groups) and any(isinstance(each, int) for group in groups for each in group.get("params", ()))
     origin = "torch.distributed.checkpoint" if files.marker is None else f"retrograde, {files.marker.world} ranks"
     notes = [f"{name}: not known, left" for name in tree]
-    return Checkpoint(folder, origin, model, state, groups, numbered, notes=notes, **ours)
+    return Checkpoint(files.folder, origin, model, state, groups, numbered, notes=notes, close=files.close, **ours)
 
 
 def _tree(contents: Contents, files: Files) -> dict[str, Any]:
