@@ -4,7 +4,7 @@ All ranks plan the same files. Each file is written by one rank, which reads the
 they write theirs: no rank ever has more than the pages of two units, and no tensor is gathered for nothing.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from retrograde.checkpoint.formats.weights import Weight, plan_files, write_file
 from retrograde.checkpoint.ranks import Together
 from retrograde.checkpoint.stored import Stored, is_tensor, whole
 from retrograde.checkpoint.subject import Model, Subject, subject_of
-from retrograde.checkpoint.targets import leaf_of
+from retrograde.checkpoint.targets import leaf_of, memory_of
 from retrograde.errors import CheckpointError
 from retrograde.layout import parse_bytes
 from retrograde.parameters import ShardedParameter
@@ -52,12 +52,12 @@ def export_model(
 def _weights(subject: Subject) -> dict[str, torch.Tensor]:
     """Parameters, in the order of units, so that each page comes once; then buffers. A tied one once."""
     shown = {name: leaf_of(value) for name, value in subject.model_state().items() if isinstance(value, torch.Tensor)}
-    seen: set[object] = set()
+    seen: set[Hashable] = set()
     found: dict[str, torch.Tensor] = {}
     for name, tensor in sorted(shown.items(), key=lambda item: _place(item[1])):
-        key = id(tensor) if isinstance(tensor, ShardedParameter) else (tensor.data_ptr(), tensor.shape)
-        if key not in seen or tensor.numel() == 0:
-            seen.add(key)
+        memory = memory_of(tensor)
+        if memory not in seen:
+            seen.add(memory)
             found[name] = tensor
     return found
 

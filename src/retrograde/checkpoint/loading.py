@@ -24,7 +24,7 @@ from retrograde.checkpoint.ranks import Together
 from retrograde.checkpoint.saving import has_state
 from retrograde.checkpoint.stored import Checkpoint, Region, check_shape, is_tensor, value_of
 from retrograde.checkpoint.subject import Model, Optimizers, Subject, subject_of
-from retrograde.checkpoint.targets import Fill, distinct, leaf_of
+from retrograde.checkpoint.targets import Fill, distinct, leaf_of, memory_of
 from retrograde.engine.named_state import numbered_names, numbered_state
 from retrograde.errors import CheckpointError
 from retrograde.parameters import ShardedParameter
@@ -136,8 +136,7 @@ def _plan(checkpoint: Checkpoint, subject: Subject, options: LoadOptions, ranks:
 def _plan_weights(plan: Plan, checkpoint: Checkpoint, subject: Subject, strict: bool) -> None:
     here = subject.model_state()
     memory = _names_of_memory(subject)
-    there = {id(leaf_of(value)) for name, value in here.items() if name in checkpoint.model}
-    tied = [name for name, value in here.items() if name not in checkpoint.model and id(leaf_of(value)) in there]
+    tied = _tied(here, checkpoint)
     missing = [name for name in here if name not in checkpoint.model and name not in tied]
     left = [] if subject.is_part else [name for name in checkpoint.model if name not in here]
     if strict and (missing or left):
@@ -156,6 +155,13 @@ def _plan_weights(plan: Plan, checkpoint: Checkpoint, subject: Subject, strict: 
         else:
             plan.objects[name] = value_of(checkpoint.model[name])
     plan.notes += [f"{name}: this model has none" for name in left]
+
+
+def _tied(here: Mapping[str, Any], checkpoint: Checkpoint) -> set[str]:
+    """Names that the checkpoint has not, of parameters that it has under another one."""
+    tensors = {name: memory_of(value) for name, value in here.items() if isinstance(value, torch.Tensor)}
+    there = {memory for name, memory in tensors.items() if name in checkpoint.model}
+    return {name for name, memory in tensors.items() if name not in checkpoint.model and memory in there}
 
 
 def _listed(words: str, names: list[str]) -> str:

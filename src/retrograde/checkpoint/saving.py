@@ -52,6 +52,7 @@ class Saving:
 
     def __init__(self, path: Path, future: "Future[Any]") -> None:
         self.path = path
+        self.waited_for = False  # somebody has heard how it ended
         self._future = future
 
     @property
@@ -60,19 +61,40 @@ class Saving:
 
     def wait(self) -> Path:
         """Until it is complete. Raises what went wrong."""
+        self.waited_for = True
         with _as_our_error():
             self._future.result()
         return self.path
 
 
-_background: list[Saving] = []  # the one that was begun last
-_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # those of saves in the background, by that of their ranks
+class _Background:
+    """Saves that go on while the training does: one at a time, over a process group that is theirs."""
+
+    def __init__(self) -> None:
+        self.last: Saving | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._beside: dist.ProcessGroup | None = None  # the group that has the same ranks
+
+    def finish(self) -> None:
+        """What nobody has waited for is waited for, and raises what went wrong."""
+        last, self.last = self.last, None
+        if last is not None and not last.waited_for:
+            last.wait()
+
+    def group(self, ranks: Together) -> dist.ProcessGroup | None:
+        theirs = ranks.group or dist.group.WORLD
+        if self._beside is not theirs and theirs is not None:
+            self._group = dist.new_group(dist.get_process_group_ranks(theirs), backend="gloo")
+            self._beside = theirs
+        return self._group
+
+
+_background = _Background()
 
 
 def start_saving(path: Path, model: Model, optimizer: Optimizers, options: SaveOptions) -> Saving:
     ranks = Together(options.group)
-    while _background:
-        _background.pop().wait()
+    _background.finish()
     with ranks.one_fate("rg.save()"):
         _check(path, options)
         subject = subject_of(model, optimizer)
@@ -84,7 +106,7 @@ def start_saving(path: Path, model: Model, optimizer: Optimizers, options: SaveO
     with ranks.one_fate("rg.save()"):
         state = _state(subject, optimizer_state, ranks.rank, copy=options.in_background)
     state |= _sorted_by_rank(extra, ranks)
-    if options.in_background:
+    if options.in_background and not ranks.alone:
         return _save_in_background(path, state, options, ranks)
     with Progress(f"saving {path.name}", options.progress and ranks.rank == 0) as progress, _as_our_error():
         writer = CheckpointWriter(path, ranks.world, options.keep, progress.told)
@@ -97,19 +119,16 @@ def start_saving(path: Path, model: Model, optimizer: Optimizers, options: SaveO
 
 def _save_in_background(path: Path, state: dict[str, Any], options: SaveOptions, ranks: Together) -> Saving:
     """In a thread, over a process group of its own: the training goes on using the other."""
-    writer = CheckpointWriter(path, ranks.world, options.keep)
-    with _alone_without_warning(ranks):
-        future = async_save(
-            state,
-            storage_writer=writer,
-            planner=SnapshotPlanner(),
-            process_group=None if ranks.alone else _own_group(ranks),
-            async_stager=_AlreadyStaged(),
-        )
+    future = async_save(
+        state,
+        storage_writer=CheckpointWriter(path, ranks.world, options.keep),
+        planner=SnapshotPlanner(),
+        process_group=_background.group(ranks),
+        async_stager=_AlreadyStaged(),
+    )
     assert isinstance(future, Future)  # a stager that does not wait would make it another
-    saving = Saving(path, future)
-    _background.append(saving)
-    return saving
+    _background.last = Saving(path, future)
+    return _background.last
 
 
 class _AlreadyStaged(AsyncStager):
@@ -123,15 +142,6 @@ class _AlreadyStaged(AsyncStager):
 
     def close(self) -> None:
         pass
-
-
-def _own_group(ranks: Together) -> dist.ProcessGroup:
-    theirs = ranks.group or dist.group.WORLD
-    assert theirs is not None
-    if theirs not in _groups:
-        _groups.clear()  # of groups that are gone
-        _groups[theirs] = dist.new_group(dist.get_process_group_ranks(theirs), backend="gloo")
-    return _groups[theirs]
 
 
 # ---- what is saved

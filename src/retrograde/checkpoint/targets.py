@@ -1,6 +1,6 @@
 """Where a checkpoint goes: the tensors of a model and of its optimizers, and which parts of them this rank holds."""
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -70,10 +70,19 @@ def leaf_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def memory_of(tensor: torch.Tensor) -> Hashable:
+    """Equal for what two names of a tied parameter show."""
+    leaf = leaf_of(tensor)
+    if isinstance(leaf, ShardedTensor) or leaf.numel() == 0:
+        return id(leaf)
+    return leaf.data_ptr(), leaf.shape, leaf.stride()
+
+
 def distinct(fills: list[Fill]) -> Iterator[Fill]:
     """A tied parameter, which has several names, once."""
-    seen: set[int] = set()
+    seen: set[Hashable] = set()
     for fill in fills:
-        if id(fill.into) not in seen:
-            seen.add(id(fill.into))
+        memory = memory_of(fill.into)
+        if memory not in seen:
+            seen.add(memory)
             yield fill
