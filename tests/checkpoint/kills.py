@@ -2,8 +2,8 @@
 
     python -m tests.checkpoint.kills --count 200
 
-Two ranks do nothing but save, to one path or to numbered ones, some in the background. At a random moment one of them or
-both are killed (SIGKILL). Then a plain model loads what is there. Values follow from the step that was saved, so a
+Two ranks do nothing but save, to one path or to numbered ones, some in the background. At a random moment one of them
+or both are killed (SIGKILL). Then a plain model loads what is there. Values follow from the step that was saved, so a
 mixture of two steps is found; and the step is never one before the last that was seen complete.
 """
 
