@@ -4,6 +4,7 @@ import gc
 
 import torch._dynamo  # optimizers import it
 import torch.distributed
+import torch.distributed.checkpoint
 
 import retrograde
 import tests.live

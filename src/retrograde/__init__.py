@@ -1,8 +1,10 @@
 """retrograde: sharded training in which backward is free-form."""
 
+from retrograde.checkpoint import export, load, load_pretrained, save
 from retrograde.compiling import compile
 from retrograde.engine import Engine, shard
 from retrograde.errors import (
+    CheckpointError,
     DivergenceError,
     PipelineError,
     RetrogradeError,
@@ -18,6 +20,7 @@ from retrograde.pipeline.options import Cut, Microbatches, Zero
 from retrograde.pipeline.pipeline import Pipeline
 
 __all__ = [
+    "CheckpointError",
     "Cut",
     "DivergenceError",
     "Engine",
@@ -35,7 +38,11 @@ __all__ = [
     "compile",
     "defer",
     "elementwise",
+    "export",
     "full_tensor",
+    "load",
+    "load_pretrained",
     "parameter_of",
+    "save",
     "shard",
 ]

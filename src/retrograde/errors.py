@@ -21,6 +21,10 @@ class StateError(RetrogradeError, ValueError):
     """A saved optimizer state that is not the one of this rank's pieces."""
 
 
+class CheckpointError(RetrogradeError, ValueError):
+    """A checkpoint could not be written, or is not what was saved, or does not fit; raised on every rank alike."""
+
+
 class DivergenceError(RetrogradeError):
     """Ranks did things that cannot be reconciled; raised on every rank that takes part."""
 

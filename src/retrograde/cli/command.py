@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from retrograde.cli import doctor, routes, schedules
+from retrograde.cli import doctor, export, routes, schedules
 from retrograde.errors import RetrogradeError
 
 
@@ -14,6 +14,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     schedules.add_to(commands)
     doctor.add_to(commands)
     routes.add_to(commands)
+    export.add_to(commands)
     arguments = parser.parse_args(argv)
     try:
         code: int = arguments.run(arguments)

@@ -7,12 +7,14 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from retrograde.arguments import flag, instance, not_negative, number, whole_number, wrong
 from retrograde.coordination import Coordinator, WriteFence
 from retrograde.coordination.meetings import Meetings
 from retrograde.devices import streams_of
 from retrograde.engine.growth import growth
+from retrograde.engine.named_state import named_state, names_of, numbered_state
 from retrograde.engine.units import UnitMemory
 from retrograde.errors import ShardingError
 from retrograde.gradients import BackendSum, GradientFlow, OrderedSum, UnitGraph
@@ -238,19 +240,31 @@ class Engine:
         self.coordinator.flush_pending_gradients("a gradient was read")
         return together("the gradient", leaves, lambda: [_piece_of_gradient(leaf) for leaf in leaves])
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, optimizer: Optimizer | None = None) -> dict[str, Any]:
         """`model.state_dict()` with sharded parameters, for torch.distributed.checkpoint.
 
-        They show the model's memory. What is read into them reaches the model with `load_state_dict()`."""
+        They show the model's memory. What is read into them reaches the model with `load_state_dict()`. With an
+        optimizer: both, as `{"model": ..., "optimizer": ...}`, the optimizer's state by names of parameters."""
+        if optimizer is not None:
+            return {"model": self.state_dict(), "optimizer": named_state([optimizer], names_of(self.model))}
         self.saves_shards = True
         try:
             return self.model.state_dict()
         finally:
             self.saves_shards = False
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """Load a state dict with sharded or whole parameters. For all ranks together, as `model.load_state_dict()`."""
-        return self.model.load_state_dict(state_dict, strict)
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, *, optimizer: Optimizer | None = None
+    ) -> Any:
+        """Load a state dict with sharded or whole parameters. For all ranks together, as `model.load_state_dict()`.
+
+        With an optimizer: what `state_dict(optimizer)` has."""
+        if optimizer is None:
+            return self.model.load_state_dict(state_dict, strict)
+        numbered = numbered_state(state_dict["optimizer"], optimizer, names_of(self.model))
+        result = self.model.load_state_dict(state_dict["model"], strict)
+        optimizer.load_state_dict(numbered)
+        return result
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float | str = 2.0) -> torch.Tensor:
         """`torch.nn.utils.clip_grad_norm_` over this engine's parameters."""

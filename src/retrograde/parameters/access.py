@@ -89,7 +89,7 @@ class Sharded(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A second sharded model (engine/copying.py). All ranks copy it together."""
-        engine: Sharding | None = getattr(self, "_retrograde_engine", None)
+        engine = engine_of(self)
         if engine is None or engine.model is not self:
             raise UnsupportedError(
                 f"a {type(self).__name__} that is part of a sharded model cannot be copied: its shards live on all "
@@ -103,6 +103,12 @@ class Sharded(nn.Module):
             f"a sharded {type(self).__name__} cannot be pickled: its shards live on all ranks. To save it, use "
             f"model.state_dict(), or engine.state_dict() with torch.distributed.checkpoint"
         )
+
+
+def engine_of(module: nn.Module) -> Sharding | None:
+    """The engine of a module that has sharded parameters or is all of a sharded model; None of any other."""
+    engine: Sharding | None = getattr(module, "_retrograde_engine", None)
+    return engine
 
 
 def _refuse_conversion(

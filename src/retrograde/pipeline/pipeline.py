@@ -172,6 +172,11 @@ class Pipeline:
         """The parameters of this rank's stages, by their names in the whole model."""
         yield from self._names.items()
 
+    def named_blocks(self) -> Iterator[tuple[str, nn.Module]]:
+        """The blocks of this rank's stages, by their names in the whole model."""
+        for block in self._blocks:
+            yield block.name, block.module
+
     def modules(self) -> list[nn.Module]:
         return [stage.module for stage in self.stages.values()]
 
@@ -286,6 +291,7 @@ class Pipeline:
         self._accepted = accepted([block.module for block in blocks]) if everywhere else None
         self._ties = TieSums(find_ties(by_stage, self.schedule.placement), self._tied, self._transports[0])
         materialize_stages(blocks, [block.module for block in own], self.device)
+        self._blocks = own
         self._names = dict(_names(own))
         chains = {stage: Chain([block.module for block in group]) for stage, group in mine.items()}
         self.engine = self._shard(zero, list(chains.values()))

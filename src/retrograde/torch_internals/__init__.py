@@ -28,6 +28,15 @@ from retrograde.torch_internals.backward import (
 from retrograde.torch_internals.checked import (
     check_before_first_use,
 )
+from retrograde.torch_internals.checkpoints import (
+    Contents,
+    Place,
+    RefusedPickle,
+    SavedTensor,
+    StoredTensor,
+    find_elements,
+    read_metadata,
+)
 from retrograde.torch_internals.compiler import (
     backend_of,
     compiling_frames,
@@ -116,10 +125,15 @@ __all__ = [
     "NO_BACKWARD",
     "NO_TORCH_FUNCTION",
     "READS_DATA",
+    "Contents",
     "Fate",
+    "Place",
     "PrefixStore",
     "ReadsWeightsAnew",
+    "RefusedPickle",
+    "SavedTensor",
     "Store",
+    "StoredTensor",
     "TCPStore",
     "TreeSpec",
     "alias_without_base",
@@ -145,6 +159,7 @@ __all__ = [
     "dynamo_is_loaded",
     "ending_graphs",
     "fate_of",
+    "find_elements",
     "first_gradients",
     "forget_accumulator",
     "forget_weight_references",
@@ -179,6 +194,7 @@ __all__ = [
     "profiling",
     "push_saved_tensor_hooks",
     "raw_grad",
+    "read_metadata",
     "reset_of",
     "returns_of",
     "run_after_all_else",

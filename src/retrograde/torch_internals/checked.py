@@ -8,6 +8,7 @@ import torch
 from retrograde.torch_internals import (
     backends,
     backward,
+    checkpoints,
     compiler,
     functions,
     groups,
@@ -27,6 +28,7 @@ logger = logging.getLogger("retrograde")
 WITH_PROBES = (
     backends,
     backward,
+    checkpoints,
     compiler,
     functions,
     groups,

@@ -1,0 +1,1 @@
+"""Checkpoints of several kinds, each opened as a `Checkpoint`."""

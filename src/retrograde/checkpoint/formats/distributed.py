@@ -1,0 +1,246 @@
+"""Checkpoints of torch.distributed.checkpoint: ours, and those of FSDP2 and of plain models.
+
+Who plans is torch (`create_read_items_for_chunk_list`); who reads is not, for three reasons. torch's reader executes
+what the metadata's pickle names; it reads a chunk whole to get a part of it; and it checks nothing.
+"""
+
+import functools
+import itertools
+import pickle
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from retrograde.checkpoint.folders import METADATA, is_complete
+from retrograde.checkpoint.marker import Marker
+from retrograde.checkpoint.reading import CheckedFile, FileView, check_region, read_region
+from retrograde.checkpoint.snapshot import deserialized
+from retrograde.checkpoint.stored import Checkpoint, Region, value_of
+from retrograde.errors import CheckpointError
+from retrograde.torch_internals import Contents, Place, SavedTensor, StoredTensor, find_elements, read_metadata
+
+NAMES_SHOWN = 3
+LONGEST_LIST = 1 << 20  # of what a checkpoint's metadata may ask for
+
+
+class Files:
+    """The files of a checkpoint, opened when they are needed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.marker = Marker.read(folder) if is_complete(folder) else None
+        self._open: dict[str, CheckedFile] = {}
+        self._names: dict[str, list[tuple[Place, str]]] = {}
+
+    def contents(self) -> Contents:
+        metadata = self._file(METADATA)
+        metadata.check(0, metadata.size)
+        try:
+            contents = read_metadata(FileView(metadata, 0, metadata.size))
+        except (pickle.UnpicklingError, AttributeError, KeyError, TypeError, ValueError, EOFError) as error:
+            raise CheckpointError(f"{self.folder / METADATA}: {error}; nothing of it was executed") from error
+        for (key, _), place in contents.places.items():
+            self._names.setdefault(place.file, []).append((place, key))
+        return contents
+
+    def close(self) -> None:
+        for file in self._open.values():
+            file.close()
+
+    def at(self, key: str, place: Place) -> CheckedFile:
+        """The file in which something is."""
+        if place.transforms:
+            raise CheckpointError(f"{key} was written through {', '.join(place.transforms)}, which is not known here")
+        if Path(place.file).name != place.file:
+            raise CheckpointError(f"{key} should be in {place.file!r}, which is not in the checkpoint's own folder")
+        return self._file(place.file)
+
+    def _file(self, name: str) -> CheckedFile:
+        if name not in self._open:
+            sums = None if self.marker is None else self.marker.files.get(name)
+            if self.marker is not None and sums is None:
+                raise CheckpointError(f"{self.folder / name} is not one of the files that were saved")
+            self._open[name] = CheckedFile(self.folder / name, sums, functools.partial(self._holders, name))
+        return self._open[name]
+
+    def _holders(self, name: str, start: int, stop: int) -> str:
+        entries = self._names.get(name, ())
+        keys = sorted({key for place, key in entries if place.offset < stop and start < place.offset + place.length})
+        more = f" and {len(keys) - NAMES_SHOWN} more" if len(keys) > NAMES_SHOWN else ""
+        return (", ".join(keys[:NAMES_SHOWN]) or "nothing that is known") + more
+
+
+class DistributedTensor:
+    """A `Stored`, of chunks in several files."""
+
+    def __init__(self, key: str, saved: SavedTensor, files: Files, places: Mapping[torch.Size, Place]) -> None:
+        self.shape = saved.shape
+        self.dtype = saved.dtype
+        self._key = key
+        self._saved = saved
+        self._files = files
+        self._places = places
+        self._found: dict[Place, StoredTensor] = {}
+
+    def check(self, region: Region) -> None:
+        covered = 0
+        for place, inside, _ in self._parts(region):
+            check_region(self._files.at(self._key, place), place.offset, self._stored(place), inside)
+            covered += inside.numel
+        if covered != region.numel:
+            raise CheckpointError(f"the checkpoint has {covered} of {region.numel} elements of {self._key} ({region})")
+
+    def read(self, region: Region, into: torch.Tensor) -> None:
+        for place, inside, target in self._parts(region):
+            part = into
+            for dim, (offset, size) in enumerate(zip(*target, strict=True)):
+                part = part.narrow(dim, offset, size)
+            read_region(self._files.at(self._key, place), place.offset, self._stored(place), inside, part)
+
+    def _parts(self, region: Region) -> Iterator[tuple[Place, Region, Region]]:
+        """Where each part of a region is: its place, the part of what is there, the part of the region."""
+        wanted = ChunkStorageMetadata(torch.Size(region.offsets), torch.Size(region.sizes))
+        if region.numel == 0:
+            return
+        for item in create_read_items_for_chunk_list(self._key, self._metadata, [wanted]):
+            place = self._places.get(torch.Size(item.storage_index.offset or ()))
+            if place is None:
+                raise CheckpointError(f"the checkpoint does not say where it has {item.storage_index}")
+            lengths = tuple(item.lengths)
+            yield place, Region(tuple(item.storage_offsets), lengths), Region(tuple(item.dest_offsets), lengths)
+
+    @functools.cached_property
+    def _metadata(self) -> TensorStorageMetadata:
+        chunks = [ChunkStorageMetadata(offsets, sizes) for offsets, sizes in self._saved.chunks]
+        return TensorStorageMetadata(TensorProperties(self.dtype), self.shape, chunks)
+
+    def _stored(self, place: Place) -> StoredTensor:
+        if place not in self._found:
+            view = FileView(self._files.at(self._key, place), place.offset, place.length)
+            try:
+                found = find_elements(view)
+            except (pickle.UnpicklingError, BadZipFile, ValueError, KeyError, TypeError, IndexError) as error:
+                if isinstance(error, CheckpointError):
+                    raise
+                raise CheckpointError(f"{place.file}: {self._key} cannot be read: {error}") from error
+            self._check_chunk(place, found)
+            self._found[place] = found
+        return self._found[place]
+
+    def _check_chunk(self, place: Place, found: StoredTensor) -> None:
+        expected = next(sizes for offsets, sizes in self._saved.chunks if self._places.get(offsets) == place)
+        if torch.Size(found.shape) != expected or found.dtype != self.dtype:
+            raise CheckpointError(
+                f"{place.file}: {self._key} has {found.dtype} of shape {found.shape} there, and the metadata say "
+                f"{self.dtype} of shape {tuple(expected)}"
+            )
+
+
+class DistributedObject:
+    """A `StoredObject`."""
+
+    def __init__(self, key: str, files: Files, place: Place) -> None:
+        self._key = key
+        self._files = files
+        self._place = place
+
+    def load(self) -> Any:
+        file = self._files.at(self._key, self._place)
+        file.check(self._place.offset, self._place.length)
+        try:
+            return deserialized(bytes(file.read(self._place.offset, self._place.length)))
+        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+            raise CheckpointError(
+                f"{self._place.file}: {self._key} is not a plain value, and nothing of it was executed"
+            ) from error
+
+
+# ---- the tree that was saved
+def open_distributed(folder: Path) -> Checkpoint:
+    files = Files(folder)
+    try:
+        return _opened(files, _sections(_tree(files.contents(), files)))
+    except BaseException:
+        files.close()
+        raise
+
+
+def _opened(files: Files, tree: dict[str, Any]) -> Checkpoint:
+    model = dict(tree.pop("model", {}))
+    optimizer = tree.pop("optimizer", None) or tree.pop("optim", None) or {}
+    ours = {name: tree.pop(name, {}) for name in ("extra", "extra_by_rank", "rng")}
+    if not model:  # a state dict was saved as it is
+        model, tree = dict(tree), {}
+    if "state" not in optimizer and any(key.startswith(("state.", "param_groups.")) for key in optimizer):
+        optimizer = _unflattened(optimizer, sorted(model, key=len, reverse=True))
+    state = optimizer.get("state", {})
+    groups = value_of(optimizer.get("param_groups", []))
+    numbered = bool(groups) and any(isinstance(each, int) for group in groups for each in group.get("params", ()))
+    origin = "torch.distributed.checkpoint" if files.marker is None else f"retrograde, {files.marker.world} ranks"
+    notes = [f"{name}: not known, left" for name in tree]
+    return Checkpoint(files.folder, origin, model, state, groups, numbered, notes=notes, close=files.close, **ours)
+
+
+def _tree(contents: Contents, files: Files) -> dict[str, Any]:
+    by_key: dict[str, dict[torch.Size, Place]] = {}
+    for (key, offset), place in contents.places.items():
+        by_key.setdefault(key, {})[offset if offset is not None else torch.Size()] = place
+    tree: dict[str, Any] = {}
+    for key, saved in contents.tensors.items():
+        leaf = DistributedTensor(key, saved, files, by_key.get(key, {}))
+        _put(tree, contents.paths.get(key, (key,)), leaf)
+    for key in contents.objects:
+        places = by_key.get(key, {})
+        if torch.Size() not in places:
+            raise CheckpointError(f"the checkpoint does not say where it has {key}")
+        _put(tree, contents.paths.get(key, (key,)), DistributedObject(key, files, places[torch.Size()]))
+    return tree
+
+
+def _put(tree: dict[str, Any], path: tuple[str | int, ...], leaf: Any) -> None:
+    """A number in a path is a place in a list."""
+    at: Any = tree
+    for step, following in itertools.pairwise(path):
+        at = _child(at, step, {} if isinstance(following, str) else [])
+    _child(at, path[-1], leaf)
+
+
+def _child(at: Any, step: str | int, new: Any) -> Any:
+    """What is there; `new` if nothing is."""
+    if isinstance(at, dict) and isinstance(step, str):
+        return at.setdefault(step, new)
+    if isinstance(at, list) and isinstance(step, int) and 0 <= step <= LONGEST_LIST:
+        at += [None] * (step + 1 - len(at))
+        if at[step] is None:
+            at[step] = new
+        return at[step]
+    raise CheckpointError(f"the checkpoint's metadata have a path that leads nowhere, at {step!r}")
+
+
+def _sections(tree: dict[str, Any]) -> dict[str, Any]:
+    """Some save everything under one name, as torch's tutorial does ("app")."""
+    known = ("model", "optimizer", "optim")
+    if len(tree) == 1 and not tree.keys() & set(known):
+        only = next(iter(tree.values()))
+        if isinstance(only, dict) and only.keys() & set(known):
+            return dict(only)
+    return tree
+
+
+def _unflattened(section: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+    """A state that torch has flattened (`flatten_optimizer_state_dict`): keys such as `state.embed.weight.exp_avg`."""
+    state: dict[str, dict[str, Any]] = {}
+    groups: dict[str, dict[str, Any]] = {}
+    for key, leaf in section.items():
+        kind, _, rest = key.partition(".")
+        name = next((name for name in names if rest.startswith(f"{name}.")), None)
+        if name is None:
+            raise CheckpointError(f"optimizer.{key} is of no parameter of the model in the checkpoint")
+        into = state if kind == "state" else groups
+        into.setdefault(name, {})[rest.removeprefix(f"{name}.")] = leaf
+    return {"state": state, "param_groups": [{**value_of(own), "params": [name]} for name, own in groups.items()]}

@@ -1,0 +1,273 @@
+"""Loading: a plan of what goes where, a check of everything that will be read, and then the reading.
+
+Nothing of the model changes before every rank has found all that it needs, and found it to be what was saved. Then
+each rank reads its own parts straight into their places, so loading takes no memory of the size of what is loaded, but
+for the optimizer's state where there is none yet.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from retrograde.arguments import instance
+from retrograde.checkpoint.formats.opening import open_checkpoint
+from retrograde.checkpoint.generators import set_generator_states
+from retrograde.checkpoint.progress import Progress
+from retrograde.checkpoint.ranks import Together
+from retrograde.checkpoint.saving import has_state
+from retrograde.checkpoint.stored import Checkpoint, Region, check_shape, is_tensor, value_of
+from retrograde.checkpoint.subject import Model, Optimizers, Subject, subject_of
+from retrograde.checkpoint.targets import Fill, distinct, leaf_of, memory_of
+from retrograde.engine.named_state import numbered_names, numbered_state
+from retrograde.errors import CheckpointError
+from retrograde.parameters import ShardedParameter
+from retrograde.parameters.sharded_tensor import ShardedTensor
+
+_COUNTER = "step"  # torch's name: it has no elements of the parameter
+NAMES_SHOWN = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadOptions:
+    """How, as the user said it."""
+
+    extra: Mapping[str, Any] | None
+    strict: bool
+    progress: bool | None
+    group: dist.ProcessGroup | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """What was taken from a checkpoint on this rank. `str(loaded)` says it in words."""
+
+    path: Path
+    origin: str
+    weights: tuple[str, ...]
+    states: Mapping[str, tuple[str, ...]]  # of the optimizer: which, by parameter
+    extra: Mapping[str, Any]  # what was saved as `extra`, but for what went into objects
+    extra_by_rank: tuple[Mapping[str, Any], ...]  # of each rank that saved, what was not the same on all of them
+    notes: tuple[str, ...]  # what was left, and why
+
+    def __str__(self) -> str:
+        kinds = sorted({key for keys in self.states.values() for key in keys})
+        lines = [
+            f"{self.path} ({self.origin})",
+            f"weights: {len(self.weights)} parameters and buffers",
+            f"optimizer: {', '.join(kinds) or 'nothing'} of {len(self.states)} parameters",
+            f"extra: {', '.join(self.extra) or 'nothing'}",
+        ]
+        return "\n".join([*lines, *(f"not taken: {note}" for note in self.notes)])
+
+
+@dataclasses.dataclass
+class Plan:
+    """What goes where."""
+
+    weights: list[Fill]
+    objects: dict[str, Any]  # of the model, for load_state_dict()
+    states: list[Fill]
+    optimizers: list[tuple[Optimizer, dict[str, Any]]]  # with what their load_state_dict() gets
+    extra: dict[str, Any]
+    extra_by_rank: list[dict[str, Any]]
+    rng: dict[str, Any] | None
+    notes: list[str]
+
+    @property
+    def bytes(self) -> int:
+        return sum(fill.bytes for fill in (*distinct(self.weights), *self.states))
+
+
+def load_checkpoint(
+    path: Path,
+    model: Model,
+    optimizer: Optimizers,
+    options: LoadOptions,
+    opened: Callable[[Path], Checkpoint] = open_checkpoint,
+) -> Loaded:
+    """`opened` knows the format."""
+    ranks = Together(options.group)
+    with contextlib.ExitStack() as files:
+        with ranks.one_fate("rg.load()"):
+            subject = subject_of(model, optimizer)
+            checkpoint = files.enter_context(opened(path))
+            plan = _plan(checkpoint, subject, options, ranks)
+            for fill in (*plan.weights, *plan.states):
+                fill.check()
+        with Progress(f"loading {path.name}", options.progress and ranks.rank == 0, plan.bytes) as progress:
+            for fill in (*distinct(plan.weights), *plan.states):
+                fill.apply()
+                progress.told(fill.bytes)
+    _load_objects(subject, plan.objects)
+    for each, state in plan.optimizers:
+        each.load_state_dict(state)
+    if plan.rng is not None:
+        set_generator_states(plan.rng)
+    extra = _into_objects(plan.extra, options.extra or {})
+    return _report(checkpoint, plan, extra)
+
+
+def _plan(checkpoint: Checkpoint, subject: Subject, options: LoadOptions, ranks: Together) -> Plan:
+    plan = Plan([], {}, [], [], value_of(checkpoint.extra), [], None, list(checkpoint.notes))
+    _plan_weights(plan, checkpoint, subject, options.strict)
+    if subject.optimizers:
+        _plan_optimizers(plan, checkpoint, subject)
+    saved_by = len(checkpoint.rng)
+    own = str(ranks.rank)
+    if saved_by == ranks.world and own in checkpoint.rng:
+        plan.rng = value_of(checkpoint.rng[own])
+        plan.extra |= value_of(checkpoint.extra_by_rank.get(own, {}))
+    elif saved_by:
+        plan.notes.append(f"random generators: saved by {saved_by} ranks, here are {ranks.world}")
+    if checkpoint.extra_by_rank:
+        plan.extra_by_rank = [value_of(checkpoint.extra_by_rank.get(str(rank), {})) for rank in range(saved_by)]
+    _check_extra(plan, options.extra, saved_by, ranks.world)
+    return plan
+
+
+# ---- weights
+def _plan_weights(plan: Plan, checkpoint: Checkpoint, subject: Subject, strict: bool) -> None:
+    here = subject.model_state()
+    memory = _names_of_memory(subject)
+    tied = _tied(here, checkpoint)
+    missing = [name for name in here if name not in checkpoint.model and name not in tied]
+    left = [] if subject.is_part else [name for name in checkpoint.model if name not in here]
+    if strict and (missing or left):
+        raise CheckpointError(
+            f"{checkpoint.folder}: {_listed('it has no', missing)}{_listed('this model has no', left)}give the model "
+            f"that was saved, or strict=False to load what both have"
+        )
+    for name, value in here.items():
+        if name in tied:
+            continue  # it has a second name, which the checkpoint has
+        if name in missing:
+            plan.notes.append(f"{name}: the checkpoint has none")
+        elif name in memory and is_tensor(checkpoint.model[name]):
+            check_shape(name, checkpoint.model[name], value.shape)
+            plan.weights.append(Fill(name, checkpoint.model[name], leaf_of(value)))
+        else:
+            plan.objects[name] = value_of(checkpoint.model[name])
+    plan.notes += [f"{name}: this model has none" for name in left]
+
+
+def _tied(here: Mapping[str, Any], checkpoint: Checkpoint) -> set[str]:
+    """Names that the checkpoint has not, of parameters that it has under another one."""
+    tensors = {name: memory_of(value) for name, value in here.items() if isinstance(value, torch.Tensor)}
+    there = {memory for name, memory in tensors.items() if name in checkpoint.model}
+    return {name for name, memory in tensors.items() if name not in checkpoint.model and memory in there}
+
+
+def _listed(words: str, names: list[str]) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return f"{words} {', '.join(names[:NAMES_SHOWN])}{more}; "
+
+
+def _names_of_memory(subject: Subject) -> set[str]:
+    """Of what a state dict shows as it is in memory: parameters and buffers. Modules may put other things into it."""
+    names: set[str] = set()
+    for prefix, module in subject.modules:
+        for own in (module.named_parameters, module.named_buffers):
+            names |= {prefix + name for name, _ in own(remove_duplicate=False)}
+    return names
+
+
+def _load_objects(subject: Subject, objects: dict[str, Any]) -> None:
+    for prefix, module in subject.modules:
+        own = {name.removeprefix(prefix): value for name, value in objects.items() if name.startswith(prefix)}
+        if own:
+            module.load_state_dict(own, strict=False)
+
+
+# ---- optimizers
+def _plan_optimizers(plan: Plan, checkpoint: Checkpoint, subject: Subject) -> None:
+    if not checkpoint.groups and not checkpoint.state:
+        raise CheckpointError(f"{checkpoint.folder} has no optimizer's state; load the model alone (optimizer=None)")
+    if checkpoint.numbered and len(subject.optimizers) > 1:
+        raise CheckpointError(f"{checkpoint.folder} numbers the parameters of one optimizer, and here are several")
+    for optimizer in subject.optimizers:
+        names = numbered_names(optimizer, subject.names)
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        state: dict[str, Any] = {}
+        for number, (name, param) in enumerate(zip(names, params, strict=True)):
+            saved = checkpoint.state.get(str(number) if checkpoint.numbered else name)
+            if saved is not None:
+                kept = optimizer.state.get(param, {})
+                state[name] = {key: _target(plan, f"{key} of {name}", each, param, kept) for key, each in saved.items()}
+        groups = _by_name(checkpoint.groups, names) if checkpoint.numbered else list(checkpoint.groups)
+        named = {"state": state, "param_groups": groups}
+        plan.optimizers.append((optimizer, numbered_state(named, optimizer, subject.names)))
+
+
+def _by_name(groups: Any, names: list[str]) -> list[dict[str, Any]]:
+    if sum(len(group["params"]) for group in groups) != len(names):
+        raise CheckpointError(f"optimizer: the checkpoint numbers other parameters than the {len(names)} here")
+    return [{**group, "params": [names[number] for number in group["params"]]} for group in groups]
+
+
+def _target(plan: Plan, what: str, saved: Any, param: nn.Parameter, kept: Mapping[str, Any]) -> Any:
+    """A tensor with the memory for it, which is filled later; or the value itself."""
+    if not is_tensor(saved):
+        return value_of(saved)
+    if saved.shape != param.shape:
+        saved.check(Region.all_of(saved.shape))  # before memory is taken for what a file claims to have
+    key = what.partition(" ")[0]
+    into = _memory_for(saved.shape, saved.dtype, key, param, kept.get(key))
+    plan.states.append(Fill(what, saved, into))
+    return into
+
+
+def _memory_for(shape: torch.Size, dtype: torch.dtype, key: str, param: nn.Parameter, kept: Any) -> torch.Tensor:
+    """What is there, if it will do. A state in the parameter's shape is sharded as the parameter is."""
+    there = isinstance(kept, torch.Tensor) and kept.shape == shape and kept.dtype == dtype
+    if isinstance(param, ShardedParameter) and shape == param.shape and key != _COUNTER:
+        if there and isinstance(kept, ShardedTensor) and kept.cut_like(param):
+            return kept
+        return torch.empty_like(param.detach(), dtype=dtype)
+    if there and type(kept) is torch.Tensor:
+        return kept
+    return torch.empty(shape, dtype=dtype)
+
+
+# ---- extra
+def _check_extra(plan: Plan, objects: Mapping[str, Any] | None, saved_by: int, world: int) -> None:
+    if objects is None:
+        return
+    fix = "a dictionary of objects with load_state_dict()"
+    for key, value in instance("extra", objects, Mapping, "is not a dictionary", fix, CheckpointError).items():
+        if not has_state(value):
+            raise CheckpointError(f"extra[{key!r}] has no load_state_dict(); give {fix}, and find values in .extra")
+        if key not in plan.extra:
+            differs = any(key in each for each in plan.extra_by_rank)
+            why = f"was saved by {saved_by} ranks, each its own, and here are {world}" if differs else "was not saved"
+            raise CheckpointError(f"extra[{key!r}] {why}; leave it away, and find what there is in the result")
+
+
+def _into_objects(extra: dict[str, Any], objects: Mapping[str, Any]) -> dict[str, Any]:
+    for key, value in objects.items():
+        value.load_state_dict(extra[key])
+    return {key: value for key, value in extra.items() if key not in objects}
+
+
+def _report(checkpoint: Checkpoint, plan: Plan, extra: dict[str, Any]) -> Loaded:
+    states: dict[str, list[str]] = {}
+    for fill in plan.states:
+        key, _, name = fill.name.partition(" of ")
+        states.setdefault(name, []).append(key)
+    return Loaded(
+        checkpoint.folder,
+        checkpoint.origin,
+        tuple(fill.name for fill in plan.weights) + tuple(plan.objects),
+        {name: tuple(keys) for name, keys in states.items()},
+        extra,
+        tuple(plan.extra_by_rank),
+        tuple(plan.notes),
+    )

@@ -1,0 +1,73 @@
+"""The marker of a complete checkpoint: which files it has, and the checksums of what is in them.
+
+A file has a checksum for each block, so that a rank that reads a part of it can check that part. The marker's last line
+is the checksum of the marker itself.
+"""
+
+import os
+import zlib
+from pathlib import Path
+
+import msgspec
+
+from retrograde.errors import CheckpointError
+
+MARKER = "retrograde.json"
+BLOCK = 1 << 20  # bytes
+_VERSION = 1
+
+
+class FileSums(msgspec.Struct, frozen=True):
+    size: int
+    sums: list[int]  # of each block, the last of which may be shorter
+
+
+class Marker(msgspec.Struct, frozen=True):
+    saved_at: float  # seconds since 1970
+    world: int  # how many ranks have saved it
+    files: dict[str, FileSums]
+    block: int = BLOCK
+    version: int = _VERSION
+
+    @staticmethod
+    def read(folder: Path) -> "Marker":
+        path = folder / MARKER
+        text, _, line = path.read_bytes().strip().rpartition(b"\n")
+        if line != _line(text):
+            raise CheckpointError(f"{path}: not what was saved (checksum); restore it, or load an older checkpoint")
+        found = msgspec.json.decode(text, type=Marker)
+        if found.version != _VERSION:
+            raise CheckpointError(f"{path}: written by another version of retrograde (its format is {found.version})")
+        return found
+
+    def write(self, folder: Path) -> None:
+        text = msgspec.json.encode(self)
+        with (folder / MARKER).open("xb") as file:
+            file.write(text + b"\n" + _line(text) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _line(text: bytes) -> bytes:
+    return b"%08x" % zlib.crc32(text)
+
+
+class RunningSums:
+    """Checksums of what is written, one piece after the other."""
+
+    def __init__(self) -> None:
+        self._size = 0
+        self._sums: list[int] = []
+
+    def add(self, data: memoryview) -> None:
+        while data:
+            inside = self._size % BLOCK
+            if inside == 0:
+                self._sums.append(0)
+            part = data[: BLOCK - inside]
+            self._sums[-1] = zlib.crc32(part, self._sums[-1])
+            self._size += len(part)
+            data = data[len(part) :]
+
+    def result(self) -> FileSums:
+        return FileSums(self._size, self._sums)

@@ -1,0 +1,44 @@
+"""Ranks that save or load together: what they say to each other, and errors that all of them get."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from retrograde.errors import CheckpointError, RetrogradeError
+
+T = TypeVar("T")
+
+
+class Together:
+    """The ranks of a process group; one process alone if there is none."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.alone = not dist.is_initialized()
+        self.rank = 0 if self.alone else dist.get_rank(group)
+        self.world = 1 if self.alone else dist.get_world_size(group)
+
+    def everybody(self, value: T) -> list[T]:
+        """The values of all ranks."""
+        if self.world == 1:
+            return [value]
+        values: list[T | None] = [None] * self.world
+        dist.all_gather_object(values, value, group=self.group)
+        return values  # type: ignore[return-value]
+
+    @contextmanager
+    def one_fate(self, what: str) -> Iterator[None]:
+        """What goes wrong inside on one rank is an error on all of them, before any of them goes on."""
+        mine: RetrogradeError | OSError | None = None
+        try:
+            yield
+        except (RetrogradeError, OSError) as error:
+            mine = error
+        texts = self.everybody(None if mine is None else str(mine))
+        if mine is not None:
+            raise mine
+        for rank, text in enumerate(texts):
+            if text is not None:
+                raise CheckpointError(f"{what} failed on rank {rank}: {text}")

@@ -1,0 +1,178 @@
+"""Reading parts of files: checked block by block, never more at a time than a buffer holds."""
+
+import io
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import increment_version
+
+from retrograde.checkpoint.marker import BLOCK, FileSums
+from retrograde.checkpoint.stored import Region
+from retrograde.errors import CheckpointError
+from retrograde.torch_internals import StoredTensor
+
+BUFFER = 8 << 20  # bytes that are read at a time
+
+Holders = Callable[[int, int], str]  # of a range of a file: the names of what is saved there
+
+
+class CheckedFile:
+    """A file of a checkpoint. With checksums, every block that somebody wants is checked once."""
+
+    def __init__(self, path: Path, sums: FileSums | None, holders: Holders) -> None:
+        self._path = path
+        self._sums = sums
+        self._holders = holders
+        self._checked: set[int] = set()
+        try:
+            self._file = path.open("rb", buffering=0)
+        except FileNotFoundError:
+            what = holders(0, 1 << 62)
+            raise CheckpointError(f"{path} is missing, with {what}; restore it, or load an older checkpoint") from None
+        self.size = os.fstat(self._file.fileno()).st_size
+        if sums is not None and sums.size != self.size:
+            self._file.close()
+            lost = holders(min(self.size, sums.size), max(self.size, sums.size))
+            raise CheckpointError(
+                f"{path} has {self.size} bytes, and {sums.size} were saved; not all is there of {lost}; restore it, "
+                f"or load an older checkpoint"
+            )
+
+    def close(self) -> None:
+        self._file.close()
+
+    def check(self, start: int, size: int) -> None:
+        if start < 0 or size < 0 or start + size > self.size:
+            raise CheckpointError(
+                f"{self._path} has {self.size} bytes, and {self._holders(start, start + size)} should be at "
+                f"{start} to {start + size}; restore it, or load an older checkpoint"
+            )
+        if self._sums is None or size == 0:
+            return
+        for block in range(start // BLOCK, (start + size - 1) // BLOCK + 1):
+            if block not in self._checked:
+                self._check_block(block, self._sums.sums[block])
+                self._checked.add(block)
+
+    def _check_block(self, block: int, expected: int) -> None:
+        begin = block * BLOCK
+        if zlib.crc32(self.read(begin, min(BLOCK, self.size - begin))) != expected:
+            raise CheckpointError(
+                f"{self._path}: bytes {begin} to {begin + BLOCK} are not what was saved (checksum), with "
+                f"{self._holders(begin, begin + BLOCK)}; restore it, or load an older checkpoint"
+            )
+
+    def read(self, start: int, size: int) -> bytearray:
+        data = bytearray(size)
+        self.read_into(start, memoryview(data))
+        return data
+
+    def read_into(self, start: int, memory: memoryview) -> None:
+        while memory:
+            count = os.preadv(self._file.fileno(), [memory], start)
+            if count == 0:
+                raise CheckpointError(f"{self._path} ends before byte {start}: it has changed while it was read")
+            start += count
+            memory = memory[count:]
+
+
+class FileView(io.RawIOBase):
+    """A part of a file as a file of its own, whose bytes are checked before they are given out."""
+
+    def __init__(self, file: CheckedFile, start: int, size: int) -> None:
+        super().__init__()
+        file.check(start, 0)
+        self._file = file
+        self._start = start
+        self._size = min(size, file.size - start)
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        self._at = max(base + offset, 0)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        memory = memoryview(buffer).cast("B")
+        count = max(min(len(memory), self._size - self._at), 0)
+        self._file.check(self._start + self._at, count)
+        self._file.read_into(self._start + self._at, memory[:count])
+        self._at += count
+        return count
+
+
+# ---- elements of a tensor in a file
+class _Slab(NamedTuple):
+    """Some rows of a region: along the dimension whose steps in the file are the longest."""
+
+    dim: int
+    first: int
+    rows: int
+    start: int  # the first byte, in the file
+    length: int  # in bytes, from the first element to the last
+
+
+def check_region(file: CheckedFile, base: int, stored: StoredTensor, region: Region) -> None:
+    """`base`: where in the file the tensor's own file begins."""
+    for slab in _slabs(base, stored, region):
+        file.check(slab.start, slab.length)
+
+
+def read_region(file: CheckedFile, base: int, stored: StoredTensor, region: Region, into: torch.Tensor) -> None:
+    for slab in _slabs(base, stored, region):
+        part = into.narrow(slab.dim, slab.first, slab.rows) if region.sizes else into
+        if _lies_alike(part, stored, slab):
+            file.read_into(slab.start, _memory(part))
+            increment_version(part)
+            continue
+        data = torch.frombuffer(file.read(slab.start, slab.length), dtype=stored.dtype)
+        part.copy_(data.as_strided(part.shape, stored.strides))
+
+
+def _slabs(base: int, stored: StoredTensor, region: Region) -> Iterator[_Slab]:
+    if region.numel == 0:
+        return
+    size = stored.dtype.itemsize
+    start = base + stored.start + size * _dot(region.offsets, stored.strides)
+    extent = 1 + _dot([length - 1 for length in region.sizes], stored.strides)
+    dims = [dim for dim, length in enumerate(region.sizes) if length > 1]
+    if extent * size <= BUFFER or not dims:
+        yield _Slab(0, 0, region.sizes[0] if region.sizes else 1, start, extent * size)
+        return
+    dim = max(dims, key=lambda each: stored.strides[each])
+    step, length = stored.strides[dim], region.sizes[dim]
+    row = extent - (length - 1) * step
+    rows = max((BUFFER // size - row) // step + 1, 1)
+    for first in range(0, length, rows):
+        count = min(rows, length - first)
+        yield _Slab(dim, first, count, start + size * first * step, size * ((count - 1) * step + row))
+
+
+def _dot(one: Any, other: Any) -> int:
+    return sum(a * b for a, b in zip(one, other, strict=True))
+
+
+def _lies_alike(part: torch.Tensor, stored: StoredTensor, slab: _Slab) -> bool:
+    """Are the bytes in the file those of the memory, in the same order and without gaps?"""
+    if part.device.type != "cpu" or part.dtype != stored.dtype or part.numel() * part.itemsize != slab.length:
+        return False
+    strides = zip(part.shape, part.stride(), stored.strides, strict=True)
+    return all(size == 1 or one == other for size, one, other in strides)
+
+
+def _memory(part: torch.Tensor) -> memoryview:
+    flat = part.detach().as_strided((part.numel(),), (1,))
+    return memoryview(flat.view(torch.uint8).numpy().data)

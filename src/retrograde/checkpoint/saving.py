@@ -1,0 +1,228 @@
+"""Saving: what is saved, as one dictionary that torch.distributed.checkpoint writes.
+
+model.embed.weight                      parameters and buffers, in true shapes
+optimizer.state.embed.weight.exp_avg    by names of parameters
+optimizer.param_groups.0.lr
+extra.step                              what all ranks gave alike
+extra_by_rank.1.loader                  what each rank gave otherwise
+rng.1.torch                             random generators, by rank
+"""
+
+import dataclasses
+import warnings
+import zlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.state_dict_saver import save as save_together
+
+from retrograde.arguments import instance, whole_number
+from retrograde.checkpoint.folders import check_keep
+from retrograde.checkpoint.generators import generator_states
+from retrograde.checkpoint.progress import Progress
+from retrograde.checkpoint.ranks import Together
+from retrograde.checkpoint.snapshot import Serialized, deserialized, serialized, snapshot
+from retrograde.checkpoint.subject import Model, Optimizers, Subject, subject_of
+from retrograde.checkpoint.writing import CheckpointWriter, SnapshotPlanner
+from retrograde.engine.named_state import merged_groups
+from retrograde.errors import CheckpointError
+
+
+@dataclasses.dataclass(frozen=True)
+class SaveOptions:
+    """How, as the user said it."""
+
+    extra: Mapping[str, Any] | None
+    keep: int | None
+    progress: bool | None
+    in_background: bool
+    group: dist.ProcessGroup | None
+
+
+class Saving:
+    """A save that has begun."""
+
+    def __init__(self, path: Path, future: "Future[Any]") -> None:
+        self.path = path
+        self.waited_for = False  # somebody has heard how it ended
+        self._future = future
+
+    @property
+    def done(self) -> bool:
+        return self._future.done()
+
+    def wait(self) -> Path:
+        """Until it is complete. Raises what went wrong."""
+        self.waited_for = True
+        with _as_our_error():
+            self._future.result()
+        return self.path
+
+
+class _Background:
+    """Saves that go on while the training does: one at a time, over a process group that is theirs."""
+
+    def __init__(self) -> None:
+        self.last: Saving | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._beside: dist.ProcessGroup | None = None  # the group that has the same ranks
+
+    def finish(self) -> None:
+        """What nobody has waited for is waited for, and raises what went wrong."""
+        last, self.last = self.last, None
+        if last is not None and not last.waited_for:
+            last.wait()
+
+    def group(self, ranks: Together) -> dist.ProcessGroup | None:
+        theirs = ranks.group or dist.group.WORLD
+        if self._beside is not theirs and theirs is not None:
+            self._group = dist.new_group(dist.get_process_group_ranks(theirs), backend="gloo")
+            self._beside = theirs
+        return self._group
+
+
+_background = _Background()
+
+
+def start_saving(path: Path, model: Model, optimizer: Optimizers, options: SaveOptions) -> Saving:
+    ranks = Together(options.group)
+    _background.finish()
+    with ranks.one_fate("rg.save()"):
+        _check(path, options)
+        subject = subject_of(model, optimizer)
+        extra = _extra(options.extra)
+        optimizer_state = subject.optimizer_state() if subject.optimizers else None
+    subject.finish_edits()
+    if subject.is_part:
+        optimizer_state = _with_all_groups(optimizer_state, ranks)
+    with ranks.one_fate("rg.save()"):
+        state = _state(subject, optimizer_state, ranks.rank, copy=options.in_background)
+    state |= _sorted_by_rank(extra, ranks)
+    if options.in_background and not ranks.alone:
+        return _save_in_background(path, state, options, ranks)
+    with Progress(f"saving {path.name}", options.progress and ranks.rank == 0) as progress, _as_our_error():
+        writer = CheckpointWriter(path, ranks.world, options.keep, progress.told)
+        with _alone_without_warning(ranks):
+            save_together(state, storage_writer=writer, planner=SnapshotPlanner(), process_group=ranks.group)
+    future: Future[Any] = Future()
+    future.set_result(None)
+    return Saving(path, future)
+
+
+def _save_in_background(path: Path, state: dict[str, Any], options: SaveOptions, ranks: Together) -> Saving:
+    """In a thread, over a process group of its own: the training goes on using the other."""
+    future = async_save(
+        state,
+        storage_writer=CheckpointWriter(path, ranks.world, options.keep),
+        planner=SnapshotPlanner(),
+        process_group=_background.group(ranks),
+        async_stager=_AlreadyStaged(),
+    )
+    assert isinstance(future, Future)  # a stager that does not wait would make it another
+    _background.last = Saving(path, future)
+    return _background.last
+
+
+class _AlreadyStaged(AsyncStager):
+    """For torch: the state is a copy already."""
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return state_dict
+
+    def synchronize_staging(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+# ---- what is saved
+def _check(path: Path, options: SaveOptions) -> None:
+    if options.keep is not None:
+        whole_number("keep", options.keep, 1, "a number of checkpoints, 1 or more, or None", CheckpointError)
+        check_keep(path)
+    if options.extra is not None:
+        instance("extra", options.extra, Mapping, "is not a dictionary", "a dictionary", CheckpointError)
+
+
+def _extra(extra: Mapping[str, Any] | None) -> dict[str, Serialized]:
+    """Each value whole: objects by their state_dict()."""
+    found = {}
+    for key, value in (extra or {}).items():
+        instance("extra", key, str, "is a key that is not a text", "texts as keys", CheckpointError)
+        found[key] = serialized(value.state_dict() if has_state(value) else value, f"extra[{key!r}]")
+    return found
+
+
+def has_state(value: Any) -> bool:
+    """A scheduler, a scaler, a loader."""
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def _with_all_groups(optimizer: dict[str, Any] | None, ranks: Together) -> dict[str, Any] | None:
+    """Ranks of a pipeline have other parameters each: the groups are those of all."""
+    by_rank = ranks.everybody(None if optimizer is None else optimizer["param_groups"])
+    if optimizer is None:
+        return None
+    return {**optimizer, "param_groups": merged_groups([groups for groups in by_rank if groups is not None])}
+
+
+def _state(subject: Subject, optimizer: dict[str, Any] | None, rank: int, *, copy: bool) -> dict[str, Any]:
+    state: dict[str, Any] = {
+        "model": snapshot(subject.model_state(), "model", copy=copy),
+        "rng": {str(rank): snapshot(generator_states(), "rng", copy=copy)},
+    }
+    if optimizer is not None:
+        state["optimizer"] = snapshot(optimizer, "optimizer", copy=copy)
+    return state
+
+
+def _sorted_by_rank(extra: dict[str, Serialized], ranks: Together) -> dict[str, Any]:
+    """What all ranks gave alike is saved once; the rest for each rank, since torch would keep one of them."""
+    meanings = ranks.everybody({key: _meaning(deserialized(value.data)) for key, value in extra.items()})
+    alike = {key for key in extra if all(each.get(key) == meanings[0].get(key) for each in meanings)}
+    state: dict[str, Any] = {"extra": {key: value for key, value in extra.items() if key in alike}}
+    if len(alike) < len(extra):
+        own = {key: value for key, value in extra.items() if key not in alike}
+        state["extra_by_rank"] = {str(ranks.rank): own}
+    return state
+
+
+def _meaning(value: Any) -> int:
+    """A checksum that equal values share, however they are pickled."""
+    if isinstance(value, torch.Tensor):
+        data = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return zlib.crc32(data, zlib.crc32(repr((value.dtype, value.shape)).encode()))
+    if isinstance(value, Mapping):
+        return zlib.crc32(repr([(key, _meaning(each)) for key, each in value.items()]).encode(), 1)
+    if isinstance(value, list | tuple):
+        return zlib.crc32(repr([_meaning(each) for each in value]).encode(), 2)
+    return zlib.crc32(repr((type(value).__name__, value)).encode(), 3)
+
+
+# ---- torch's errors and warnings
+@contextmanager
+def _as_our_error() -> Iterator[None]:
+    try:
+        yield
+    except CheckpointException as error:
+        first = {rank: failure[0] for rank, failure in error.failures.items()}
+        texts = "; ".join(f"rank {rank}: {failure}" for rank, failure in sorted(first.items()))
+        raise CheckpointError(f"rg.save() failed: {texts}") from next(iter(first.values()))
+
+
+@contextmanager
+def _alone_without_warning(ranks: Together) -> Iterator[None]:
+    """torch warns that one process is alone."""
+    with warnings.catch_warnings():
+        if ranks.alone:
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield

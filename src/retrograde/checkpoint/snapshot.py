@@ -1,0 +1,59 @@
+"""What is saved, as it is now: tensors as they are or copied, everything else as bytes.
+
+Bytes are made before anything is written, and are read once to see that they can be: a reader executes nothing, so it
+knows plain values, tensors and containers of these alone.
+"""
+
+import io
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from retrograde.arguments import shown
+from retrograde.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Serialized:
+    """An object that is not a tensor."""
+
+    data: bytes
+
+
+def serialized(value: Any, name: str) -> Serialized:
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        deserialized(file.getvalue())
+    except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
+        raise CheckpointError(
+            f"{name}={shown(value)} could not be read back without executing code; give numbers, texts, tensors, "
+            f"lists and dictionaries of them, or an object with state_dict() and load_state_dict() that gives these"
+        ) from error
+    return Serialized(file.getvalue())
+
+
+def deserialized(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+def snapshot(value: Any, name: str, *, copy: bool) -> Any:
+    """A tree of tensors and `Serialized`. With `copy` it shares no memory with what goes on being trained.
+
+    Taken apart as torch.distributed.checkpoint does it: dictionaries, and lists that have tensors or dictionaries."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone() if copy else value.detach()
+    if isinstance(value, Mapping):
+        return {str(key): snapshot(each, f"{name}.{key}", copy=copy) for key, each in value.items()}
+    if isinstance(value, list) and _has_parts(value):
+        return [snapshot(each, f"{name}.{number}", copy=copy) for number, each in enumerate(value)]
+    return serialized(value, name)
+
+
+def _has_parts(value: list[Any]) -> bool:
+    return any(
+        isinstance(each, torch.Tensor | Mapping) or (isinstance(each, list) and _has_parts(each)) for each in value
+    )

@@ -1,0 +1,103 @@
+"""What a checkpoint is to who loads it: tensors by name, of which any part can be read.
+
+Checkpoints have several formats (formats/). Each gives a `Checkpoint`; loading knows nothing else of them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from retrograde.errors import CheckpointError
+
+
+class Region(NamedTuple):
+    """A part of a tensor that is a slice in each dimension."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @staticmethod
+    def all_of(shape: Sequence[int]) -> "Region":
+        return Region((0,) * len(shape), tuple(shape))
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.sizes).numel()
+
+
+class Stored(Protocol):
+    """A tensor of a checkpoint."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def check(self, region: Region) -> None:
+        """Raise a `CheckpointError` unless all bytes of this part are there, and are what was saved."""
+
+    def read(self, region: Region, into: torch.Tensor) -> None:
+        """Read this part, which was checked, into a tensor of its sizes."""
+
+
+class StoredObject(Protocol):
+    """Something of a checkpoint that is no tensor."""
+
+    def load(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One that was opened. What has no names or numbers in it is empty."""
+
+    folder: Path
+    origin: str  # who wrote it, for the report
+    model: Mapping[str, Any]  # by name: `Stored`, `StoredObject`, or a tree of them
+    state: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of the optimizer: by parameter, then by key
+    groups: Sequence[Mapping[str, Any]] = ()
+    numbered: bool = False  # parameters of the optimizer have numbers, not names
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra_by_rank: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    rng: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of random generators, by rank
+    notes: Sequence[str] = ()  # what was not taken, for the report
+    close: Callable[[], None] = lambda: None  # its files
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()
+
+
+def is_tensor(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype")
+
+
+def value_of(tree: Any) -> Any:
+    """A tree with everything read."""
+    if isinstance(tree, Mapping):
+        return {key: value_of(each) for key, each in tree.items()}
+    if isinstance(tree, list):
+        return [value_of(each) for each in tree]
+    if is_tensor(tree):
+        return whole(tree)
+    return tree.load() if hasattr(tree, "load") else tree
+
+
+def whole(stored: Stored) -> torch.Tensor:
+    region = Region.all_of(stored.shape)
+    stored.check(region)
+    made = torch.empty(stored.shape, dtype=stored.dtype)
+    stored.read(region, made)
+    return made
+
+
+def check_shape(what: str, stored: Stored, shape: torch.Size) -> None:
+    if stored.shape != shape:
+        raise CheckpointError(
+            f"{what} has shape {tuple(stored.shape)} in the checkpoint and {tuple(shape)} here: is it another model's?"
+        )

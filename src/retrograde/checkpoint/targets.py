@@ -1,0 +1,88 @@
+"""Where a checkpoint goes: the tensors of a model and of its optimizers, and which parts of them this rank holds."""
+
+from collections.abc import Hashable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from retrograde.checkpoint.stored import Region, Stored
+from retrograde.layout import slot_boxes, view_box
+from retrograde.parameters import ShardedParameter
+from retrograde.parameters.sharded_tensor import ShardedTensor
+
+
+class Held(NamedTuple):
+    """A part of a tensor, and the memory in which this rank has it."""
+
+    region: Region
+    memory: torch.Tensor
+
+
+def held_parts(tensor: torch.Tensor) -> list[Held]:
+    """What this rank holds: of a sharded tensor a few boxes, of a plain one all of it."""
+    if not isinstance(tensor, ShardedTensor):
+        return [Held(Region.all_of(tensor.shape), tensor.detach())]
+    unit, slot, piece = tensor.unit, tensor.slot, tensor.local
+    mine = unit.layout.within(slot, unit.rank)
+    if mine.start >= mine.stop:
+        return []
+    boxes = slot_boxes(slot, mine.start, mine.stop)
+    return [Held(Region(tuple(box.offsets), tuple(box.sizes)), view_box(slot, box, piece)) for box in boxes]
+
+
+@dataclass(frozen=True)
+class Fill:
+    """A tensor to be filled from a checkpoint."""
+
+    name: str
+    stored: Stored
+    into: torch.Tensor
+
+    def check(self) -> None:
+        for part in held_parts(self.into):
+            self.stored.check(part.region)
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.region.numel for part in held_parts(self.into)) * self.into.dtype.itemsize
+
+    def apply(self) -> None:
+        with torch.no_grad(), _leave_to_write(self.into, self.name):
+            for part in held_parts(self.into):
+                self.stored.read(part.region, part.memory)
+        if isinstance(self.into, ShardedParameter):
+            self.into.forget_writes_to_copies()
+
+
+def _leave_to_write(tensor: torch.Tensor, name: str) -> AbstractContextManager[None]:
+    """A shard may not change while other ranks read it. All ranks come here in one order."""
+    if not isinstance(tensor, ShardedParameter):
+        return nullcontext()
+    return tensor.coordinator.writing(f"rg.load() of {name}", tensor.unit, tensor.place)
+
+
+def leaf_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The parameter whose memory a state dict shows, if it is sharded."""
+    if isinstance(tensor, ShardedTensor) and tensor.of_weights:
+        return tensor.unit.leaves[tensor.place]
+    return tensor
+
+
+def memory_of(tensor: torch.Tensor) -> Hashable:
+    """Equal for what two names of a tied parameter show."""
+    leaf = leaf_of(tensor)
+    if isinstance(leaf, ShardedTensor) or leaf.numel() == 0:
+        return id(leaf)
+    return leaf.data_ptr(), leaf.shape, leaf.stride()
+
+
+def distinct(fills: list[Fill]) -> Iterator[Fill]:
+    """A tied parameter, which has several names, once."""
+    seen: set[Hashable] = set()
+    for fill in fills:
+        memory = memory_of(fill.into)
+        if memory not in seen:
+            seen.add(memory)
+            yield fill

@@ -1,0 +1,296 @@
+"""Files of torch: which names a checkpoint's metadata may have, and where the elements of a saved tensor lie.
+
+Nothing in a file is called here. A pickle names what it wants called; `Reading` knows a few names, each with an answer,
+and refuses all others.
+"""
+
+import io
+import pickle
+import struct
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import PosixPath
+from typing import Any, NamedTuple
+
+import torch
+
+from retrograde.torch_internals.probes import When, expect, find, probe, tiny
+
+Names = Mapping[tuple[str, str], object]
+BinaryFile = io.RawIOBase | io.BytesIO
+
+_LONGEST_PICKLE = 1 << 20  # bytes of the description of one tensor
+_LOCAL_HEADER = struct.Struct("<26xHH")  # of a file in a zip: the lengths of its name and of what comes after that
+
+
+class RefusedPickle(pickle.UnpicklingError):
+    """A pickle that wants something called that it may not."""
+
+
+class Reading(pickle.Unpickler):
+    """Reads a pickle that may have these names, and dtypes of torch, and nothing else."""
+
+    def __init__(self, file: BinaryFile, names: Names) -> None:
+        super().__init__(file)
+        self._names = names
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in self._names:
+            return self._names[module, name]
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise RefusedPickle(f"it names {module}.{name}, which is not part of a checkpoint")
+
+    def persistent_load(self, pid: Any) -> Any:
+        """What is said of a storage: ("storage", its type, its file, its device, its size)."""
+        return pid
+
+
+# ---- the metadata of torch.distributed.checkpoint
+class Place(NamedTuple):
+    """Where something is: its bytes in a file of the checkpoint."""
+
+    file: str
+    offset: int
+    length: int
+    transforms: tuple[str, ...]  # that its bytes have gone through
+
+
+class SavedTensor(NamedTuple):
+    """A tensor of a checkpoint, which is there in chunks."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    chunks: tuple[tuple[torch.Size, torch.Size], ...]  # offsets and sizes in each dimension
+
+
+class Contents(NamedTuple):
+    """What a checkpoint has, by keys: names with dots between them."""
+
+    tensors: dict[str, SavedTensor]
+    objects: list[str]  # keys of what is no tensor
+    paths: dict[str, tuple[str | int, ...]]  # of each key: the way to it in the dictionary that was saved
+    places: dict[tuple[str, torch.Size | None], Place]  # by key and offsets of the chunk
+
+
+class _Record:
+    """Stands for an object of a class of torch, and does nothing."""
+
+    def __init__(self, *args: Any) -> None:
+        self.state: Any = args
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_CLASSES = {
+    (_METADATA, "Metadata"),
+    (_METADATA, "MetadataIndex"),
+    (_METADATA, "StorageMeta"),
+    (_METADATA, "TensorStorageMetadata"),
+    (_METADATA, "BytesStorageMetadata"),
+    (_METADATA, "ChunkStorageMetadata"),
+    (_METADATA, "TensorProperties"),
+    (_METADATA, "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+}
+
+
+def read_metadata(file: BinaryFile) -> Contents:
+    """What the metadata of a checkpoint say. Raises `RefusedPickle`, or what a pickle raises that is broken.
+
+    The classes are made anew each time: a pickle can write to what it names."""
+    made: dict[tuple[str, str], Any] = {key: type(key[1], (_Record,), {}) for key in _CLASSES}
+    root = Reading(file, {**made, **_HARMLESS}).load()
+    if not isinstance(root, made[_METADATA, "Metadata"]):
+        raise RefusedPickle("it is not the metadata of a checkpoint")
+    state = root.state
+    tensors: dict[str, SavedTensor] = {}
+    objects: list[str] = []
+    for key, record in state["state_dict_metadata"].items():
+        if isinstance(record, made[_METADATA, "TensorStorageMetadata"]):
+            tensors[str(key)] = _saved_tensor(record.state)
+        else:
+            objects.append(str(key))
+    paths = {str(key): tuple(path) for key, path in (state["planner_data"] or {}).items()}
+    places = {_index(index.state): _place(record.state) for index, record in state["storage_data"].items()}
+    return Contents(tensors, objects, paths, places)
+
+
+def _saved_tensor(state: dict[str, Any]) -> SavedTensor:
+    dtype = state["properties"].state[0]
+    chunks = tuple((torch.Size(c.state["offsets"]), torch.Size(c.state["sizes"])) for c in state["chunks"])
+    return SavedTensor(dtype, torch.Size(state["size"]), chunks)
+
+
+def _index(state: dict[str, Any]) -> tuple[str, torch.Size | None]:
+    offset = state.get("offset")
+    return str(state["fqn"]), None if offset is None else torch.Size(offset)
+
+
+def _place(state: dict[str, Any]) -> Place:
+    transforms = tuple(map(str, state.get("transform_descriptors") or ()))
+    return Place(str(state["relative_path"]), int(state["offset"]), int(state["length"]), transforms)
+
+
+# ---- a tensor that torch.save has written
+class StoredTensor(NamedTuple):
+    """Where the elements of a saved tensor are: in which order, and where in the file the first one begins."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    start: int  # a byte of the file
+    length: int  # in bytes, of its storage from there on
+
+
+class _Rebuilt(NamedTuple):
+    """What the pickle says of the tensor."""
+
+    storage: Any
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype | None
+
+
+def find_elements(file: BinaryFile) -> StoredTensor:
+    """Of a tensor that was saved by itself. Reads the file's table and the tensor's description, and no element."""
+    with zipfile.ZipFile(file) as archive:
+        root = archive.namelist()[0].split("/")[0]
+        if sys.byteorder.encode() != _content(archive, f"{root}/byteorder"):
+            raise ValueError("the tensor was saved on a machine with another byte order")
+        rebuilt = Reading(io.BytesIO(_content(archive, f"{root}/data.pkl")), _tensor_names()).load()
+        if not isinstance(rebuilt, _Rebuilt):
+            raise ValueError("what was saved there is not one tensor")
+        _, kind, key, *_ = rebuilt.storage
+        dtype = rebuilt.dtype or kind
+        entry = archive.getinfo(f"{root}/data/{key}")
+        if entry.compress_type != zipfile.ZIP_STORED:
+            raise ValueError("the elements of the tensor are compressed")
+        file.seek(entry.header_offset)
+        name_length, extra_length = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+        begin = entry.header_offset + _LOCAL_HEADER.size + name_length + extra_length
+        skipped = rebuilt.offset * dtype.itemsize
+    stored = StoredTensor(dtype, rebuilt.shape, rebuilt.strides, begin + skipped, entry.file_size - skipped)
+    _check_inside(stored)
+    return stored
+
+
+def _content(archive: zipfile.ZipFile, name: str) -> bytes:
+    if archive.getinfo(name).file_size > _LONGEST_PICKLE:
+        raise ValueError(f"{name} is too long for the description of a tensor")
+    return archive.read(name)
+
+
+def _check_inside(stored: StoredTensor) -> None:
+    """All elements lie in the storage."""
+    if len(stored.shape) != len(stored.strides) or min((*stored.shape, *stored.strides, 0)) < 0:
+        raise ValueError(f"a tensor of shape {stored.shape} cannot have strides {stored.strides}")
+    if 0 in stored.shape:
+        return
+    last = sum((size - 1) * stride for size, stride in zip(stored.shape, stored.strides, strict=True))
+    if (last + 1) * stored.dtype.itemsize > stored.length:
+        raise ValueError(f"a tensor of shape {stored.shape} does not fit into {stored.length} bytes")
+
+
+_STORAGES = {
+    "BFloat16Storage": torch.bfloat16,
+    "BoolStorage": torch.bool,
+    "ByteStorage": torch.uint8,
+    "CharStorage": torch.int8,
+    "ComplexDoubleStorage": torch.complex128,
+    "ComplexFloatStorage": torch.complex64,
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "IntStorage": torch.int32,
+    "LongStorage": torch.int64,
+    "ShortStorage": torch.int16,
+}
+_HARMLESS: Names = {("torch", "Size"): torch.Size, ("collections", "OrderedDict"): OrderedDict}
+"""They cannot be written to."""
+
+
+def _tensor_names() -> Names:
+    """Made anew each time, as above."""
+
+    def rebuild_v2(storage: Any, offset: int, shape: Any, strides: Any, *rest: Any) -> _Rebuilt:
+        return _Rebuilt(storage, int(offset), tuple(map(int, shape)), tuple(map(int, strides)), None)
+
+    def rebuild_v3(storage: Any, offset: int, shape: Any, strides: Any, *rest: Any) -> _Rebuilt:
+        dtype = rest[2]  # after requires_grad and hooks
+        return _Rebuilt(storage, int(offset), tuple(map(int, shape)), tuple(map(int, strides)), dtype)
+
+    return {
+        ("torch._utils", "_rebuild_tensor_v2"): rebuild_v2,
+        ("torch._utils", "_rebuild_tensor_v3"): rebuild_v3,
+        ("torch.storage", "UntypedStorage"): torch.uint8,
+        **{("torch", name): dtype for name, dtype in _STORAGES.items()},
+        **_HARMLESS,
+    }
+
+
+@probe(
+    "the file of a tensor",
+    "find_elements",
+    "StoredTensor",
+    needed_for="reading a part of a tensor from a checkpoint, without executing what the file says",
+    otherwise="checkpoints cannot be read",
+    when=When.FIRST_USE,
+)
+def _a_saved_tensor_is_found() -> None:
+    """Assumes: `torch.save` writes a zip whose files are not compressed. `data.pkl` in it calls a function that gets
+    the tensor's storage, offset, shape and strides."""
+    saved = torch.arange(6.0, dtype=torch.float32, device="cpu").view(2, 3).t()
+    for dtype in (torch.float32, torch.bfloat16, torch.uint16):
+        file = io.BytesIO()
+        torch.save(saved.to(dtype), file)
+        found = find_elements(file)
+        expect((found.dtype, found.shape, found.strides), (dtype, (3, 2), (1, 3)), "what a saved tensor says of itself")
+        elements = torch.frombuffer(bytearray(file.getvalue()[found.start :]), dtype=dtype, count=6)
+        expect(elements.tolist(), [0, 1, 2, 3, 4, 5], "the elements of a saved tensor")
+
+
+@probe(
+    "the metadata of checkpoints",
+    "read_metadata",
+    "Contents",
+    "Place",
+    "SavedTensor",
+    "RefusedPickle",
+    needed_for="reading checkpoints of torch.distributed.checkpoint without executing what the file says",
+    otherwise="checkpoints cannot be read",
+    when=When.DOCTOR,  # it imports a large part of torch
+)
+def _metadata_has_known_names() -> None:
+    """Assumes: a pickle of `Metadata` names the classes of `torch.distributed.checkpoint.metadata`, `_StorageInfo`,
+    sizes, dtypes, layouts and paths, and nothing else; and their fields are called as they are."""
+    from torch.distributed.checkpoint import metadata as classes
+
+    size = torch.Size([2])
+    place = find("torch.distributed.checkpoint.filesystem:_StorageInfo")("file", 3, 4)
+    properties = classes.TensorProperties.create_from_tensor(tiny())
+    chunk = classes.ChunkStorageMetadata(torch.Size([0]), size)
+    saved: Any = {
+        "a.w": classes.TensorStorageMetadata(properties, size, [chunk]),
+        "a.o": classes.BytesStorageMetadata(),
+    }
+    written = classes.Metadata(
+        saved,
+        {"a.w": ("a", "w"), "a.o": ("a", "o")},
+        {classes.MetadataIndex("a.w", [0]): place, classes.MetadataIndex("a.o"): place},
+        classes.StorageMeta(PosixPath("/")),
+    )
+    found = Contents(
+        {"a.w": SavedTensor(torch.float32, size, ((torch.Size([0]), size),))},
+        ["a.o"],
+        {"a.w": ("a", "w"), "a.o": ("a", "o")},
+        {("a.w", torch.Size([0])): Place("file", 3, 4, ()), ("a.o", None): Place("file", 3, 4, ())},
+    )
+    expect(read_metadata(io.BytesIO(pickle.dumps(written))), found, "metadata that was written and read")
