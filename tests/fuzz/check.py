@@ -22,6 +22,7 @@ from tests.fuzz.traces import Reduced, Trace, copies, differences, miscounted
 from tests.harness import RankError, Ranks, RankTimeout
 from tests.meshes import mesh_of
 from tests.transport.delays import delayed
+from tests.transport.hosts import over_connections
 
 TIMEOUT = 5.0  # of the engine, so that a hang becomes an error that says where
 
@@ -141,7 +142,8 @@ def play(recipe: Recipe, rank: int) -> Trace:
 def _run(rank: int, world: int, recipes: Sequence[Recipe], delay: int | None) -> list[Trace]:
     traces = []
     for recipe in recipes:
-        with nothing() if delay is None else delayed(1000 * delay + recipe.seed + rank, chance=0.2):
+        late = nothing() if delay is None else delayed(1000 * delay + recipe.seed + rank, chance=0.2)
+        with late, nothing() if recipe.seed % 3 else over_connections():
             traces.append(play(recipe, rank))
     return traces
 

@@ -1,4 +1,4 @@
-"""Ranks that take each other for ranks of other hosts."""
+"""Ranks that take each other for ranks of other hosts, or share no memory."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
-from retrograde.transport import connecting
+from retrograde.transport import ProcessRanks, ShardServer, connecting
 from retrograde.transport.connections import Connections
+from retrograde.transport.one_sided import OneSidedTransport
 
 
 @contextlib.contextmanager
@@ -28,3 +29,18 @@ def group_over_tcp() -> dist.ProcessGroup:
     with apart():
         Connections.of(group)
     return group
+
+
+@contextlib.contextmanager
+def over_connections() -> Iterator[None]:
+    """Engines that are made inside share no memory with other ranks, though these are on the same host."""
+    real = ProcessRanks.transport
+
+    def transport(self: ProcessRanks, shards: ShardServer, timeout: float) -> OneSidedTransport:
+        return OneSidedTransport(self._connections, shards, timeout)
+
+    ProcessRanks.transport = transport  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ProcessRanks.transport = real  # type: ignore[method-assign]
