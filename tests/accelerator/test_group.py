@@ -154,10 +154,8 @@ def _forgotten(rank: int, world: int, mode: str, seed: int) -> list[str]:
         out, mine = torch.empty(8, device="late"), _mine(rank, 4)
         work = dist.all_gather_single(out, mine, async_op=True)
         mine.zero_()
-        total = out.sum()
+        out.sum()
         found = device.races()
-        if mode == "lazy":
-            assert total.isnan().item()
         work.wait()
         assert mine.sum().item() == 0
     dist.barrier()

@@ -56,6 +56,17 @@ def sides_run_at_once_and_default_streams_late() -> None:
     assert lab.ran() == ["side", "default", "side that waits"]
 
 
+def sides_run_between_the_steps_of_a_stream_that_is_waited_for() -> None:
+    """This is the order in which a missing wait of the default stream shows."""
+    lab = laboratory("sides")
+    lab.issue(0, "producer")
+    lab.wait(1, lab.record(0))
+    lab.issue(1, "side")
+    lab.issue(0, "consumer that forgot to wait")
+    lab.synchronize(0)
+    assert lab.ran() == ["producer", "side", "consumer that forgot to wait"]
+
+
 def random_orders_are_those_of_their_seed() -> None:
     def order(seed: int) -> tuple[str, ...]:
         lab = laboratory("random", seed)
@@ -96,6 +107,7 @@ def failures_surface_when_the_host_waits() -> None:
 def a_blocked_host_lets_all_network_jobs_begin() -> None:
     """Otherwise two ranks could each wait for the job that the other has not begun."""
     lab = laboratory("lazy")
+    lab.stop()  # the thread that does the same for an idle host, later
     lab.issue_network(1, "ours")
     lab.issue(2, "before theirs")
     lab.issue_network(2, "theirs")
@@ -139,6 +151,7 @@ def calls_of_a_communicator_keep_their_order() -> None:
     a_wait_brings_what_it_waits_for,
     eager_streams_run_at_once,
     sides_run_at_once_and_default_streams_late,
+    sides_run_between_the_steps_of_a_stream_that_is_waited_for,
     random_orders_are_those_of_their_seed,
     polling_ends,
     failures_surface_when_the_host_waits,

@@ -14,6 +14,7 @@ using Intervals = std::vector<std::pair<uintptr_t, uintptr_t>>;
 
 class Laboratory {
  public:
+  void stop() { runtime_.stop(); }
   void set_mode(Mode mode, uint64_t seed) { runtime_.set_mode(mode, seed); }
 
   void issue(int64_t stream, const std::string& name, const Intervals& reads, const Intervals& writes) {
@@ -87,6 +88,7 @@ void bind_laboratory(py::module_& m) {
   py::class_<Mark, MarkPtr>(m, "Mark").def_readonly("done", &Mark::done);
   py::class_<Laboratory>(m, "Laboratory")
       .def(py::init<>())
+      .def("stop", &Laboratory::stop)
       .def("set_mode", &Laboratory::set_mode)
       .def("issue", &Laboratory::issue, py::arg("stream"), py::arg("name"), py::arg("reads") = Intervals(),
            py::arg("writes") = Intervals())
