@@ -19,7 +19,7 @@ from retrograde.pipeline.blocks import Chain
 from tests.reference import Grads, in_one_window
 
 WIDTH = 8
-SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
+SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
 
 
 def lin(i: int = WIDTH, o: int = WIDTH) -> nn.Linear:

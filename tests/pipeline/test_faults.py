@@ -1,6 +1,8 @@
 """A failure on one rank is one error on all, soon, and the next step is clean."""
 
 import copy
+import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import retrograde as rg
+from retrograde.pipeline import Action
+from tests.endings import run_to_the_end
 from tests.harness import RankPool
 from tests.pipeline.cases import WIDTH, Fn, backward_order, lin, plain_step, rows
 
@@ -149,3 +153,46 @@ def test_no_process_group() -> None:
     assert not dist.is_initialized()
     with pytest.raises(rg.PipelineError, match=r"no process group: call torch\.distributed\.init_process_group\(\)"):
         rg.Pipeline(blocks(), schedule="1f1b", microbatches=4)
+
+
+# ---- a rank that dies
+DEAD = 3
+
+
+def step_with_a_death(rank: int, world: int, kind: str) -> None:
+    """Two pipelines of two ranks, sharded over each other. Rank 3 ends in its second step, without a word."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    torch.manual_seed(0)
+    pipe = rg.Pipeline(
+        [lin() for _ in range(4)],
+        schedule="zb-h1",
+        microbatches=4,
+        loss=F.mse_loss,
+        mesh=mesh["pp"],
+        zero=rg.Zero(stage=3, mesh=mesh["dp"]),
+    )
+    x = torch.randn(8, WIDTH)
+    pipe.step(x, target=x)
+
+    def end(action: Action) -> None:
+        if str(action) == kind:
+            os._exit(7)
+
+    if rank == DEAD:
+        pipe.watch(end)
+    with pytest.raises(rg.PipelineError, match=f"is {DEAD}[,)]"):  # by its number in the job
+        pipe.step(x, target=x)
+    # Every survivor has come here before any of them ends: a rank that ended would be a second loss.
+    for again in (lambda: pipe.step(x, target=x), lambda: pipe.evaluate(x)):
+        with pytest.raises(
+            rg.PipelineError, match=r"lost a rank in an earlier step, start the job again(.|\n)*is 3[,)]"
+        ):
+            again()
+    time.sleep(2)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("kind", ["1F1", "1W2"])
+def test_a_rank_that_dies_is_named_on_all_ranks(kind: str) -> None:
+    endings = run_to_the_end(step_with_a_death, 4, kind, timeout=60)
+    assert [ending.code for ending in endings] == [0, 0, 0, 7], [ending.said for ending in endings]

@@ -7,7 +7,7 @@ import pytest
 
 from retrograde.errors import ScheduleError
 from retrograde.pipeline import ActionKind, Costs, Schedule, dry_run, generate, search
-from retrograde.pipeline.generators import GENERATORS, interleaved_1f1b
+from retrograde.pipeline.generators import GENERATORS, interleaved_1f1b, looped_bfs
 from retrograde.pipeline.timeline import Timeline
 from retrograde.pipeline.vshape import half_block, min_block
 
@@ -28,6 +28,11 @@ rank 1: 1F0 1B0 1F1 1B1 1F2 1B2
 schedule interleaved-1f1b microbatches=2 placement=0,1,0,1
 rank 0: 0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
 rank 1: 1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
+""",
+    "looped-bfs": """\
+schedule looped-bfs microbatches=2 placement=0,1,0,1
+rank 0: 0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
+rank 1: 1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1
 """,
     "zb-h1": """\
 schedule zb-h1 microbatches=3 placement=0,1
@@ -101,6 +106,14 @@ def test_figures_of_interleaved(p: int, chunks: int) -> None:
     timeline = dry_run(interleaved_1f1b(p, 4 * p, chunks))
     assert idle(timeline) == 3 * (p - 1)  # of work 3vm: (p-1)/vm
     assert max(timeline.activations) == pytest.approx(p + (p - 1) / chunks)  # a division by 3
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 6])
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_figures_of_breadth_first(p: int, chunks: int) -> None:
+    timeline = dry_run(looped_bfs(p, 4 * p, chunks))
+    assert idle(timeline) == 3 * (p - 1)  # of work 3vm: (p-1)/vm
+    assert set(timeline.activations) == {4 * p}
 
 
 @pytest.mark.parametrize("name", GENERATORS)

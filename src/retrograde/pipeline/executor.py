@@ -146,6 +146,15 @@ class Executor:
         text = str(error) if isinstance(error, PipelineError) else traceback.format_exception_only(error)[-1].strip()
         return self._play(Outcome(failure=Failure(self.rank, None, text), error=error, void=True))
 
+    def lost(self, error: Exception) -> Outcome:
+        """A step that this rank could not even go through: another rank of the pipeline is gone."""
+        self._outcome = Outcome()
+        self._arriving.clear()
+        self._here.clear()
+        for stage in self.stages.values():
+            stage.clear()
+        return Outcome(failure=Failure(self.rank, None, str(error)), error=error, void=True)
+
     def _play(self, started: Outcome) -> Outcome:
         self._outcome = started
         for action, label in zip(self._actions, self._labels, strict=True):

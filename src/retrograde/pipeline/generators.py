@@ -7,6 +7,7 @@ a share of the work (see timeline.py), activations are in microbatches of a rank
     gpipe              p       (p-1)/m         m
     1f1b               p       (p-1)/m         p
     interleaved-1f1b   vp      (p-1)/vm        p + (p-1)/v
+    looped-bfs         vp      (p-1)/vm        m
     zb-h1              p       (p-1)/3m        p
     zb-h2              p       0               2p-1
     zb-v               2p      0               p
@@ -63,6 +64,20 @@ def interleaved_1f1b(ranks: int, microbatches: int, chunks: int = 2) -> Schedule
     return Schedule("interleaved-1f1b", microbatches, tuple(range(ranks)) * chunks, tuple(lists))
 
 
+def looped_bfs(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
+    """Breadth first: rank r has stages r, r+p, ...; all microbatches go through one before the first enters the next.
+
+    Each stage is turned to once in forward and once in backward, so with sharded weights it is gathered twice a step.
+    """
+    lists = []
+    for rank in range(ranks):
+        stages = range(rank, ranks * chunks, ranks)
+        forwards = [Action(ActionKind.F, s, k) for s in stages for k in range(microbatches)]
+        backwards = [Action(ActionKind.B, s, k) for s in reversed(stages) for k in range(microbatches)]
+        lists.append((*forwards, *backwards))
+    return Schedule("looped-bfs", microbatches, tuple(range(ranks)) * chunks, tuple(lists))
+
+
 def _one_for_one(forwards: list[Action], backwards: list[Action], ahead: int) -> Iterator[Action]:
     """`ahead` forwards, then a backward and a forward in turn."""
     yield from forwards[:ahead]
@@ -105,6 +120,7 @@ GENERATORS = {
     "gpipe": Generator(gpipe, 1, "all forwards, then all backwards"),
     "1f1b": Generator(one_f_one_b, 1, "one forward, one backward in turn"),
     "interleaved-1f1b": Generator(interleaved_1f1b, 2, "1f1b, two stages per rank"),
+    "looped-bfs": Generator(looped_bfs, 2, "breadth first, two stages per rank"),
     "zb-h1": Generator(zb_h1, 1, "1f1b with late weight gradients"),
     "zb-h2": Generator(zb_h2, 1, "filled with forwards"),
     "zb-v": Generator(zb_v, 2, "V: no bubble, 1f1b's activations"),

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from retrograde.arguments import Said, flag, function, instance, one_of, said, shown, whole_number, wrong
 from retrograde.devices import device_of, streams_of
 from retrograde.engine import Engine, shard
-from retrograde.errors import PipelineError
+from retrograde.errors import PipelineError, RetrogradeError
 from retrograde.layout import parse_bytes
 from retrograde.pipeline.account import table
 from retrograde.pipeline.again import Pending
@@ -83,10 +83,13 @@ PATIENCE = 1800.0  # seconds: another rank's first step may compile
 
 
 class Agreed(NamedTuple):
-    """What all ranks know at the end of a step: the failures of all of them, and the loss if the last stage has one."""
+    """What all ranks know at the end of a step: the failures of all of them, and the loss if the last stage has one.
+
+    `lost`: some rank is gone, and there will be no other step."""
 
     failures: list[str]
     loss: Tensor | None
+    lost: bool
 
 
 class Pipeline:
@@ -196,6 +199,7 @@ class Pipeline:
         return self._train(StepArguments(args, target, options), keep_outputs=True)
 
     def _train(self, given: StepArguments, keep_outputs: bool) -> Result:
+        self._check_going()
         gradients = CallerGradients()
 
         def batch() -> Batch:
@@ -208,6 +212,7 @@ class Pipeline:
 
     def evaluate(self, *args: Any, target: Any = None, **options: Any) -> Result:
         """Forward only. The loss is computed if there is a target."""
+        self._check_going()
 
         def batch() -> Batch:
             made = self._batch(StepArguments(args, target, options), learn=target is not None)
@@ -250,6 +255,7 @@ class Pipeline:
             self._groups.append(group_of("zero.mesh", zero.mesh, "dp"))
         ranks = [ProcessRanks(group, PATIENCE) for group in self._groups]
         self._tied = TiedParameters()
+        self._ended: str | None = None  # why there will be no other step
         self._transports = [each.transport(self._tied, PATIENCE) for each in ranks]
         return ranks[0]
 
@@ -381,21 +387,37 @@ class Pipeline:
         losses = [loss for _, loss in sorted(outcome.losses.items())]
         mine = total_loss(losses)
         agreed = self._agree(outcome, mine)
+        if agreed.lost:
+            self._ended = "\n".join(agreed.failures)
         if agreed.failures:
             raise PipelineError("\n".join(agreed.failures)) from outcome.error
         outputs = tuple(output for _, output in sorted(outcome.outputs.items()))
         return Result(agreed.loss if mine is None else mine, outputs, tuple(loss.value for loss in losses))
 
     def _agree(self, outcome: Outcome, loss: Tensor | None) -> Agreed:
-        """The rank of the last stage tells the others the loss; a rank that has failed tells them why."""
+        """The rank of the last stage tells the others the loss; a rank that has failed tells them why.
+
+        Where one group cannot meet, because a rank of it is gone, the other still does: all ranks are to know.
+        """
         failures = [] if outcome.failure is None else [str(outcome.failure)]
         told = None
-        for transport in self._transports:
+        lost = False
+        for group, transport in zip(self._groups, self._transports, strict=True):
             own = loss if transport is self._transports[0] else None  # replicas have losses of their own
-            everyone = exchange(transport, "the end of a step", (failures, own))
-            failures = sorted({text for theirs, _ in everyone for text in theirs})
-            told = next((theirs for _, theirs in everyone if theirs is not None), told)
-        return Agreed(failures, told)
+            try:
+                everyone = exchange(transport, "the end of a step", (failures, own, lost))
+            except RetrogradeError as error:
+                failures = sorted({*failures, _in_words_of_the_job(error, group)})
+                lost = True
+                continue
+            failures = sorted({text for theirs, _, _ in everyone for text in theirs})
+            told = next((theirs for _, theirs, _ in everyone if theirs is not None), told)
+            lost = lost or any(theirs for _, _, theirs in everyone)
+        return Agreed(failures, told, lost)
+
+    def _check_going(self) -> None:
+        if self._ended is not None:
+            raise PipelineError(f"this pipeline has lost a rank in an earlier step, start the job again: {self._ended}")
 
 
 def _device_of(blocks: list[Block]) -> torch.device:
@@ -438,7 +460,16 @@ def _executed(executor: Executor, batch: Callable[[], Batch]) -> Outcome:
         ready = batch()
     except Exception as error:
         return executor.refuse(error)
-    return executor.run(ready)
+    try:
+        return executor.run(ready)
+    except RetrogradeError as error:
+        return executor.lost(error)
+
+
+def _in_words_of_the_job(error: Exception, group: dist.ProcessGroup) -> str:
+    """Groups count their own ranks; people know those of the job."""
+    known = ", ".join(f"{own} is {rank}" for own, rank in enumerate(dist.get_process_group_ranks(group)))
+    return f"{error} (ranks of this group, by their numbers in the job: {known})"
 
 
 def _itself(output: Any) -> Tensor:
