@@ -24,7 +24,7 @@ from retrograde.checkpoint.ranks import Together
 from retrograde.checkpoint.saving import has_state
 from retrograde.checkpoint.stored import Checkpoint, Region, check_shape, is_tensor, value_of
 from retrograde.checkpoint.subject import Model, Optimizers, Subject, subject_of
-from retrograde.checkpoint.targets import Fill, distinct, leaf_of, memory_of
+from retrograde.checkpoint.targets import Fill, distinct, leaf_of, leave_to_write, memory_of
 from retrograde.engine.named_state import numbered_names, numbered_state
 from retrograde.errors import CheckpointError
 from retrograde.parameters import ShardedParameter
@@ -102,9 +102,10 @@ def load_checkpoint(
             for fill in (*plan.weights, *plan.states):
                 fill.check()
         with Progress(f"loading {path.name}", options.progress and ranks.rank == 0, plan.bytes) as progress:
-            for fill in (*distinct(plan.weights), *plan.states):
-                fill.apply()
-                progress.told(fill.bytes)
+            with leave_to_write(subject.engines):
+                for fill in (*distinct(plan.weights), *plan.states):
+                    fill.apply()
+                    progress.told(fill.bytes)
     _load_objects(subject, plan.objects)
     for each, state in plan.optimizers:
         each.load_state_dict(state)

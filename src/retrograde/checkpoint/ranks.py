@@ -1,6 +1,6 @@
 """Ranks that save or load together: what they say to each other, and errors that all of them get."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -28,17 +28,33 @@ class Together:
         dist.all_gather_object(values, value, group=self.group)
         return values  # type: ignore[return-value]
 
+    def agree(self, what: str, value: Callable[[], T]) -> list[T]:
+        """The values of all ranks. What goes wrong in making one is an error on all ranks, before any goes on."""
+        mine: RetrogradeError | OSError | None = None
+        found: T | None = None
+        try:
+            found = value()
+        except (RetrogradeError, OSError) as error:
+            mine = error
+        by_rank = self.everybody((None if mine is None else str(mine), found))
+        if mine is not None:
+            raise mine
+        for rank, (text, _) in enumerate(by_rank):
+            if text is not None:
+                raise CheckpointError(f"{what} failed on rank {rank}: {text}")
+        return [each for _, each in by_rank]  # type: ignore[misc]
+
     @contextmanager
     def one_fate(self, what: str) -> Iterator[None]:
-        """What goes wrong inside on one rank is an error on all of them, before any of them goes on."""
+        """The same for what is done inside."""
         mine: RetrogradeError | OSError | None = None
         try:
             yield
         except (RetrogradeError, OSError) as error:
             mine = error
-        texts = self.everybody(None if mine is None else str(mine))
-        if mine is not None:
-            raise mine
-        for rank, text in enumerate(texts):
-            if text is not None:
-                raise CheckpointError(f"{what} failed on rank {rank}: {text}")
+        self.agree(what, lambda: _raise(mine))
+
+
+def _raise(error: RetrogradeError | OSError | None) -> None:
+    if error is not None:
+        raise error

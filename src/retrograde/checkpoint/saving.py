@@ -103,9 +103,13 @@ def start_saving(path: Path, model: Model, optimizer: Optimizers, options: SaveO
     subject.finish_edits()
     if subject.is_part:
         optimizer_state = _with_all_groups(optimizer_state, ranks)
-    with ranks.one_fate("rg.save()"):
-        state = _state(subject, optimizer_state, ranks.rank, copy=options.in_background)
-    state |= _sorted_by_rank(extra, ranks)
+    state: dict[str, Any] = {}
+
+    def take() -> dict[str, int]:
+        state.update(_state(subject, optimizer_state, ranks.rank, copy=options.in_background))
+        return {key: _meaning(deserialized(value.data)) for key, value in extra.items()}
+
+    state |= _sorted_by_rank(extra, ranks.agree("rg.save()", take), ranks.rank)
     if options.in_background and not ranks.alone:
         return _save_in_background(path, state, options, ranks)
     with Progress(f"saving {path.name}", options.progress and ranks.rank == 0) as progress, _as_our_error():
@@ -185,14 +189,13 @@ def _state(subject: Subject, optimizer: dict[str, Any] | None, rank: int, *, cop
     return state
 
 
-def _sorted_by_rank(extra: dict[str, Serialized], ranks: Together) -> dict[str, Any]:
+def _sorted_by_rank(extra: dict[str, Serialized], meanings: list[dict[str, int]], rank: int) -> dict[str, Any]:
     """What all ranks gave alike is saved once; the rest for each rank, since torch would keep one of them."""
-    meanings = ranks.everybody({key: _meaning(deserialized(value.data)) for key, value in extra.items()})
     alike = {key for key in extra if all(each.get(key) == meanings[0].get(key) for each in meanings)}
     state: dict[str, Any] = {"extra": {key: value for key, value in extra.items() if key in alike}}
     if len(alike) < len(extra):
         own = {key: value for key, value in extra.items() if key not in alike}
-        state["extra_by_rank"] = {str(ranks.rank): own}
+        state["extra_by_rank"] = {str(rank): own}
     return state
 
 

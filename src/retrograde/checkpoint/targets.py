@@ -1,13 +1,14 @@
 """Where a checkpoint goes: the tensors of a model and of its optimizers, and which parts of them this rank holds."""
 
-from collections.abc import Hashable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+import contextlib
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from retrograde.checkpoint.stored import Region, Stored
+from retrograde.engine import Engine
 from retrograde.layout import slot_boxes, view_box
 from retrograde.parameters import ShardedParameter
 from retrograde.parameters.sharded_tensor import ShardedTensor
@@ -49,18 +50,25 @@ class Fill:
         return sum(part.region.numel for part in held_parts(self.into)) * self.into.dtype.itemsize
 
     def apply(self) -> None:
-        with torch.no_grad(), _leave_to_write(self.into, self.name):
+        with torch.no_grad():
             for part in held_parts(self.into):
                 self.stored.read(part.region, part.memory)
         if isinstance(self.into, ShardedParameter):
             self.into.forget_writes_to_copies()
 
 
-def _leave_to_write(tensor: torch.Tensor, name: str) -> AbstractContextManager[None]:
-    """A shard may not change while other ranks read it. All ranks come here in one order."""
-    if not isinstance(tensor, ShardedParameter):
-        return nullcontext()
-    return tensor.coordinator.writing(f"rg.load() of {name}", tensor.unit, tensor.place)
+@contextlib.contextmanager
+def leave_to_write(engines: Sequence[Engine]) -> Iterator[None]:
+    """A shard may not change while other ranks read it. For all ranks together: what is written inside is a step of
+    training to them, at which nobody reads, and after which all read anew. (Edits of parameters one by one would keep
+    a copy of each for those that still read.)"""
+    for engine in engines:
+        engine.coordinator.begin_step()
+    try:
+        yield
+    finally:
+        for engine in engines:
+            engine.coordinator.end_step()
 
 
 def leaf_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ import dataclasses
 import io
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,12 +21,13 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from retrograde.checkpoint.folders import commit, keep_last, prepare, saving_folder
 from retrograde.checkpoint.marker import FileSums, Marker, RunningSums
 from retrograde.checkpoint.snapshot import Serialized
+from retrograde.layout.flat import is_dense
 
 Told = Callable[[int], None]  # of bytes that have been written or read
 
@@ -134,14 +135,18 @@ class SnapshotPlanner(DefaultSavePlanner):
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         if isinstance(object, Serialized):
             return io.BytesIO(object.data)
+        if isinstance(object, torch.Tensor) and object.device.type == "cpu":
+            return _with_own_storage(object)
         return super().transform_object(write_item, object)
 
 
-def bytes_to_write(items: Sequence[WriteItem]) -> int:
-    """About how many bytes of tensors these are."""
-    total = 0
-    for item in items:
-        if item.type is not WriteItemType.BYTE_IO and item.tensor_data is not None:
-            chunk = item.tensor_data.chunk
-            total += chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
-    return total
+def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, as if it were all that there is. torch copies a tensor that is part of a larger storage, as
+    pieces are, before it writes it: a file would have the whole storage otherwise."""
+    elements = tensor.detach()
+    dense = elements.numel() > 0 and is_dense(elements.shape, elements.stride())
+    if not dense or elements.untyped_storage().nbytes() == elements.nbytes:
+        return elements
+    raw = elements.as_strided((elements.numel(),), (1,)).view(torch.uint8).numpy()
+    alone = torch.from_numpy(raw).view(elements.dtype)
+    return alone.as_strided(elements.shape, elements.stride())

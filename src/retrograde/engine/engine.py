@@ -21,11 +21,12 @@ from retrograde.gradients import BackendSum, GradientFlow, OrderedSum, UnitGraph
 from retrograde.layout import Grid, Policy, parse_bytes
 from retrograde.ledger import Ledger
 from retrograde.pages import BufferPool, Pager, SavedTensors, Unit
+from retrograde.pages.full_tensor import FullTensor
 from retrograde.parameters import Owner, ShardedParameter
 from retrograde.parameters.part import together
 from retrograde.parameters.wholes import plain
 from retrograde.reports import explain, report
-from retrograde.torch_internals import raw_grad, without_torch_function
+from retrograde.torch_internals import raw_grad, set_data, without_torch_function
 from retrograde.transport import Memory, Reason, Transport
 
 _A_RANK = "a rank of this engine's process group, or None"
@@ -211,16 +212,25 @@ class Engine:
     def iter_full_params(self, budget: int | str = "1GiB") -> Iterator[tuple[str, torch.Tensor]]:
         """Stream (name, full tensor), a unit at a time; a tensor is valid until the next one is asked for.
 
-        `budget`: what a unit's page may take at most. The page that is expected next comes beside it."""
+        `budget`: what pages may take at any time, the one that is read ahead included."""
         return self._stream(budget, parse_bytes(budget, "iter_full_params(budget)"))
 
     def _stream(self, budget: int | str, limit: float) -> Iterator[tuple[str, torch.Tensor]]:
+        sizes = sorted(unit.layout.page_bytes for unit in self.units)
+        ahead = sizes[-1] if self.policy.prefetch and len(sizes) > 1 else 0
         for unit in self.units:
             need = unit.layout.page_bytes
-            if need > limit and not unit.stays:
-                raise ShardingError(f"budget={budget!r}: unit {unit.name} needs {need} bytes; give at least that")
+            if need + ahead > limit and not unit.stays:
+                beside = f", and the page that is read ahead {ahead}" if ahead else ""
+                raise ShardingError(
+                    f"budget={budget!r}: unit {unit.name} needs {need} bytes{beside}; give at least that"
+                )
             for index, slot in enumerate(unit.layout.slots):
-                yield slot.name, self.pager.full(unit, index).detach()
+                self.pager.open(unit)
+                shown = FullTensor.of(slot.full(unit.page.memory[slot.offset : slot.end]), unit, index)
+                yield slot.name, shown
+                # A loop holds it until it has the next one, and would hold the page beside those that come.
+                set_data(shown, torch.empty(0, dtype=shown.dtype, device=shown.device))
         self.pager.release()
 
     def full_grad(self, which: nn.Parameter | str) -> torch.Tensor | None:
