@@ -83,7 +83,7 @@ test: lint
 
 test-all: test
 	@$(PY) -m tests.fuzz --count 1000 --seed 50 --delays 1
-	@$(PY) -m tests.order --count 10000 --all
+	@$(PY) -m tests.order --count 10000
 	@$(PY) -m tests.patterns.table
 
 fuzz: $(READY)
