@@ -9,8 +9,8 @@
 
 namespace late {
 
-// Why threads of our own: gloo remembers the calling thread's state with every operation, objects of Python among it
-// (modes, hooks), and drops them on a thread of its own, which takes the interpreter's lock while it holds gloo's. A
+// Why threads of our own: gloo remembers the calling thread's state with every operation, objects of Python among it,
+// and drops them on a thread of its own, which takes the interpreter's lock while it holds gloo's. A
 // thread that holds the interpreter's lock (DTensor's dispatch does) and calls gloo then waits for ever. Threads that
 // know no Python have nothing to drop, and hold no lock.
 class Carriers {
