@@ -57,7 +57,7 @@ class BatchSizes:
 
 
 @dataclass(frozen=True)
-class Residency:
+class ResidentLimits:
     """DeepSpeed's thresholds, in elements; None where the config says nothing."""
 
     live: int | None
@@ -162,11 +162,11 @@ class Config:
         return rg.Precision(reduce=wire.lower())
 
     @property
-    def residency(self) -> Residency:
+    def residency(self) -> ResidentLimits:
         names = ("max_live_parameters", "max_reuse_distance", "param_persistence_threshold")
         keys = [f"zero_optimization.stage3_{name}" for name in (*names, "model_persistence_threshold")]
         found = [self.asked.get(key) for key in keys]
-        return Residency(*(None if limit is None else int(limit) for limit in found))
+        return ResidentLimits(*(None if limit is None else int(limit) for limit in found))
 
     @property
     def prefetch(self) -> bool:
