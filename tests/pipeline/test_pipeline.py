@@ -54,7 +54,9 @@ def steps(rank: int, world: int, schedule: str, names: list[str], microbatches: 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_two_ranks(ranks: Ranks, schedule: str) -> None:
-    found = ranks(2).run(steps, schedule, list(CASES), 4, timeout=100)
+    """Compiling takes seconds, so compiled cases run with two of the schedules that split the backward."""
+    names = [name for name, case in CASES.items() if not case.compiled or schedule in ("zb-h1", "zb-v")]
+    found = ranks(2).run(steps, schedule, names, 4, timeout=100)
     assert [text for by_rank in found for text in by_rank] == []
 
 
