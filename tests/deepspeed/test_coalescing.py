@@ -21,6 +21,7 @@ from tests.live import live_bytes
 from tests.reference import Program, in_one_window, same
 from tests.small import batch
 from tests.stages import EACH_STAGE
+from tests.transport.hosts import over_connections
 
 BACKWARDS = (1, 2, 4, 8)
 
@@ -97,7 +98,8 @@ def test_matrix(ranks: Ranks, stage: int) -> None:
 # ---- at the wire
 def _sent_in_a_window(rank: int, world: int, stage: int, backwards: int) -> tuple[int, int]:
     """Bytes of tensors that this rank has sent in a window and an update, and what one gradient and its reads are."""
-    engine, optimizer, *_ = deepspeed.initialize(model=build_with_loss(), config=config(stage))
+    with over_connections():  # where bytes can be counted; in shared memory none are sent
+        engine, optimizer, *_ = deepspeed.initialize(model=build_with_loss(), config=config(stage))
     engine(batch(rank)).detach()  # at stages 1 and 2 the pages are there from now on
     sent: list[int] = []  # by two threads: `append` is one operation
     real_send = Connections.send
