@@ -53,6 +53,8 @@ QUICK: dict[str, tuple[Choice, ...]] = {
     "memory": (USUAL,),
     "patterns/test_matrix.py": (one_model_per_row,),
     "patterns/test_oracle.py": (only("test_means_are_those_of_the_joint_batch", "test_differences_are_seen"),),
+    "checkpoint/test_damaged.py": (),
+    "checkpoint/test_saving.py": (only("test_keep", "test_every_state_that_a_crash_can_leave"),),
     "fuzz/test_fuzz.py": (at(world=2, delay=None),),
     "multiproc/test_arguments.py": (),
     "multiproc/test_divergence.py": (

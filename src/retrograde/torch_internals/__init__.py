@@ -30,7 +30,7 @@ from retrograde.torch_internals.checked import (
 )
 from retrograde.torch_internals.checkpoints import (
     Contents,
-    Place,
+    Location,
     RefusedPickle,
     SavedTensor,
     StoredTensor,
@@ -126,7 +126,7 @@ __all__ = [
     "READS_DATA",
     "Contents",
     "Fate",
-    "Place",
+    "Location",
     "PrefixStore",
     "ReadsWeightsAnew",
     "RefusedPickle",

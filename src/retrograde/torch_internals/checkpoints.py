@@ -49,7 +49,7 @@ class Reading(pickle.Unpickler):
 
 
 # ---- the metadata of torch.distributed.checkpoint
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where something is: its bytes in a file of the checkpoint."""
 
     file: str
@@ -72,7 +72,7 @@ class Contents(NamedTuple):
     tensors: dict[str, SavedTensor]
     objects: list[str]  # keys of what is no tensor
     paths: dict[str, tuple[str | int, ...]]  # of each key: the way to it in the dictionary that was saved
-    places: dict[tuple[str, torch.Size | None], Place]  # by key and offsets of the chunk
+    places: dict[tuple[str, torch.Size | None], Location]  # by key and offsets of the chunk
 
 
 class _Record:
@@ -133,9 +133,9 @@ def _index(state: dict[str, Any]) -> tuple[str, torch.Size | None]:
     return str(state["fqn"]), None if offset is None else torch.Size(offset)
 
 
-def _place(state: dict[str, Any]) -> Place:
+def _place(state: dict[str, Any]) -> Location:
     transforms = tuple(map(str, state.get("transform_descriptors") or ()))
-    return Place(str(state["relative_path"]), int(state["offset"]), int(state["length"]), transforms)
+    return Location(str(state["relative_path"]), int(state["offset"]), int(state["length"]), transforms)
 
 
 # ---- a tensor that torch.save has written
@@ -261,7 +261,7 @@ def _a_saved_tensor_is_found() -> None:
     "the metadata of checkpoints",
     "read_metadata",
     "Contents",
-    "Place",
+    "Location",
     "SavedTensor",
     "RefusedPickle",
     needed_for="reading checkpoints of torch.distributed.checkpoint without executing what the file says",
@@ -291,6 +291,6 @@ def _metadata_has_known_names() -> None:
         {"a.w": SavedTensor(torch.float32, size, ((torch.Size([0]), size),))},
         ["a.o"],
         {"a.w": ("a", "w"), "a.o": ("a", "o")},
-        {("a.w", torch.Size([0])): Place("file", 3, 4, ()), ("a.o", None): Place("file", 3, 4, ())},
+        {("a.w", torch.Size([0])): Location("file", 3, 4, ()), ("a.o", None): Location("file", 3, 4, ())},
     )
     expect(read_metadata(io.BytesIO(pickle.dumps(written))), found, "metadata that was written and read")
