@@ -31,7 +31,7 @@ from retrograde.checkpoint.progress import ProgressBar
 from retrograde.checkpoint.ranks import Together
 from retrograde.checkpoint.snapshot import Serialized, deserialized, serialized, snapshot
 from retrograde.checkpoint.subject import Optimizers, Saveable, Subject, subject_of
-from retrograde.checkpoint.writing import CheckpointWriter, SnapshotPlanner
+from retrograde.checkpoint.writing import CheckpointWriter, SnapshotPlanner, without_torchs_checksums
 from retrograde.engine.named_state import merged_groups
 from retrograde.errors import CheckpointError
 
@@ -114,7 +114,7 @@ def start_saving(path: Path, model: Saveable, optimizer: Optimizers, options: Sa
         return _save_in_background(path, state, options, ranks)
     with ProgressBar(f"saving {path.name}", options.progress and ranks.rank == 0) as progress, _as_our_error():
         writer = CheckpointWriter(path, ranks.world, options.keep, progress.told)
-        with _alone_without_warning(ranks):
+        with _alone_without_warning(ranks), without_torchs_checksums():
             save_together(state, storage_writer=writer, planner=SnapshotPlanner(), process_group=ranks.group)
     future: Future[Any] = Future()
     future.set_result(None)

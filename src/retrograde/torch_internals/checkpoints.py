@@ -22,7 +22,9 @@ Names = Mapping[tuple[str, str], object]
 BinaryFile = io.RawIOBase | io.BytesIO
 
 _LONGEST_PICKLE = 1 << 20  # bytes of the description of one tensor
-_LOCAL_HEADER = struct.Struct("<26xHH")  # of a file in a zip: the lengths of its name and of what comes after that
+_LOCAL_HEADER = struct.Struct(
+    "<4s22xHH"
+)  # of a file in a zip: a mark, the lengths of its name and of what follows that
 
 
 class RefusedPickle(pickle.UnpicklingError):
@@ -163,29 +165,39 @@ def find_elements(file: BinaryFile) -> StoredTensor:
     """Of a tensor that was saved by itself. Reads the file's table and the tensor's description, and no element."""
     with zipfile.ZipFile(file) as archive:
         root = archive.namelist()[0].split("/")[0]
-        if sys.byteorder.encode() != _content(archive, f"{root}/byteorder"):
+        if sys.byteorder.encode() != _content(file, archive.getinfo(f"{root}/byteorder")):
             raise ValueError("the tensor was saved on a machine with another byte order")
-        rebuilt = Reading(io.BytesIO(_content(archive, f"{root}/data.pkl")), _tensor_names()).load()
+        pickled = _content(file, archive.getinfo(f"{root}/data.pkl"))
+        rebuilt = Reading(io.BytesIO(pickled), _tensor_names()).load()
         if not isinstance(rebuilt, _Rebuilt):
             raise ValueError("what was saved there is not one tensor")
         _, kind, key, *_ = rebuilt.storage
         dtype = rebuilt.dtype or kind
         entry = archive.getinfo(f"{root}/data/{key}")
-        if entry.compress_type != zipfile.ZIP_STORED:
-            raise ValueError("the elements of the tensor are compressed")
-        file.seek(entry.header_offset)
-        name_length, extra_length = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-        begin = entry.header_offset + _LOCAL_HEADER.size + name_length + extra_length
+        begin = _begin(file, entry)
         skipped = rebuilt.offset * dtype.itemsize
     stored = StoredTensor(dtype, rebuilt.shape, rebuilt.strides, begin + skipped, entry.file_size - skipped)
     _check_inside(stored)
     return stored
 
 
-def _content(archive: zipfile.ZipFile, name: str) -> bytes:
-    if archive.getinfo(name).file_size > _LONGEST_PICKLE:
-        raise ValueError(f"{name} is too long for the description of a tensor")
-    return archive.read(name)
+def _begin(file: BinaryFile, entry: zipfile.ZipInfo) -> int:
+    """The first byte of a file in a zip."""
+    if entry.compress_type != zipfile.ZIP_STORED:
+        raise ValueError(f"{entry.filename} is compressed")
+    file.seek(entry.header_offset)
+    mark, name_length, extra_length = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size) or b"")
+    if mark != b"PK\3\4":
+        raise ValueError(f"{entry.filename} is not where it should be")
+    return int(entry.header_offset + _LOCAL_HEADER.size + name_length + extra_length)
+
+
+def _content(file: BinaryFile, entry: zipfile.ZipInfo) -> bytes:
+    """As it is: torch may have written the zip without its own checksums (`set_crc32_options`)."""
+    if entry.file_size > _LONGEST_PICKLE:
+        raise ValueError(f"{entry.filename} is too long for the description of a tensor")
+    file.seek(_begin(file, entry))
+    return file.read(entry.file_size) or b""
 
 
 def _check_inside(stored: StoredTensor) -> None:

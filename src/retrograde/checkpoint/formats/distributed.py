@@ -7,6 +7,7 @@ what the metadata's pickle names; it reads a chunk whole to get a part of it; an
 import functools
 import itertools
 import pickle
+import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,7 @@ class DistributedTensor:
             view = FileView(self._files.at(self._key, place), place.offset, place.length)
             try:
                 found = find_elements(view)
-            except (pickle.UnpicklingError, BadZipFile, ValueError, KeyError, TypeError, IndexError) as error:
+            except (pickle.UnpicklingError, BadZipFile, struct.error, ValueError, LookupError, TypeError) as error:
                 if isinstance(error, CheckpointError):
                     raise
                 raise CheckpointError(f"{place.file}: {self._key} cannot be read: {error}") from error
