@@ -29,7 +29,7 @@ help:
 	@echo "make demo      train a small GPT on 2 ranks, stage 3, and compare it with plain torch"
 	@echo "make quick     something of every kind of test, in less than two minutes on two cores"
 	@echo "make test      lint, strict types, all tests, in less than fifteen minutes on two cores"
-	@echo "make test-all  the same, more random programs and the whole backward matrix"
+	@echo "make test-all  the same, more random programs, the whole backward matrix, 200 kills during saves"
 	@echo "make lint      ruff (rules, format, branches), lengths of functions, mypy"
 	@echo "make fuzz      random models and programs against plain torch: N=1000 of them, from SEED=0 on"
 	@echo "make patterns  run the free-form backward matrix and put its table into docs/matrix.md"
@@ -85,6 +85,7 @@ test-all: test
 	@$(PY) -m tests.fuzz --count 1000 --seed 50 --delays 1
 	@$(PY) -m tests.order --count 10000
 	@$(PY) -m tests.patterns.table
+	@$(PY) -m tests.checkpoint.kills --count 200
 
 fuzz: $(READY)
 	@$(PY) -m tests.fuzz --count $(N) --seed $(SEED)

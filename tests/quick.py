@@ -58,6 +58,8 @@ QUICK: dict[str, tuple[Choice, ...]] = {
     "deepspeed/test_coalescing.py": (USUAL, without("test_matrix")),
     "deepspeed/test_order.py": (USUAL,),
     "deepspeed/test_zero.py": (USUAL,),
+    "checkpoint/test_damaged.py": (),
+    "checkpoint/test_saving.py": (only("test_keep", "test_every_state_that_a_crash_can_leave"),),
     "fuzz/test_fuzz.py": (at(world=2, delay=None),),
     "order/test_parts.py": (),
     "multiproc/test_arguments.py": (),

@@ -22,6 +22,7 @@ from retrograde.errors import InternalsChanged, RetrogradeError
 from retrograde.torch_internals import (
     backward,
     checked,
+    checkpoints,
     functions,
     groups,
     memory,
@@ -115,6 +116,7 @@ BROKEN: dict[str, list[Break]] = {
     "a backward under a mode": [becomes(backward, "_run", plainly)],
     "the node of a Function": [becomes(backward, "node_class", lambda function: object)],
     "what collectives are given": [becomes(groups.dist, "all_reduce", lambda tensor: None)],
+    "the file of a tensor": [becomes(checkpoints, "_STORAGES", {})],
     "the identity of memory": [becomes(memory, "storage_id", id), becomes(memory, "storage_id", lambda tensor: 1)],
     "users of memory": [becomes(memory, "_users", lambda number: 2), becomes(memory, "_ASKING", 0)],
     "references to a tensor": [
@@ -212,7 +214,7 @@ BREAK_THE_SLOW_ONES = """
 import contextlib, types
 from unittest import mock
 import torch
-from retrograde.torch_internals import backends, backward, compiler, groups, training, wrapping
+from retrograde.torch_internals import backends, backward, checkpoints, compiler, groups, training, wrapping
 from retrograde.torch_internals.probes import PROBES, When
 
 handle = types.SimpleNamespace(remove=lambda: None)
@@ -225,6 +227,7 @@ broken = {
     "hooks of optimizer states": (
         torch.optim.Optimizer, "register_state_dict_post_hook", lambda self, hook, prepend: handle
     ),
+    "the metadata of checkpoints": (checkpoints, "_CLASSES", set()),
     "how FSDP is made": (wrapping, "_FSDP", "torch.elsewhere"),
     "whether a profiler records": (backward, "profiling", lambda: False),
 }

@@ -14,12 +14,12 @@ from retrograde.errors import CheckpointError
 if TYPE_CHECKING:
     from retrograde.checkpoint.loading import Loaded
     from retrograde.checkpoint.saving import Saving
-    from retrograde.checkpoint.subject import Model, Optimizers
+    from retrograde.checkpoint.subject import Optimizers, Saveable
 
 
 def save(
     path: str | os.PathLike[str],
-    model: "Model",
+    model: "Saveable",
     optimizer: "Optimizers" = None,
     *,
     extra: Mapping[str, Any] | None = None,
@@ -42,7 +42,7 @@ def save(
 
 def load(
     path: str | os.PathLike[str],
-    model: "Model",
+    model: "Saveable",
     optimizer: "Optimizers" = None,
     *,
     extra: Mapping[str, Any] | None = None,
@@ -64,7 +64,7 @@ def load(
 
 def export(
     path: str | os.PathLike[str],
-    model: "Model",
+    model: "Saveable",
     *,
     file_size: int | str = "5GB",
     dtype: torch.dtype | None = None,
@@ -81,7 +81,7 @@ def export(
 
 
 def load_pretrained(
-    model: "Model",
+    model: "Saveable",
     path: str | os.PathLike[str],
     *,
     strict: bool = True,

@@ -14,7 +14,7 @@ from retrograde.checkpoint.formats.opening import open_checkpoint
 from retrograde.checkpoint.formats.weights import Weight, plan_files, write_file, write_index
 from retrograde.checkpoint.ranks import Together
 from retrograde.checkpoint.stored import Stored, is_tensor, whole
-from retrograde.checkpoint.subject import Model, Subject, subject_of
+from retrograde.checkpoint.subject import Saveable, Subject, subject_of
 from retrograde.checkpoint.targets import leaf_of, memory_of
 from retrograde.errors import CheckpointError
 from retrograde.layout import parse_bytes
@@ -24,7 +24,7 @@ Sizes = int | str
 
 
 def export_model(
-    path: Path, model: Model, file_size: Sizes, dtype: torch.dtype | None, group: dist.ProcessGroup | None
+    path: Path, model: Saveable, file_size: Sizes, dtype: torch.dtype | None, group: dist.ProcessGroup | None
 ) -> list[Path]:
     ranks = Together(group)
     with ranks.one_fate("rg.export()"):

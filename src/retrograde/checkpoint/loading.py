@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 from retrograde.arguments import instance
 from retrograde.checkpoint.formats.opening import open_checkpoint
 from retrograde.checkpoint.generators import set_generator_states
-from retrograde.checkpoint.progress import Progress
+from retrograde.checkpoint.progress import ProgressBar
 from retrograde.checkpoint.ranks import Together
 from retrograde.checkpoint.saving import has_state
-from retrograde.checkpoint.stored import Checkpoint, Region, check_shape, is_tensor, value_of
-from retrograde.checkpoint.subject import Model, Optimizers, Subject, subject_of
+from retrograde.checkpoint.stored import Checkpoint, Extent, check_shape, is_tensor, value_of
+from retrograde.checkpoint.subject import Optimizers, Saveable, Subject, subject_of
 from retrograde.checkpoint.targets import Fill, distinct, leaf_of, leave_to_write, memory_of
 from retrograde.engine.named_state import numbered_names, numbered_state
 from retrograde.errors import CheckpointError
@@ -87,7 +87,7 @@ class Plan:
 
 def load_checkpoint(
     path: Path,
-    model: Model,
+    model: Saveable,
     optimizer: Optimizers,
     options: LoadOptions,
     opened: Callable[[Path], Checkpoint] = open_checkpoint,
@@ -101,7 +101,7 @@ def load_checkpoint(
             plan = _plan(checkpoint, subject, options, ranks)
             for fill in (*plan.weights, *plan.states):
                 fill.check()
-        with Progress(f"loading {path.name}", options.progress and ranks.rank == 0, plan.bytes) as progress:
+        with ProgressBar(f"loading {path.name}", options.progress and ranks.rank == 0, plan.bytes) as progress:
             with leave_to_write(subject.engines):
                 for fill in (*distinct(plan.weights), *plan.states):
                     fill.apply()
@@ -219,7 +219,7 @@ def _target(plan: Plan, what: str, saved: Any, param: nn.Parameter, kept: Mappin
     if not is_tensor(saved):
         return value_of(saved)
     if saved.shape != param.shape:
-        saved.check(Region.all_of(saved.shape))  # before memory is taken for what a file claims to have
+        saved.check(Extent.all_of(saved.shape))  # before memory is taken for what a file claims to have
     key = what.partition(" ")[0]
     into = _memory_for(saved.shape, saved.dtype, key, param, kept.get(key))
     plan.states.append(Fill(what, saved, into))

@@ -56,18 +56,18 @@ class RunningSums:
     """Checksums of what is written, one piece after the other."""
 
     def __init__(self) -> None:
-        self._size = 0
+        self.size = 0
         self._sums: list[int] = []
 
     def add(self, data: memoryview) -> None:
         while data:
-            inside = self._size % BLOCK
+            inside = self.size % BLOCK
             if inside == 0:
                 self._sums.append(0)
             part = data[: BLOCK - inside]
             self._sums[-1] = zlib.crc32(part, self._sums[-1])
-            self._size += len(part)
+            self.size += len(part)
             data = data[len(part) :]
 
     def result(self) -> FileSums:
-        return FileSums(self._size, self._sums)
+        return FileSums(self.size, self._sums)

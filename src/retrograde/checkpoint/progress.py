@@ -7,7 +7,7 @@ from rich.progress import BarColumn, DownloadColumn, SpinnerColumn, TextColumn, 
 from rich.progress import Progress as Bars
 
 
-class Progress:
+class ProgressBar:
     """Shown if `wanted`; if that is None, when somebody may be looking: stderr is a terminal."""
 
     def __init__(self, label: str, wanted: bool | None, total: int | None = None) -> None:
@@ -21,7 +21,7 @@ class Progress:
         """So many bytes more."""
         self._bars.advance(self._task, count)
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "ProgressBar":
         self._bars.start()
         return self
 

@@ -11,7 +11,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from retrograde.checkpoint.marker import BLOCK, FileSums
-from retrograde.checkpoint.stored import Region
+from retrograde.checkpoint.stored import Extent
 from retrograde.errors import CheckpointError
 from retrograde.torch_internals import StoredTensor
 
@@ -116,7 +116,7 @@ class FileView(io.RawIOBase):
 
 # ---- elements of a tensor in a file
 class _Slab(NamedTuple):
-    """Some rows of a region: along the dimension whose steps in the file are the longest."""
+    """Some rows of an extent: along the dimension whose steps in the file are the longest."""
 
     dim: int
     first: int
@@ -125,15 +125,15 @@ class _Slab(NamedTuple):
     length: int  # in bytes, from the first element to the last
 
 
-def check_region(file: CheckedFile, base: int, stored: StoredTensor, region: Region) -> None:
+def check_extent(file: CheckedFile, base: int, stored: StoredTensor, extent: Extent) -> None:
     """`base`: where in the file the tensor's own file begins."""
-    for slab in _slabs(base, stored, region):
+    for slab in _slabs(base, stored, extent):
         file.check(slab.start, slab.length)
 
 
-def read_region(file: CheckedFile, base: int, stored: StoredTensor, region: Region, into: torch.Tensor) -> None:
-    for slab in _slabs(base, stored, region):
-        part = into.narrow(slab.dim, slab.first, slab.rows) if region.sizes else into
+def read_extent(file: CheckedFile, base: int, stored: StoredTensor, extent: Extent, into: torch.Tensor) -> None:
+    for slab in _slabs(base, stored, extent):
+        part = into.narrow(slab.dim, slab.first, slab.rows) if extent.sizes else into
         if _lies_alike(part, stored, slab):
             file.read_into(slab.start, _memory(part))
             increment_version(part)
@@ -142,19 +142,19 @@ def read_region(file: CheckedFile, base: int, stored: StoredTensor, region: Regi
         part.copy_(data.as_strided(part.shape, stored.strides))
 
 
-def _slabs(base: int, stored: StoredTensor, region: Region) -> Iterator[_Slab]:
-    if region.numel == 0:
+def _slabs(base: int, stored: StoredTensor, extent: Extent) -> Iterator[_Slab]:
+    if extent.numel == 0:
         return
     size = stored.dtype.itemsize
-    start = base + stored.start + size * _dot(region.offsets, stored.strides)
-    extent = 1 + _dot([length - 1 for length in region.sizes], stored.strides)
-    dims = [dim for dim, length in enumerate(region.sizes) if length > 1]
-    if extent * size <= BUFFER or not dims:
-        yield _Slab(0, 0, region.sizes[0] if region.sizes else 1, start, extent * size)
+    start = base + stored.start + size * _dot(extent.offsets, stored.strides)
+    span = 1 + _dot([length - 1 for length in extent.sizes], stored.strides)
+    dims = [dim for dim, length in enumerate(extent.sizes) if length > 1]
+    if span * size <= BUFFER or not dims:
+        yield _Slab(0, 0, extent.sizes[0] if extent.sizes else 1, start, span * size)
         return
     dim = max(dims, key=lambda each: stored.strides[each])
-    step, length = stored.strides[dim], region.sizes[dim]
-    row = extent - (length - 1) * step
+    step, length = stored.strides[dim], extent.sizes[dim]
+    row = span - (length - 1) * step
     rows = max((BUFFER // size - row) // step + 1, 1)
     for first in range(0, length, rows):
         count = min(rows, length - first)

@@ -27,11 +27,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_together
 from retrograde.arguments import instance, whole_number
 from retrograde.checkpoint.folders import check_keep
 from retrograde.checkpoint.generators import generator_states
-from retrograde.checkpoint.progress import Progress
+from retrograde.checkpoint.progress import ProgressBar
 from retrograde.checkpoint.ranks import Together
 from retrograde.checkpoint.snapshot import Serialized, deserialized, serialized, snapshot
-from retrograde.checkpoint.subject import Model, Optimizers, Subject, subject_of
-from retrograde.checkpoint.writing import CheckpointWriter, SnapshotPlanner
+from retrograde.checkpoint.subject import Optimizers, Saveable, Subject, subject_of
+from retrograde.checkpoint.writing import CheckpointWriter, SnapshotPlanner, without_torchs_checksums
 from retrograde.engine.named_state import merged_groups
 from retrograde.errors import CheckpointError
 
@@ -92,7 +92,7 @@ class _Background:
 _background = _Background()
 
 
-def start_saving(path: Path, model: Model, optimizer: Optimizers, options: SaveOptions) -> Saving:
+def start_saving(path: Path, model: Saveable, optimizer: Optimizers, options: SaveOptions) -> Saving:
     ranks = Together(options.group)
     _background.finish()
     with ranks.one_fate("rg.save()"):
@@ -112,9 +112,9 @@ def start_saving(path: Path, model: Model, optimizer: Optimizers, options: SaveO
     state |= _sorted_by_rank(extra, ranks.agree("rg.save()", take), ranks.rank)
     if options.in_background and not ranks.alone:
         return _save_in_background(path, state, options, ranks)
-    with Progress(f"saving {path.name}", options.progress and ranks.rank == 0) as progress, _as_our_error():
+    with ProgressBar(f"saving {path.name}", options.progress and ranks.rank == 0) as progress, _as_our_error():
         writer = CheckpointWriter(path, ranks.world, options.keep, progress.told)
-        with _alone_without_warning(ranks):
+        with _alone_without_warning(ranks), without_torchs_checksums():
             save_together(state, storage_writer=writer, planner=SnapshotPlanner(), process_group=ranks.group)
     future: Future[Any] = Future()
     future.set_result(None)

@@ -13,15 +13,15 @@ import torch
 from retrograde.errors import CheckpointError
 
 
-class Region(NamedTuple):
+class Extent(NamedTuple):
     """A part of a tensor that is a slice in each dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @staticmethod
-    def all_of(shape: Sequence[int]) -> "Region":
-        return Region((0,) * len(shape), tuple(shape))
+    def all_of(shape: Sequence[int]) -> "Extent":
+        return Extent((0,) * len(shape), tuple(shape))
 
     @property
     def numel(self) -> int:
@@ -37,10 +37,10 @@ class Stored(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
 
-    def check(self, region: Region) -> None:
+    def check(self, extent: Extent) -> None:
         """Raise a `CheckpointError` unless all bytes of this part are there, and are what was saved."""
 
-    def read(self, region: Region, into: torch.Tensor) -> None:
+    def read(self, extent: Extent, into: torch.Tensor) -> None:
         """Read this part, which was checked, into a tensor of its sizes."""
 
 
@@ -89,10 +89,10 @@ def value_of(tree: Any) -> Any:
 
 
 def whole(stored: Stored) -> torch.Tensor:
-    region = Region.all_of(stored.shape)
-    stored.check(region)
+    extent = Extent.all_of(stored.shape)
+    stored.check(extent)
     made = torch.empty(stored.shape, dtype=stored.dtype)
-    stored.read(region, made)
+    stored.read(extent, made)
     return made
 
 

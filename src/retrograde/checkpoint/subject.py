@@ -16,7 +16,7 @@ from retrograde.errors import CheckpointError
 from retrograde.parameters.access import engine_of
 from retrograde.pipeline.pipeline import Pipeline
 
-Model = nn.Module | Engine | Pipeline
+Saveable = nn.Module | Engine | Pipeline
 Optimizers = Optimizer | Sequence[Optimizer] | None
 
 
@@ -52,7 +52,7 @@ class Subject:
         return named_state(self.optimizers, self.names)
 
 
-def subject_of(model: Model, optimizer: Optimizers) -> Subject:
+def subject_of(model: Saveable, optimizer: Optimizers) -> Subject:
     optimizers = _optimizers(optimizer)
     if isinstance(model, Pipeline):
         blocks = tuple((f"{name}.", module) for name, module in model.named_blocks())

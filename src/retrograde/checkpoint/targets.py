@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from retrograde.checkpoint.stored import Region, Stored
+from retrograde.checkpoint.stored import Extent, Stored
 from retrograde.engine import Engine
 from retrograde.layout import slot_boxes, view_box
 from retrograde.parameters import ShardedParameter
@@ -17,20 +17,20 @@ from retrograde.parameters.sharded_tensor import ShardedTensor
 class Held(NamedTuple):
     """A part of a tensor, and the memory in which this rank has it."""
 
-    region: Region
+    extent: Extent
     memory: torch.Tensor
 
 
 def held_parts(tensor: torch.Tensor) -> list[Held]:
     """What this rank holds: of a sharded tensor a few boxes, of a plain one all of it."""
     if not isinstance(tensor, ShardedTensor):
-        return [Held(Region.all_of(tensor.shape), tensor.detach())]
+        return [Held(Extent.all_of(tensor.shape), tensor.detach())]
     unit, slot, piece = tensor.unit, tensor.slot, tensor.local
     mine = unit.layout.within(slot, unit.rank)
     if mine.start >= mine.stop:
         return []
     boxes = slot_boxes(slot, mine.start, mine.stop)
-    return [Held(Region(tuple(box.offsets), tuple(box.sizes)), view_box(slot, box, piece)) for box in boxes]
+    return [Held(Extent(tuple(box.offsets), tuple(box.sizes)), view_box(slot, box, piece)) for box in boxes]
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,16 @@ class Fill:
 
     def check(self) -> None:
         for part in held_parts(self.into):
-            self.stored.check(part.region)
+            self.stored.check(part.extent)
 
     @property
     def bytes(self) -> int:
-        return sum(part.region.numel for part in held_parts(self.into)) * self.into.dtype.itemsize
+        return sum(part.extent.numel for part in held_parts(self.into)) * self.into.dtype.itemsize
 
     def apply(self) -> None:
         with torch.no_grad():
             for part in held_parts(self.into):
-                self.stored.read(part.region, part.memory)
+                self.stored.read(part.extent, part.memory)
         if isinstance(self.into, ShardedParameter):
             self.into.forget_writes_to_copies()
 

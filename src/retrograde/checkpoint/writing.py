@@ -29,6 +29,8 @@ from retrograde.checkpoint.marker import FileSums, Marker, RunningSums
 from retrograde.checkpoint.snapshot import Serialized
 from retrograde.layout.flat import is_dense
 
+_AT_ONCE = 8 << 20  # bytes
+
 Told = Callable[[int], None]  # of bytes that have been written or read
 
 
@@ -39,12 +41,21 @@ class _SummedFile(io.FileIO):
         super().__init__(path, "xb")
         self.running = RunningSums()
         self._told = told
+        self._handed = 0  # bytes that the disk was told to begin with
 
     def write(self, data: Any) -> int:
         written = super().write(data)
         self.running.add(memoryview(data).cast("B")[:written])
         self._told(written)
+        self._hand_over()
         return written
+
+    def _hand_over(self) -> None:
+        """Have the disk begin, so that syncing at the end takes less time."""
+        ready = self.running.size - self._handed
+        if ready >= _AT_ONCE:
+            os.posix_fadvise(self.fileno(), self._handed, ready, os.POSIX_FADV_DONTNEED)
+            self._handed += ready
 
 
 class _SummedFiles(FileSystem):
@@ -127,6 +138,17 @@ class CheckpointWriter(FileSystemWriter):
         commit(self._target)
         if self._keep is not None:
             keep_last(self._target, self._keep)
+
+
+@contextlib.contextmanager
+def without_torchs_checksums() -> Iterator[None]:
+    """torch makes a checksum of each tensor, for programs that unzip its files. Here each block has one."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 class SnapshotPlanner(DefaultSavePlanner):

@@ -30,7 +30,7 @@ from retrograde.torch_internals.checked import (
 )
 from retrograde.torch_internals.checkpoints import (
     Contents,
-    Place,
+    Location,
     RefusedPickle,
     SavedTensor,
     StoredTensor,
@@ -127,7 +127,7 @@ __all__ = [
     "READS_DATA",
     "Contents",
     "Fate",
-    "Place",
+    "Location",
     "PrefixStore",
     "ReadsWeightsAnew",
     "RefusedPickle",

@@ -22,7 +22,9 @@ Names = Mapping[tuple[str, str], object]
 BinaryFile = io.RawIOBase | io.BytesIO
 
 _LONGEST_PICKLE = 1 << 20  # bytes of the description of one tensor
-_LOCAL_HEADER = struct.Struct("<26xHH")  # of a file in a zip: the lengths of its name and of what comes after that
+_LOCAL_HEADER = struct.Struct(
+    "<4s22xHH"
+)  # of a file in a zip: a mark, the lengths of its name and of what follows that
 
 
 class RefusedPickle(pickle.UnpicklingError):
@@ -49,7 +51,7 @@ class Reading(pickle.Unpickler):
 
 
 # ---- the metadata of torch.distributed.checkpoint
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where something is: its bytes in a file of the checkpoint."""
 
     file: str
@@ -72,7 +74,7 @@ class Contents(NamedTuple):
     tensors: dict[str, SavedTensor]
     objects: list[str]  # keys of what is no tensor
     paths: dict[str, tuple[str | int, ...]]  # of each key: the way to it in the dictionary that was saved
-    places: dict[tuple[str, torch.Size | None], Place]  # by key and offsets of the chunk
+    places: dict[tuple[str, torch.Size | None], Location]  # by key and offsets of the chunk
 
 
 class _Record:
@@ -133,9 +135,9 @@ def _index(state: dict[str, Any]) -> tuple[str, torch.Size | None]:
     return str(state["fqn"]), None if offset is None else torch.Size(offset)
 
 
-def _place(state: dict[str, Any]) -> Place:
+def _place(state: dict[str, Any]) -> Location:
     transforms = tuple(map(str, state.get("transform_descriptors") or ()))
-    return Place(str(state["relative_path"]), int(state["offset"]), int(state["length"]), transforms)
+    return Location(str(state["relative_path"]), int(state["offset"]), int(state["length"]), transforms)
 
 
 # ---- a tensor that torch.save has written
@@ -163,29 +165,39 @@ def find_elements(file: BinaryFile) -> StoredTensor:
     """Of a tensor that was saved by itself. Reads the file's table and the tensor's description, and no element."""
     with zipfile.ZipFile(file) as archive:
         root = archive.namelist()[0].split("/")[0]
-        if sys.byteorder.encode() != _content(archive, f"{root}/byteorder"):
+        if sys.byteorder.encode() != _content(file, archive.getinfo(f"{root}/byteorder")):
             raise ValueError("the tensor was saved on a machine with another byte order")
-        rebuilt = Reading(io.BytesIO(_content(archive, f"{root}/data.pkl")), _tensor_names()).load()
+        pickled = _content(file, archive.getinfo(f"{root}/data.pkl"))
+        rebuilt = Reading(io.BytesIO(pickled), _tensor_names()).load()
         if not isinstance(rebuilt, _Rebuilt):
             raise ValueError("what was saved there is not one tensor")
         _, kind, key, *_ = rebuilt.storage
         dtype = rebuilt.dtype or kind
         entry = archive.getinfo(f"{root}/data/{key}")
-        if entry.compress_type != zipfile.ZIP_STORED:
-            raise ValueError("the elements of the tensor are compressed")
-        file.seek(entry.header_offset)
-        name_length, extra_length = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-        begin = entry.header_offset + _LOCAL_HEADER.size + name_length + extra_length
+        begin = _begin(file, entry)
         skipped = rebuilt.offset * dtype.itemsize
     stored = StoredTensor(dtype, rebuilt.shape, rebuilt.strides, begin + skipped, entry.file_size - skipped)
     _check_inside(stored)
     return stored
 
 
-def _content(archive: zipfile.ZipFile, name: str) -> bytes:
-    if archive.getinfo(name).file_size > _LONGEST_PICKLE:
-        raise ValueError(f"{name} is too long for the description of a tensor")
-    return archive.read(name)
+def _begin(file: BinaryFile, entry: zipfile.ZipInfo) -> int:
+    """The first byte of a file in a zip."""
+    if entry.compress_type != zipfile.ZIP_STORED:
+        raise ValueError(f"{entry.filename} is compressed")
+    file.seek(entry.header_offset)
+    mark, name_length, extra_length = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size) or b"")
+    if mark != b"PK\3\4":
+        raise ValueError(f"{entry.filename} is not where it should be")
+    return int(entry.header_offset + _LOCAL_HEADER.size + name_length + extra_length)
+
+
+def _content(file: BinaryFile, entry: zipfile.ZipInfo) -> bytes:
+    """As it is: torch may have written the zip without its own checksums (`set_crc32_options`)."""
+    if entry.file_size > _LONGEST_PICKLE:
+        raise ValueError(f"{entry.filename} is too long for the description of a tensor")
+    file.seek(_begin(file, entry))
+    return file.read(entry.file_size) or b""
 
 
 def _check_inside(stored: StoredTensor) -> None:
@@ -261,7 +273,7 @@ def _a_saved_tensor_is_found() -> None:
     "the metadata of checkpoints",
     "read_metadata",
     "Contents",
-    "Place",
+    "Location",
     "SavedTensor",
     "RefusedPickle",
     needed_for="reading checkpoints of torch.distributed.checkpoint without executing what the file says",
@@ -291,6 +303,6 @@ def _metadata_has_known_names() -> None:
         {"a.w": SavedTensor(torch.float32, size, ((torch.Size([0]), size),))},
         ["a.o"],
         {"a.w": ("a", "w"), "a.o": ("a", "o")},
-        {("a.w", torch.Size([0])): Place("file", 3, 4, ()), ("a.o", None): Place("file", 3, 4, ())},
+        {("a.w", torch.Size([0])): Location("file", 3, 4, ()), ("a.o", None): Location("file", 3, 4, ())},
     )
     expect(read_metadata(io.BytesIO(pickle.dumps(written))), found, "metadata that was written and read")

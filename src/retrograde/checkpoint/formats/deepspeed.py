@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from retrograde.checkpoint.stored import Checkpoint, Region
+from retrograde.checkpoint.stored import Checkpoint, Extent
 from retrograde.errors import CheckpointError
 from retrograde.layout.flat import row_by_row
 
@@ -71,16 +71,16 @@ class FlatTensor:
                 f"{self._starts[-1]}: is one of them missing?"
             )
 
-    def check(self, region: Region) -> None:
+    def check(self, extent: Extent) -> None:
         """Nothing: these files have no checksums, and are mapped."""
 
-    def read(self, region: Region, into: torch.Tensor) -> None:
-        if region.numel == 0:
+    def read(self, extent: Extent, into: torch.Tensor) -> None:
+        if extent.numel == 0:
             return
         strides = row_by_row(self.shape)
-        first = sum(offset * stride for offset, stride in zip(region.offsets, strides, strict=True))
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(region.sizes, strides, strict=True))
-        into.copy_(torch.cat(list(self._range(first, first + extent))).as_strided(region.sizes, strides))
+        first = sum(offset * stride for offset, stride in zip(extent.offsets, strides, strict=True))
+        span = 1 + sum((size - 1) * stride for size, stride in zip(extent.sizes, strides, strict=True))
+        into.copy_(torch.cat(list(self._range(first, first + span))).as_strided(extent.sizes, strides))
 
     def _range(self, first: int, stop: int) -> Iterator[torch.Tensor]:
         for start, part in zip(self._starts, self._parts, strict=False):

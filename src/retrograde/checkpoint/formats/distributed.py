@@ -7,6 +7,7 @@ what the metadata's pickle names; it reads a chunk whole to get a part of it; an
 import functools
 import itertools
 import pickle
+import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,11 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from retrograde.checkpoint.folders import METADATA, is_complete
 from retrograde.checkpoint.marker import Marker
-from retrograde.checkpoint.reading import CheckedFile, FileView, check_region, read_region
+from retrograde.checkpoint.reading import CheckedFile, FileView, check_extent, read_extent
 from retrograde.checkpoint.snapshot import deserialized
-from retrograde.checkpoint.stored import Checkpoint, Region, value_of
+from retrograde.checkpoint.stored import Checkpoint, Extent, value_of
 from retrograde.errors import CheckpointError
-from retrograde.torch_internals import Contents, Place, SavedTensor, StoredTensor, find_elements, read_metadata
+from retrograde.torch_internals import Contents, Location, SavedTensor, StoredTensor, find_elements, read_metadata
 
 NAMES_SHOWN = 3
 LONGEST_LIST = 1 << 20  # of what a checkpoint's metadata may ask for
@@ -35,7 +36,7 @@ class Files:
         self.folder = folder
         self.marker = Marker.read(folder) if is_complete(folder) else None
         self._open: dict[str, CheckedFile] = {}
-        self._names: dict[str, list[tuple[Place, str]]] = {}
+        self._names: dict[str, list[tuple[Location, str]]] = {}
 
     def contents(self) -> Contents:
         metadata = self._file(METADATA)
@@ -52,7 +53,7 @@ class Files:
         for file in self._open.values():
             file.close()
 
-    def at(self, key: str, place: Place) -> CheckedFile:
+    def at(self, key: str, place: Location) -> CheckedFile:
         """The file in which something is."""
         if place.transforms:
             raise CheckpointError(f"{key} was written through {', '.join(place.transforms)}, which is not known here")
@@ -78,53 +79,53 @@ class Files:
 class DistributedTensor:
     """A `Stored`, of chunks in several files."""
 
-    def __init__(self, key: str, saved: SavedTensor, files: Files, places: Mapping[torch.Size, Place]) -> None:
+    def __init__(self, key: str, saved: SavedTensor, files: Files, places: Mapping[torch.Size, Location]) -> None:
         self.shape = saved.shape
         self.dtype = saved.dtype
         self._key = key
         self._saved = saved
         self._files = files
         self._places = places
-        self._found: dict[Place, StoredTensor] = {}
+        self._found: dict[Location, StoredTensor] = {}
 
-    def check(self, region: Region) -> None:
+    def check(self, extent: Extent) -> None:
         covered = 0
-        for place, inside, _ in self._parts(region):
-            check_region(self._files.at(self._key, place), place.offset, self._stored(place), inside)
+        for place, inside, _ in self._parts(extent):
+            check_extent(self._files.at(self._key, place), place.offset, self._stored(place), inside)
             covered += inside.numel
-        if covered != region.numel:
-            raise CheckpointError(f"the checkpoint has {covered} of {region.numel} elements of {self._key} ({region})")
+        if covered != extent.numel:
+            raise CheckpointError(f"the checkpoint has {covered} of {extent.numel} elements of {self._key} ({extent})")
 
-    def read(self, region: Region, into: torch.Tensor) -> None:
-        for place, inside, target in self._parts(region):
+    def read(self, extent: Extent, into: torch.Tensor) -> None:
+        for place, inside, target in self._parts(extent):
             part = into
             for dim, (offset, size) in enumerate(zip(*target, strict=True)):
                 part = part.narrow(dim, offset, size)
-            read_region(self._files.at(self._key, place), place.offset, self._stored(place), inside, part)
+            read_extent(self._files.at(self._key, place), place.offset, self._stored(place), inside, part)
 
-    def _parts(self, region: Region) -> Iterator[tuple[Place, Region, Region]]:
-        """Where each part of a region is: its place, the part of what is there, the part of the region."""
-        wanted = ChunkStorageMetadata(torch.Size(region.offsets), torch.Size(region.sizes))
-        if region.numel == 0:
+    def _parts(self, extent: Extent) -> Iterator[tuple[Location, Extent, Extent]]:
+        """Where each part of an extent is: its place, the part of what is there, the part of the extent."""
+        wanted = ChunkStorageMetadata(torch.Size(extent.offsets), torch.Size(extent.sizes))
+        if extent.numel == 0:
             return
         for item in create_read_items_for_chunk_list(self._key, self._metadata, [wanted]):
             place = self._places.get(torch.Size(item.storage_index.offset or ()))
             if place is None:
                 raise CheckpointError(f"the checkpoint does not say where it has {item.storage_index}")
             lengths = tuple(item.lengths)
-            yield place, Region(tuple(item.storage_offsets), lengths), Region(tuple(item.dest_offsets), lengths)
+            yield place, Extent(tuple(item.storage_offsets), lengths), Extent(tuple(item.dest_offsets), lengths)
 
     @functools.cached_property
     def _metadata(self) -> TensorStorageMetadata:
         chunks = [ChunkStorageMetadata(offsets, sizes) for offsets, sizes in self._saved.chunks]
         return TensorStorageMetadata(TensorProperties(self.dtype), self.shape, chunks)
 
-    def _stored(self, place: Place) -> StoredTensor:
+    def _stored(self, place: Location) -> StoredTensor:
         if place not in self._found:
             view = FileView(self._files.at(self._key, place), place.offset, place.length)
             try:
                 found = find_elements(view)
-            except (pickle.UnpicklingError, BadZipFile, ValueError, KeyError, TypeError, IndexError) as error:
+            except (pickle.UnpicklingError, BadZipFile, struct.error, ValueError, LookupError, TypeError) as error:
                 if isinstance(error, CheckpointError):
                     raise
                 raise CheckpointError(f"{place.file}: {self._key} cannot be read: {error}") from error
@@ -132,7 +133,7 @@ class DistributedTensor:
             self._found[place] = found
         return self._found[place]
 
-    def _check_chunk(self, place: Place, found: StoredTensor) -> None:
+    def _check_chunk(self, place: Location, found: StoredTensor) -> None:
         expected = next(sizes for offsets, sizes in self._saved.chunks if self._places.get(offsets) == place)
         if torch.Size(found.shape) != expected or found.dtype != self.dtype:
             raise CheckpointError(
@@ -144,7 +145,7 @@ class DistributedTensor:
 class DistributedObject:
     """A `StoredObject`."""
 
-    def __init__(self, key: str, files: Files, place: Place) -> None:
+    def __init__(self, key: str, files: Files, place: Location) -> None:
         self._key = key
         self._files = files
         self._place = place
@@ -187,7 +188,7 @@ def _opened(files: Files, tree: dict[str, Any]) -> Checkpoint:
 
 
 def _tree(contents: Contents, files: Files) -> dict[str, Any]:
-    by_key: dict[str, dict[torch.Size, Place]] = {}
+    by_key: dict[str, dict[torch.Size, Location]] = {}
     for (key, offset), place in contents.places.items():
         by_key.setdefault(key, {})[offset if offset is not None else torch.Size()] = place
     tree: dict[str, Any] = {}

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from retrograde.checkpoint.folders import sync_folder
 from retrograde.checkpoint.reading import BUFFER
-from retrograde.checkpoint.stored import Checkpoint, Region
+from retrograde.checkpoint.stored import Checkpoint, Extent
 from retrograde.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -146,19 +146,19 @@ class _FileTensor:
         self.dtype = _DTYPES[code]
         self._part = part
 
-    def check(self, region: Region) -> None:
+    def check(self, extent: Extent) -> None:
         """Nothing: these files have no checksums, and the library has checked their lengths."""
 
-    def read(self, region: Region, into: torch.Tensor) -> None:
-        slices = [slice(offset, offset + size) for offset, size in zip(*region, strict=True)]
+    def read(self, extent: Extent, into: torch.Tensor) -> None:
+        slices = [slice(offset, offset + size) for offset, size in zip(*extent, strict=True)]
         if not slices:
             into.copy_(self._part[...])
             return
-        row = max(region.numel // max(region.sizes[0], 1) * self.dtype.itemsize, 1)
+        row = max(extent.numel // max(extent.sizes[0], 1) * self.dtype.itemsize, 1)
         rows = max(BUFFER // row, 1)
-        for first in range(0, region.sizes[0], rows):
-            count = min(rows, region.sizes[0] - first)
-            start = region.offsets[0] + first
+        for first in range(0, extent.sizes[0], rows):
+            count = min(rows, extent.sizes[0] - first)
+            start = extent.offsets[0] + first
             into.narrow(0, first, count).copy_(self._part[(slice(start, start + count), *slices[1:])])
 
 
