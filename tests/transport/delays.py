@@ -13,7 +13,7 @@ import torch
 from retrograde.transport.connections import Connections
 from retrograde.transport.line import Line
 from retrograde.transport.mapped.arena import PeerArena
-from retrograde.transport.messages import Location, Message
+from retrograde.transport.messages import Message, SharedPlace
 
 
 @contextlib.contextmanager
@@ -42,9 +42,9 @@ def delayed(seed: int, longest: float = 0.002, chance: float = 0.5) -> Iterator[
         pause()
         return post(self, dst, message, data)
 
-    def slow_view(self: PeerArena, location: Location, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def slow_view(self: PeerArena, place: SharedPlace, numel: int, dtype: torch.dtype) -> torch.Tensor:
         pause()
-        return view(self, location, numel, dtype)
+        return view(self, place, numel, dtype)
 
     Connections.send, Line.receive = slow_send, slow_receive  # type: ignore[method-assign]
     Connections.post, PeerArena.view = slow_post, slow_view  # type: ignore[method-assign]

@@ -20,7 +20,7 @@ from retrograde.transport.mapped import neighbours as neighbourhood
 from retrograde.transport.mapped.arena import Arena, PeerArena, SharedWord
 from retrograde.transport.mapped.mailbox import Mailbox, Outbox, box_length, control_length
 from retrograde.transport.mapped.transport import MappedTransport
-from retrograde.transport.messages import Location
+from retrograde.transport.messages import SharedPlace
 from tests.harness import Ranks
 from tests.reference import play, same
 from tests.small import backwards, batch, build, loss_of
@@ -96,20 +96,20 @@ def test_what_one_rank_writes_another_reads_in_place() -> None:
     arena, peer = _arena()
     mine = arena.allocate(1000, torch.float32, _nothing)
     assert mine.data_ptr() % 64 == 0 and mine.storage_offset() == 0
-    location = arena.location_of(mine[10:30])
-    assert location is not None
-    theirs = peer.view(location, 20, torch.float32)
+    place = arena.place_of(mine[10:30])
+    assert place is not None
+    theirs = peer.view(place, 20, torch.float32)
     mine.copy_(torch.arange(1000.0))
     assert torch.equal(theirs, torch.arange(10.0, 30.0))
-    assert arena.location_of(mine[::2]) is None and arena.location_of(torch.ones(3)) is None
-    assert arena.location_of(arena.allocate(0, torch.float32, _nothing)) is None
+    assert arena.place_of(mine[::2]) is None and arena.place_of(torch.ones(3)) is None
+    assert arena.place_of(arena.allocate(0, torch.float32, _nothing)) is None
 
 
 def test_memory_is_given_back_and_its_place_used_again() -> None:
     arena, _ = _arena()
     empty, went = _blocks(arena), []
     first = arena.allocate(10**6, torch.uint8, lambda: went.append(_blocks(arena)))
-    place = arena.location_of(first)
+    place = arena.place_of(first)
     held = _blocks(arena)
     assert held - empty >= 10**6 // 512
     view = first[5:]
@@ -118,7 +118,7 @@ def test_memory_is_given_back_and_its_place_used_again() -> None:
     del view
     assert went == [held], "said before it goes"
     assert _blocks(arena) == empty
-    assert arena.location_of(arena.allocate(10**6, torch.uint8, _nothing)) == place
+    assert arena.place_of(arena.allocate(10**6, torch.uint8, _nothing)) == place
 
 
 def test_a_forked_process_gives_nothing_back() -> None:
@@ -158,20 +158,20 @@ def test_what_is_not_an_arena_is_not_mapped(tmp_path: Any) -> None:
         PeerArena(os.getpid(), 10**6, WORLD, control_length(WORLD))
 
 
-@pytest.mark.parametrize("location", (Location(4096, 2**40, 0), Location(100, 8, 0), Location(0, 8, 4)))
-def test_what_lies_outside_an_arena_is_not_read(location: Location) -> None:
+@pytest.mark.parametrize("place", (SharedPlace(4096, 2**40, 0), SharedPlace(100, 8, 0), SharedPlace(0, 8, 4)))
+def test_what_lies_outside_an_arena_is_not_read(place: SharedPlace) -> None:
     _, peer = _arena()
     with pytest.raises(OSError):
-        peer.view(location, 2, torch.float32)
+        peer.view(place, 2, torch.float32)
 
 
 def test_a_word_that_is_closed_stays() -> None:
     arena, peer = _arena()
     word = SharedWord(arena)
-    seen = peer.word(word.location)
+    seen = peer.word(word.place)
     word.set(7)
     assert seen[0] == 7
-    peer.flags(word.location)[2] = 1
+    peer.flags(word.place)[2] = 1
     assert word.take_flags() == [2] and word.take_flags() == []
     word.close(9)
     word.set(8)

@@ -29,7 +29,7 @@ class Record(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Part of a message. It travels as the list of its fields."""
 
 
-class Location(NamedTuple):
+class SharedPlace(NamedTuple):
     """Where something lies in a rank's shared memory (mapped/): in which stretch of it, and where in its data."""
 
     offset: Count  # of the stretch
@@ -96,8 +96,8 @@ class TensorForm(Struct, frozen=True, tag="tensor", forbid_unknown_fields=True):
     @property
     def nbytes(self) -> int:
         size = self.dtype.itemsize
-        for location in self.shape:
-            size *= location
+        for place in self.shape:
+            size *= place
         return size
 
     def empty(self) -> torch.Tensor:
@@ -192,8 +192,8 @@ class ShardData(Record, frozen=True, tag="page"):
 
     receiver: Count
     unit: Count
-    location: Location | None = None  # where it lies in memory that the receiver may have mapped
-    state: Location | None = None  # where the sender says whether its shards are at rest
+    place: SharedPlace | None = None  # where it lies in memory that the receiver may have mapped
+    state: SharedPlace | None = None  # where the sender says whether its shards are at rest
 
 
 class Handed(Record, frozen=True, tag="handed"):
@@ -202,7 +202,7 @@ class Handed(Record, frozen=True, tag="handed"):
     receiver: Count
     key: Key
     dtype: torch.dtype
-    location: Location
+    place: SharedPlace
 
 
 class Put(Record, frozen=True, tag="put"):

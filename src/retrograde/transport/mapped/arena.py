@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from retrograde.transport.mapped.system import punch_hole
-from retrograde.transport.messages import Location
+from retrograde.transport.messages import SharedPlace
 
 _PAGE = mmap.PAGESIZE
 _FLAGS = 64  # bytes are a multiple of it, so that data are aligned as torch's allocator does it
@@ -54,7 +54,7 @@ class Arena:
         self._process = os.getpid()
         self._end = -(-control // _PAGE) * _PAGE
         self._free: defaultdict[int, list[int]] = defaultdict(list)  # places in the file, by length
-        self._tensors: dict[int, Location] = {}  # by the address of their memory
+        self._tensors: dict[int, SharedPlace] = {}  # by the address of their memory
         self._parcels: list[tuple[Stretch, int]] = []  # that were given out, with their receivers
         self._spare: list[Stretch] = []
         self.descriptor = os.memfd_create("retrograde", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -73,12 +73,12 @@ class Arena:
         stretch = self.reserve(nbytes)
         data = torch.frombuffer(stretch.memory, dtype=dtype, count=numel, offset=self.flags)
         address = data.untyped_storage().data_ptr()
-        self._tensors[address] = Location(stretch.offset, nbytes, 0)
+        self._tensors[address] = SharedPlace(stretch.offset, nbytes, 0)
         # The storage refers to the memory, and nobody else does.
         weakref.finalize(stretch.memory, self._forget, address, before_it_goes).atexit = False
         return data
 
-    def location_of(self, tensor: torch.Tensor) -> Location | None:
+    def place_of(self, tensor: torch.Tensor) -> SharedPlace | None:
         """Where a tensor lies, if it is here and in one piece."""
         found = self._tensors.get(tensor.untyped_storage().data_ptr())
         if found is None or not tensor.is_contiguous():
@@ -96,10 +96,10 @@ class Arena:
         return -(-(self.flags + nbytes) // _PAGE) * _PAGE
 
     def _forget(self, address: int, before_it_goes: Callable[[], None]) -> None:
-        location = self._tensors.pop(address)
+        place = self._tensors.pop(address)
         if os.getpid() == self._process:  # one that was forked has no memory to give
             before_it_goes()
-            self._give_back(location.offset, location.nbytes)
+            self._give_back(place.offset, place.nbytes)
 
     def _give_back(self, offset: int, nbytes: int) -> None:
         length = self._length(nbytes)
@@ -107,7 +107,7 @@ class Arena:
         self._free[length].append(offset)
 
     # ---- memory until it has been used
-    def parcel(self, pieces: Sequence[torch.Tensor], receiver: int) -> Location:
+    def parcel(self, pieces: Sequence[torch.Tensor], receiver: int) -> SharedPlace:
         """A copy of these, one after the other, which is the receiver's until it sets its flag."""
         self._collect_parcels()
         nbytes = sum(piece.nbytes for piece in pieces)
@@ -122,7 +122,7 @@ class Arena:
             copy = torch.frombuffer(stretch.memory, dtype=pieces[0].dtype, count=numel, offset=self.flags)
             torch.cat(list(pieces), out=copy)
         self._parcels.append((stretch, receiver))
-        return Location(stretch.offset, nbytes, 0)
+        return SharedPlace(stretch.offset, nbytes, 0)
 
     def _collect_parcels(self) -> None:
         used = [stretch for stretch, receiver in self._parcels if stretch.memory[receiver]]
@@ -140,7 +140,7 @@ class SharedWord:
 
     def __init__(self, arena: Arena) -> None:
         self._stretch = arena.reserve(_WORD)
-        self.location = Location(self._stretch.offset, _WORD, 0)
+        self.place = SharedPlace(self._stretch.offset, _WORD, 0)
         memory = memoryview(self._stretch.memory)
         self._closed = False
         self._flags = memory[: arena.flags]
@@ -179,34 +179,34 @@ class PeerArena:
         self.control = mmap.mmap(self._descriptor, control)
         self._mapped: dict[tuple[int, int], mmap.mmap] = {}
 
-    def view(self, location: Location, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def view(self, place: SharedPlace, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A tensor that lies there."""
-        if location.start + numel * dtype.itemsize > location.nbytes:
-            raise OSError(f"{numel} elements of {dtype} do not fit into {location}")
+        if place.start + numel * dtype.itemsize > place.nbytes:
+            raise OSError(f"{numel} elements of {dtype} do not fit into {place}")
         if numel == 0:
             return torch.empty(0, dtype=dtype)
-        memory = self._stretch(location)
-        return torch.frombuffer(memory, dtype=dtype, count=numel, offset=self._flags + location.start)
+        memory = self._stretch(place)
+        return torch.frombuffer(memory, dtype=dtype, count=numel, offset=self._flags + place.start)
 
-    def unpack(self, location: Location, numel: int, dtype: torch.dtype, receiver: int) -> torch.Tensor:
+    def unpack(self, place: SharedPlace, numel: int, dtype: torch.dtype, receiver: int) -> torch.Tensor:
         """A parcel. Its owner is told when nobody refers to it any more."""
-        tensor = self.view(location, numel, dtype)
-        weakref.finalize(tensor, _set_flag, self._stretch(location), receiver).atexit = False
+        tensor = self.view(place, numel, dtype)
+        weakref.finalize(tensor, _set_flag, self._stretch(place), receiver).atexit = False
         return tensor
 
-    def flags(self, location: Location) -> memoryview:
-        return memoryview(self._stretch(location))[: self._flags]
+    def flags(self, place: SharedPlace) -> memoryview:
+        return memoryview(self._stretch(place))[: self._flags]
 
-    def word(self, location: Location) -> memoryview:
-        return memoryview(self._stretch(location))[self._flags : self._flags + _WORD].cast("q")
+    def word(self, place: SharedPlace) -> memoryview:
+        return memoryview(self._stretch(place))[self._flags : self._flags + _WORD].cast("q")
 
-    def _stretch(self, location: Location) -> mmap.mmap:
-        at = (location.offset, location.nbytes)
+    def _stretch(self, place: SharedPlace) -> mmap.mmap:
+        at = (place.offset, place.nbytes)
         if at not in self._mapped:
-            length = self._flags + location.nbytes
-            if location.offset % _PAGE or location.offset + length > os.fstat(self._descriptor).st_size:
-                raise OSError(f"there is nothing at {location}")
-            self._mapped[at] = mmap.mmap(self._descriptor, length, offset=location.offset)
+            length = self._flags + place.nbytes
+            if place.offset % _PAGE or place.offset + length > os.fstat(self._descriptor).st_size:
+                raise OSError(f"there is nothing at {place}")
+            self._mapped[at] = mmap.mmap(self._descriptor, length, offset=place.offset)
         return self._mapped[at]
 
 

@@ -9,7 +9,7 @@ import torch
 
 from retrograde.transport.mapped.arena import Arena, PeerArena, supported
 from retrograde.transport.mapped.mailbox import Mailbox, Outbox, control_length
-from retrograde.transport.messages import Location
+from retrograde.transport.messages import SharedPlace
 
 logger = logging.getLogger("retrograde")
 
@@ -53,7 +53,7 @@ class Neighbours:
             self._say(f"rank {self._rank}: no shared memory for {numel * dtype.itemsize} bytes: {error}")
             return torch.empty(numel, dtype=dtype)
 
-    def parcel(self, pieces: Sequence[torch.Tensor], receiver: int) -> Location | None:
+    def parcel(self, pieces: Sequence[torch.Tensor], receiver: int) -> SharedPlace | None:
         """A copy of these in the arena for another rank, if it can map it."""
         if receiver not in self.found_by:
             return None

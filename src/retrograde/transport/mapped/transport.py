@@ -11,7 +11,7 @@ from retrograde.devices import Stream
 from retrograde.transport.connections import Connections
 from retrograde.transport.mapped.arena import SharedWord
 from retrograde.transport.mapped.neighbours import Neighbour, Neighbours
-from retrograde.transport.messages import Handed, Key, Location, Meet, MessageError, ShardData, Stamp, ToReceiver
+from retrograde.transport.messages import Handed, Key, Meet, MessageError, ShardData, SharedPlace, Stamp, ToReceiver
 from retrograde.transport.one_sided import OneSidedTransport
 from retrograde.transport.protocol import Memory, Rest, ShardServer, Work
 
@@ -24,7 +24,7 @@ class _Readable(NamedTuple):
     """Another rank's shard of a unit, in memory that this rank has mapped."""
 
     owner: Neighbour
-    location: Location
+    place: SharedPlace
     state: memoryview  # one word: the owner's clock and `Rest`
     waits: memoryview  # this rank's flag in the owner's memory: it waits for the owner to come to rest
 
@@ -76,15 +76,15 @@ class MappedTransport(OneSidedTransport):
 
     def _shard_data(self, unit: int, found: torch.Tensor) -> ShardData:
         """With the place where the reader finds it next time."""
-        return ShardData(self.number, unit, self._neighbours.arena.location_of(found), self._state.location)
+        return ShardData(self.number, unit, self._neighbours.arena.place_of(found), self._state.place)
 
     def _note_place(self, src: int, message: ShardData) -> None:
         neighbour = self._neighbours.found.get(src)
-        if neighbour is None or message.location is None or message.state is None:
+        if neighbour is None or message.place is None or message.state is None:
             return
         state, flags = neighbour.arena.word(message.state), neighbour.arena.flags(message.state)
         waits = flags[self.rank : self.rank + 1]
-        self._readable[message.unit, src] = _Readable(neighbour, message.location, state, waits)
+        self._readable[message.unit, src] = _Readable(neighbour, message.place, state, waits)
 
     # ---- gradients
     def put(self, key: Key, parts: Mapping[int, Sequence[torch.Tensor]]) -> Work:
@@ -93,10 +93,10 @@ class MappedTransport(OneSidedTransport):
         return super().put(key, far)
 
     def _hand_over(self, key: Key, dst: int, pieces: Sequence[torch.Tensor]) -> bool:
-        location = self._neighbours.parcel(pieces, dst)
-        if location is None:
+        place = self._neighbours.parcel(pieces, dst)
+        if place is None:
             return False
-        self._post(dst, Handed(self.number, key, pieces[0].dtype, location))
+        self._post(dst, Handed(self.number, key, pieces[0].dtype, place))
         return True
 
     def arrived(self, key: Key, src: int) -> bool:
@@ -122,7 +122,7 @@ class MappedTransport(OneSidedTransport):
         if isinstance(message, Handed):
             numel = self._shards.shard_numel(message.key.unit)
             arena = self._neighbour(src).arena
-            self._parts[message.key, src] = arena.unpack(message.location, numel, message.dtype, self.rank)
+            self._parts[message.key, src] = arena.unpack(message.place, numel, message.dtype, self.rank)
             self.connections.notify()
         else:
             super().on_message(src, message, data)
@@ -177,7 +177,7 @@ class _MappedRead:
         """Says whether what was copied is the shard at rest (Rule 2)."""
         found = self._transport.readable(self._unit, owner)
         assert found is not None
-        memory.copy_(found.owner.arena.view(found.location, memory.numel(), memory.dtype))
+        memory.copy_(found.owner.arena.view(found.place, memory.numel(), memory.dtype))
         return self._at_rest(found)
 
     def wait(self, stream: Stream) -> None:
