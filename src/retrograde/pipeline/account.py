@@ -17,7 +17,7 @@ from retrograde.pipeline.pairs import Pair
 from retrograde.torch_internals import tree_flatten, tree_unflatten
 
 
-class Work(NamedTuple):
+class WeightWork(NamedTuple):
     """A use of parameters, and the FLOPs of their gradients. None: they cannot be counted."""
 
     what: str
@@ -26,7 +26,7 @@ class Work(NamedTuple):
     waits: bool
 
 
-class _Shape(NamedTuple):
+class _TensorShape(NamedTuple):
     """What is kept of a tensor."""
 
     size: torch.Size
@@ -34,8 +34,8 @@ class _Shape(NamedTuple):
     dtype: torch.dtype
 
     @staticmethod
-    def of(tensor: Tensor) -> "_Shape":
-        return _Shape(tensor.shape, tensor.stride(), tensor.dtype)
+    def of(tensor: Tensor) -> "_TensorShape":
+        return _TensorShape(tensor.shape, tensor.stride(), tensor.dtype)
 
     def without_data(self) -> Tensor:
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
@@ -46,15 +46,15 @@ class _Call:
     """A deferrable call, without data."""
 
     formulas: GradientFormulas
-    x: _Shape
-    grad: _Shape
+    x: _TensorShape
+    grad: _TensorShape
     targets: tuple[int, ...]
     waits: bool
 
-    def work(self, names: Mapping[int, str]) -> Work:
+    def work(self, names: Mapping[int, str]) -> WeightWork:
         grad, x = self.grad.without_data(), self.x.without_data()
         flops = _counted(lambda: self.formulas.param_grads(grad, x, len(self.targets) > 1))
-        return Work(type(self.formulas).__name__.lower(), _known(self.targets, names), flops, self.waits)
+        return WeightWork(type(self.formulas).__name__.lower(), _known(self.targets, names), flops, self.waits)
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,12 @@ class _OtherUse:
     spec: Any
     place: int
 
-    def work(self, names: Mapping[int, str]) -> Work:
+    def work(self, names: Mapping[int, str]) -> WeightWork:
         name = getattr(self.func, "__name__", str(self.func))
-        return Work(name, _known((self.parameter,), names), self._flops(), False)
+        return WeightWork(name, _known((self.parameter,), names), self._flops(), False)
 
     def _flops(self) -> int | None:
-        leaves = [leaf.without_data() if isinstance(leaf, _Shape) else leaf for leaf in self.leaves]
+        leaves = [leaf.without_data() if isinstance(leaf, _TensorShape) else leaf for leaf in self.leaves]
         weight = leaves[self.place].requires_grad_()
         args, kwargs = tree_unflatten(leaves, self.spec)
         try:
@@ -97,17 +97,17 @@ class Account:
 
     def note_pair(self, pair: Pair, waits: bool) -> None:
         targets = tuple(id(target.parameter) for target in pair.targets)
-        self._calls.append(_Call(pair.formulas, _Shape.of(pair.x), _Shape.of(pair.grad), targets, waits))
+        self._calls.append(_Call(pair.formulas, _TensorShape.of(pair.x), _TensorShape.of(pair.grad), targets, waits))
 
     def note_use(self, parameter: Tensor, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
         leaves, spec = tree_flatten((args, kwargs))
         place = next((number for number, leaf in enumerate(leaves) if leaf is parameter), None)
         if place is None:
             return  # a view of it; the use of the view is noted where it is one
-        shapes = [_Shape.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        shapes = [_TensorShape.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._others.append(_OtherUse(func, id(parameter), shapes, spec, place))
 
-    def works(self, names: Mapping[int, str]) -> Iterator[Work]:
+    def works(self, names: Mapping[int, str]) -> Iterator[WeightWork]:
         """`names` are those of all parameters of the stage that are trained. What nothing was seen of comes last."""
         for call in self._calls:
             yield call.work(names)
@@ -116,7 +116,7 @@ class Account:
         seen = {target for call in self._calls for target in call.targets} | {use.parameter for use in self._others}
         for key, name in names.items():
             if key not in seen:
-                yield Work("a Function of the user or a compiled graph", (name,), None, False)
+                yield WeightWork("a Function of the user or a compiled graph", (name,), None, False)
 
 
 def _known(parameters: Iterable[int], names: Mapping[int, str]) -> tuple[str, ...]:
@@ -132,19 +132,19 @@ def _counted(compute: Callable[[], object]) -> int | None:
     return int(counter.get_total_flops())
 
 
-def share_of(works: Iterable[Work]) -> float:
+def share_of(works: Iterable[WeightWork]) -> float:
     """How much of the work that can be counted waits for W."""
     counted = [work for work in works if work.flops]
     total = sum(work.flops or 0 for work in counted)
     return sum(work.flops or 0 for work in counted if work.waits) / total if total else 1.0
 
 
-def table(works: Iterable[Work]) -> str:
+def table(works: Iterable[WeightWork]) -> str:
     """What waits for W in one line, and a line for each kind of use that does not."""
     everything = list(works)
     total = sum(work.flops or 0 for work in everything)
     lines = [f"{share_of(everything):.1%} of the weight gradients' work waits for W ({total:,} FLOPs a microbatch)"]
-    kinds: dict[str, list[Work]] = {}
+    kinds: dict[str, list[WeightWork]] = {}
     for work in everything:
         if not work.waits:
             kinds.setdefault(work.what, []).append(work)

@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from retrograde.errors import PipelineError
 from retrograde.parameters import Owner, ShardedParameter
-from retrograde.pipeline.account import Account, Work
+from retrograde.pipeline.account import Account, WeightWork
 from retrograde.pipeline.again import Pending, Recomputed, Repeat, Surroundings, Writes
 from retrograde.pipeline.parcel import Parcel
 from retrograde.pipeline.split import SplitBackward
@@ -187,7 +187,7 @@ class Stage:
         for owner in owners:
             owner.pager.retire(owner.unit)
 
-    def works(self) -> Iterator[Work]:
+    def works(self) -> Iterator[WeightWork]:
         """The work of the weight gradients, by use (account.py)."""
         trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         yield from self.account.works({id(whole_of(p)): name.removeprefix("blocks.") for name, p in trained.items()})
