@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import retrograde as rg
 from retrograde.pipeline.split import SplitBackward
-from tests.pipeline.test_split import (
+from tests.pipeline.halves import (
     Apply,
     assert_same,
     frozen,

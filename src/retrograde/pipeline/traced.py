@@ -92,29 +92,29 @@ def collecting(queue: Queue) -> Iterator[None]:
         _queues.pop()
 
 
-class _Shape(NamedTuple):
+class _WeightShape(NamedTuple):
     """Of a weight, when its graph was made: parameters keep theirs."""
 
     size: torch.Size
     stride: tuple[int, ...]
 
     @staticmethod
-    def of(numbers: list[int]) -> "_Shape":
+    def of(numbers: list[int]) -> "_WeightShape":
         half = len(numbers) // 2
-        return _Shape(torch.Size(numbers[:half]), tuple(numbers[half:]))
+        return _WeightShape(torch.Size(numbers[:half]), tuple(numbers[half:]))
 
     def like(self) -> Tensor:
         return torch.empty_strided(self.size, self.stride, device="meta")
 
 
-def _convolution(shape: _Shape, numbers: list[int]) -> GradientFormulas:
+def _convolution(shape: _WeightShape, numbers: list[int]) -> GradientFormulas:
     dims = len(shape.size) - 2
     stride, padding, dilation = (numbers[start * dims : (start + 1) * dims] for start in range(3))
     geometry = Geometry(stride, padding, dilation, False, [0] * dims, numbers[-1])
     return Convolution(geometry, shape.size, shape.stride)
 
 
-_FORMULAS: dict[str, Callable[[_Shape, list[int]], GradientFormulas]] = {
+_FORMULAS: dict[str, Callable[[_WeightShape, list[int]], GradientFormulas]] = {
     "linear": lambda shape, _: Linear(True, is_column_major(shape.like().t())),
     "matmul": lambda shape, _: Linear(False, is_column_major(shape.like())),
     "bmm": lambda shape, _: Batched(False),
@@ -146,7 +146,7 @@ def _record(grad: Tensor, x: Tensor, keys: Tensor, call: str, shape: list[int], 
     if fate_of(get_gradient_edge(ANCHOR).node) is Fate.RUNS:
         lower = grad.dtype if grad.dtype != parameters[0].dtype else None
         targets = tuple(Target(parameter, lower) for parameter in parameters)
-        formulas = _FORMULAS[call](_Shape.of(shape), numbers)
+        formulas = _FORMULAS[call](_WeightShape.of(shape), numbers)
         pair = Pair.of(formulas, _inputs.of(x), grad.clone(), targets)
         if _queues:
             _queues[-1].defer(pair)
