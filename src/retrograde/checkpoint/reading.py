@@ -28,9 +28,7 @@ class CheckedFile:
         self._sums = sums
         self._holders = holders
         self._checked: set[int] = set()
-        self._scratch = bytearray(
-            BLOCK if sums is not None else 0
-        )  # fresh memory would cost page faults
+        self._scratch = bytearray(BLOCK if sums is not None else 0)  # fresh memory would cost page faults
         try:
             self._file = path.open("rb", buffering=0)
         except FileNotFoundError:
