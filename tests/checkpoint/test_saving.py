@@ -144,6 +144,17 @@ def test_keep(tmp_path: Path) -> None:
         rg.save(tmp_path / "run-4", linear(1.0), keep=0)
 
 
+def test_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bytes, as they are written and read; not where nobody looks."""
+    rg.save(tmp_path / "a", linear(1.0))
+    rg.load(tmp_path / "a", linear(2.0))
+    assert capsys.readouterr().err == ""
+    rg.save(tmp_path / "a", linear(1.0), progress=True)
+    assert "saving a" in capsys.readouterr().err
+    rg.load(tmp_path / "a", linear(2.0), progress=True)
+    assert "loading a" in capsys.readouterr().err
+
+
 def test_nothing_there(tmp_path: Path) -> None:
     with pytest.raises(rg.CheckpointError, match="is not there"):
         rg.load(tmp_path / "a", linear(1.0))

@@ -101,7 +101,7 @@ def load_checkpoint(
             plan = _plan(checkpoint, subject, options, ranks)
             for fill in (*plan.weights, *plan.states):
                 fill.check()
-        with ProgressBar(f"loading {path.name}", options.progress and ranks.rank == 0, plan.bytes) as progress:
+        with ProgressBar(f"loading {path.name}", ranks.rank == 0 and options.progress, plan.bytes) as progress:
             with leave_to_write(subject.engines):
                 for fill in (*distinct(plan.weights), *plan.states):
                     fill.apply()

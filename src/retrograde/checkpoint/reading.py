@@ -28,6 +28,7 @@ class CheckedFile:
         self._sums = sums
         self._holders = holders
         self._checked: set[int] = set()
+        self._scratch = bytearray(BLOCK if sums is not None else 0)  # fresh memory would cost page faults
         try:
             self._file = path.open("rb", buffering=0)
         except FileNotFoundError:
@@ -60,7 +61,9 @@ class CheckedFile:
 
     def _check_block(self, block: int, expected: int) -> None:
         begin = block * BLOCK
-        if zlib.crc32(self.read(begin, min(BLOCK, self.size - begin))) != expected:
+        memory = memoryview(self._scratch)[: self.size - begin]
+        self.read_into(begin, memory)
+        if zlib.crc32(memory) != expected:
             raise CheckpointError(
                 f"{self._path}: bytes {begin} to {begin + BLOCK} are not what was saved (checksum), with "
                 f"{self._holders(begin, begin + BLOCK)}; restore it, or load an older checkpoint"

@@ -112,7 +112,10 @@ def start_saving(path: Path, model: Saveable, optimizer: Optimizers, options: Sa
     state |= _sorted_by_rank(extra, ranks.agree("rg.save()", take), ranks.rank)
     if options.in_background and not ranks.alone:
         return _save_in_background(path, state, options, ranks)
-    with ProgressBar(f"saving {path.name}", options.progress and ranks.rank == 0) as progress, _as_our_error():
+    with (
+        ProgressBar(f"saving {path.name}", ranks.rank == 0 and options.progress) as progress,
+        _as_our_error(),
+    ):
         writer = CheckpointWriter(path, ranks.world, options.keep, progress.told)
         with _alone_without_warning(ranks), without_torchs_checksums():
             save_together(state, storage_writer=writer, planner=SnapshotPlanner(), process_group=ranks.group)

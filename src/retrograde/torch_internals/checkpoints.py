@@ -22,9 +22,7 @@ Names = Mapping[tuple[str, str], object]
 BinaryFile = io.RawIOBase | io.BytesIO
 
 _LONGEST_PICKLE = 1 << 20  # bytes of the description of one tensor
-_LOCAL_HEADER = struct.Struct(
-    "<4s22xHH"
-)  # of a file in a zip: a mark, the lengths of its name and of what follows that
+_LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a file in a zip: a mark, the lengths of its name and of what follows
 
 
 class RefusedPickle(pickle.UnpicklingError):
