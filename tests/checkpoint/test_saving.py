@@ -117,6 +117,7 @@ def test_a_crash_at_every_step_of_a_save(tmp_path: Path, monkeypatch: pytest.Mon
                 crashes += 1
         if left[0] > 0:
             break
+        assert folders.is_complete(folders.find(path))  # with its checksums
         assert value_at(path) in (float(number - 1), float(number))
         rg.save(path, linear(float(number)))
     assert crashes >= 6
