@@ -117,10 +117,28 @@ def test_a_crash_at_every_step_of_a_save(tmp_path: Path, monkeypatch: pytest.Mon
                 crashes += 1
         if left[0] > 0:
             break
+        assert folders.is_complete(folders.find(path))  # with its checksums
         assert value_at(path) in (float(number - 1), float(number))
         rg.save(path, linear(float(number)))
     assert crashes >= 6
     assert value_at(path) == float(number)
+
+
+def test_a_marker_is_there_when_all_of_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill between opening and writing it must not leave what looks complete."""
+    original = Path.open
+    opened = []
+
+    def watched(path: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        file = original(path, mode, *args, **kwargs)
+        if "b" in mode and "r" not in mode:
+            opened.append(path.name)
+            assert not folders.is_complete(path.parent)
+        return file
+
+    monkeypatch.setattr(Path, "open", watched)
+    rg.save(tmp_path / "a", linear(1.0))
+    assert len(opened) == 1
 
 
 def test_what_is_there_is_not_destroyed(tmp_path: Path) -> None:

@@ -41,11 +41,14 @@ class Marker(msgspec.Struct, frozen=True):
         return found
 
     def write(self, folder: Path) -> None:
+        """It has its name when all of it is on the disk: a name is all that is looked for."""
         text = msgspec.json.encode(self)
-        with (folder / MARKER).open("xb") as file:
+        partial = folder / f"{MARKER}.partial"
+        with partial.open("wb") as file:
             file.write(text + b"\n" + _line(text) + b"\n")
             file.flush()
             os.fsync(file.fileno())
+        partial.rename(folder / MARKER)
 
 
 def _line(text: bytes) -> bytes:
