@@ -267,6 +267,8 @@ WRONG: tuple[Wrong, ...] = (
     Wrong(pipeline("mesh"), 5, ("mesh=5", "give a DeviceMesh of one dimension or a group"), P),
     Wrong(pipeline("zero"), 3, ("zero=3", "give rg.Zero(stage=...) or None"), P),
     Wrong(pipeline("zero"), rg.Zero(), ("zero.mesh=None", "rank", 'give the other dimension, as mesh["dp"]'), P),
+    Wrong(pipeline("pending"), "lots", ("pending='lots'", 'give bytes or a text like "2GiB"')),
+    Wrong(pipeline("pending"), -1, ("pending=-1", "give 0 or more bytes")),
     Wrong(pipeline("cut"), ["1"], ("cut=['1']", "give rg.Cut(...) or None"), P),
     Wrong(lambda s, value: s.pipe.watch(value), "me", ("told='me'", "give a function of an action, or None"), P),
     Wrong(lambda s, value: s.pipe.train(value), "yes", ("mode='yes'", FLAG), P),

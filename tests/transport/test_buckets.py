@@ -64,9 +64,9 @@ def _passed(rank: int, world: int, stage: int, limit: int) -> dict[str, Any]:
         sent.update(piece.untyped_storage().data_ptr() for pieces in parts.values() for piece in pieces)
         return put(self, key, parts)
 
-    def watched_add(self: buckets.Bucket, grads: Any) -> None:
+    def watched_add(self: buckets.Bucket, grads: Any, divisor: float = 1) -> None:
         autograds.update(g.untyped_storage().data_ptr() for g in grads if g is not None)
-        add(self, grads)
+        add(self, grads, divisor)
 
     transport.put, buckets.Bucket.add = watched_put, watched_add  # type: ignore[method-assign]
     try:
