@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import retrograde as rg
 from retrograde.transport.connections import Connections
@@ -250,17 +251,23 @@ def test_where_memory_cannot_be_shared_bytes_go_over_connections(ranks: Ranks, w
     assert others == [([], [])] * 2
 
 
-def _read_of_a_model_that_is_gone(rank: int, world: int) -> str:
+def _trained(rank: int, timeout: float) -> nn.Module:
+    """Two steps: other ranks know where the shards lie."""
     model = build()
-    rg.shard(model, 3, timeout=5.0)
+    rg.shard(model, 3, timeout=timeout)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
         loss_of(model, batch(rank, step)).backward()
         optimizer.step()
         optimizer.zero_grad()
     dist.barrier()
+    return model
+
+
+def _read_of_a_model_that_is_gone(rank: int, world: int) -> str:
+    model = _trained(rank, timeout=5.0)
     if rank == 1:
-        del model, optimizer
+        del model
         gc.collect()
         dist.barrier()
         dist.barrier()
@@ -281,14 +288,7 @@ def test_memory_of_a_model_that_is_gone_is_not_read(ranks: Ranks) -> None:
 
 def _exposed(rank: int, world: int) -> str:
     """Rank 1 writes to its own elements, which nobody reports, before rank 0 has read them."""
-    model = build()
-    rg.shard(model, 3, timeout=2.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(2):
-        loss_of(model, batch(rank, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    dist.barrier()
+    model = _trained(rank, timeout=2.0)
     if rank == 1:
         for leaf in model.parameters():
             leaf.local.add_(1.0)  # type: ignore[attr-defined]
