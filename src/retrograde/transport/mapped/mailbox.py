@@ -67,10 +67,6 @@ class _Box:
         self._taken[0] = _rounded(taken + _WORD + length)
         return letter
 
-    @property
-    def empty(self) -> bool:
-        return self._taken[0] == self._written[0]
-
     def _copy_in(self, at: int, part: memoryview) -> int:
         start = at % self.length
         first = min(len(part), self.length - start)
@@ -139,9 +135,7 @@ class Mailbox:
     def letters(self) -> Iterator[tuple[int, bytearray]]:
         """What has come: from whom, and the letter. One thread at a time."""
         for peer, box in self._boxes.items():
-            while not box.empty:
-                letter = box.take()
-                assert letter is not None
+            while (letter := box.take()) is not None:
                 yield peer, letter
 
 
