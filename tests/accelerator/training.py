@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from retrograde.parameters.part import Part
 from tests.accelerator import device
 from tests.patterns.models import SPECS
 
@@ -52,4 +53,4 @@ def _sent(x: Tensor, where: torch.device) -> Tensor:
 
 def _whole(value: Tensor) -> Tensor:
     value = value.detach()
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    return value.full_tensor() if isinstance(value, DTensor | Part) else value

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import retrograde as rg
-from retrograde.devices import Stream
+from retrograde.devices import Stream, streams_of
 from retrograde.engine.shard import Options, shard_over
 from retrograde.transport import Key, Position, Reason, Stamp, ThreadRanks, Use
 from tests import threads
@@ -19,6 +19,7 @@ from tests.small import Small, batch, build, loss_of
 from tests.stages import EACH_STAGE, WITH_OTHERS
 from tests.transport.shards import Shards
 
+STREAMS = streams_of(torch.device("cpu"))
 HOST = Stream()
 
 
@@ -119,7 +120,7 @@ def test_a_rank_that_fails_is_named() -> None:
 
 def test_a_rank_that_does_not_come_is_missed() -> None:
     def program(ranks: ThreadRanks) -> str:
-        transport = ranks.transport(Shards(), 0.2)
+        transport = ranks.transport(Shards(), STREAMS, 0.2)
         if ranks.rank:
             return ""
         with pytest.raises(rg.DivergenceError) as caught:
@@ -140,7 +141,7 @@ def test_reads_wait_for_the_state_they_need() -> None:
 
     def program(ranks: ThreadRanks) -> list[float]:
         shards = Late(4)
-        transport = ranks.transport(shards, 10.0)
+        transport = ranks.transport(shards, STREAMS, 10.0)
         transport.meet(Position(Reason.VALUE, "both are here", {}, {}))
         into = torch.zeros(4)
         if ranks.rank == 0:
@@ -159,7 +160,7 @@ def test_reads_wait_for_the_state_they_need() -> None:
 
 def test_parts_are_copies_and_old_ones_are_forgotten() -> None:
     def program(ranks: ThreadRanks) -> list[float]:
-        transport = ranks.transport(Shards(2), 10.0)
+        transport = ranks.transport(Shards(2), STREAMS, 10.0)
         old, new = Key(0, 0, 0, 2), Key(0, 1, 0, 2)
         mine = torch.full((2,), float(ranks.rank))
         transport.put(old, {1 - ranks.rank: [mine]}).wait(HOST)

@@ -65,7 +65,7 @@ def test_totals_outlive_history() -> None:
 # ---- buffers
 def _pool(limit: float) -> tuple[BufferPool, Ledger]:
     ledger = Ledger()
-    transport = FakeRanks(world=2).transport(Shards(), timeout=1.0)
+    transport = FakeRanks(world=2).transport(Shards(), streams_of(CPU), timeout=1.0)
     pool = BufferPool(Memory.PAGE, transport, streams_of(CPU), ledger)
     pool.limit = limit
     return pool, ledger

@@ -43,8 +43,9 @@ class Alone:
 
 
 def pool() -> BufferPool:
-    transport = FakeRanks(2).transport(Shards(), 1.0)
-    return BufferPool(Memory.PAGE, transport, streams_of(torch.device("cpu")), Ledger())
+    host = streams_of(torch.device("cpu"))
+    transport = FakeRanks(2).transport(Shards(), host, 1.0)
+    return BufferPool(Memory.PAGE, transport, host, Ledger())
 
 
 def unit(stays: bool = False) -> Unit:

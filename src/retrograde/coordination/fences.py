@@ -34,6 +34,7 @@ from enum import Enum, auto
 
 import torch
 
+from retrograde.devices import HAPPENED, Event, Streams
 from retrograde.pages import Unit
 from retrograde.torch_internals import version_of
 from retrograde.transport import Rest, Stamp
@@ -50,18 +51,21 @@ class WritePhase(Enum):
 class WriteFence:
     """The state of this rank's shards. Implements `ShardServer`: other threads ask for shards at any time."""
 
-    def __init__(self) -> None:
+    def __init__(self, streams: Streams) -> None:
         self.clock = 0
         self.phase = WritePhase.READ
         self._units: list[Unit] = []
         self._began = 0  # the clock when the last step began
         self._stepped = 0  # the same of the last one that has ended
         self._exposed = False  # has somebody pieces of them, to write to whenever he likes?
+        self._streams = streams
+        self._written: Event = HAPPENED  # after the last write that this rank knows of
         self._lock = threading.RLock()
 
     def add(self, unit: Unit) -> None:
         """Its shard may be asked for from now on."""
         with self._lock:
+            self._written = self._streams.current().record()
             self._units.append(unit)
 
     # ---- the main thread
@@ -79,7 +83,10 @@ class WriteFence:
         piece = unit.pieces[slot]
         with self._lock:
             if self.phase is WritePhase.EDITED:
+                current = self._streams.current()
                 unit.edits.begin(slot, piece)
+                self._written = current.record()  # what undoes it is there
+                current.wait(self._streams.serving.record())  # what others read of it has been read
         version = version_of(piece)
         try:
             yield
@@ -88,6 +95,7 @@ class WriteFence:
                 unit.edits.undo_begin()
             raise
         with self._lock:
+            self._written = self._streams.current().record()
             unit.edits.end()
             unit.version_at_rest += version_of(piece) - version  # it was reported
 
@@ -121,6 +129,7 @@ class WriteFence:
 
     def _enter(self, phase: WritePhase) -> None:
         self.phase = phase
+        self._written = self._streams.current().record()
         for unit in self._units:
             unit.version_at_rest = unit.version
 
@@ -137,13 +146,15 @@ class WriteFence:
 
     def shard_for(self, unit: int, stamp: Stamp) -> torch.Tensor | str:
         """The unit's shard as the reader needs it, else why it is not to be had (yet)."""
+        serving = self._streams.serving
         with self._lock:
+            serving.wait(self._written)
             wanted = self._units[unit]
             why_not = self._why_not(wanted, stamp)
             if why_not is not None:
                 return why_not
             if self.phase is WritePhase.EDITED or wanted.edits.made > stamp.edits:
-                return wanted.shard_after(stamp.edits)
+                return wanted.shard_after(stamp.edits, serving)
             if wanted.version - wanted.version_at_rest != stamp.stray:
                 return "its weights were not edited in the same way as the reader's"
             return wanted.shard

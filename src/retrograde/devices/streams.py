@@ -11,10 +11,11 @@ Rule 3: storage is given back with the event of its last reader, and its next wr
         that was not copied is let go when its producer's stream has been made to wait for the reduction.
 Rule 4: whoever uses a reduced gradient or a page waits for the stream that made it; the stream that makes it
         waits for what the user's stream has issued until then, such as the step that wrote the shard.
+Rule 5: memory is allocated on the stream to which it will be free again: what users keep on theirs.
 
 A stream runs pieces of work (`run`), records events and waits for them, and has memory of its own (`empty`). Work
 only reads and writes memory that exists already, so that a device may do it later: the host returns at once, and
-on the simulated device (devices/simulated) in any order that the events leave open.
+on the simulated device (devices/simulated) in any order that the events leave open. Only `to_host` makes the host wait.
 """
 
 from collections.abc import Callable, Iterable
@@ -40,23 +41,43 @@ class Stream:
         pass
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype)
+        return torch.empty(numel, dtype=dtype, device="cpu")
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor where the host can read it, with what was issued here before. The host waits for that."""
+        return tensor
 
 
 class Streams:
-    """The streams of one device: two of ours, and the one that code runs on now."""
+    """The streams of one device: three of ours, and the one that code runs on now.
+
+    `serving` reads shards for other ranks, at the hands of any thread."""
 
     def __init__(
         self,
         device: torch.device,
         reducing: Stream,
         fetching: Stream,
+        serving: Stream,
         current: Callable[[], Stream],
     ) -> None:
         self.device = device
         self.reducing = reducing
         self.fetching = fetching
+        self.serving = serving
         self.current = current
+
+    @property
+    def on_host(self) -> bool:
+        return self.device.type == "cpu"
+
+    def empty_for_user(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory that the reducing stream writes and that then is the user's: of the current stream, to which it
+        returns in the end."""
+        current = self.current()
+        memory = current.empty(numel, dtype)
+        self.reducing.wait(current.record())  # what had the memory before
+        return memory
 
 
 class DeviceStream(Stream):
@@ -69,7 +90,8 @@ class DeviceStream(Stream):
         return self._stream.record_event()
 
     def wait(self, event: Event) -> None:
-        self._stream.wait_event(cast(torch.Event, event))  # which another stream of this device gave
+        if event is not HAPPENED:
+            self._stream.wait_event(cast(torch.Event, event))  # which another stream of this device gave
 
     def run(self, work: Callable[[], object]) -> None:
         with self._stream:
@@ -79,18 +101,30 @@ class DeviceStream(Stream):
         with self._stream:
             return torch.empty(numel, dtype=dtype, device=self._stream.device)
 
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        with self._stream:
+            copied = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+            copied.copy_(tensor, non_blocking=True)
+            self._stream.record_event().synchronize()
+        return copied
+
 
 def streams_of(device: torch.device) -> Streams:
     """The streams of a device: the host's own, or those of an accelerator."""
     if device.type == "cpu":
         host = Stream()
-        return Streams(device, host, host, lambda: host)
-    reducing = DeviceStream(torch.Stream(device))
-    fetching = DeviceStream(torch.Stream(device))
-    return Streams(device, reducing, fetching, lambda: DeviceStream(torch.accelerator.current_stream()))
+        return Streams(device, host, host, host, lambda: host)
+    reducing, fetching, serving = (DeviceStream(torch.Stream(device)) for _ in range(3))
+    return Streams(device, reducing, fetching, serving, lambda: DeviceStream(torch.accelerator.current_stream(device)))
 
 
 def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
     """Where a model lives: on its first parameter's device. One on the meta device is made real on the host."""
     real = (tensor.device for tensor in tensors if tensor.device.type != "meta")
     return next(real, torch.device("cpu"))
+
+
+def can_compute(device: torch.device) -> bool:
+    """Is it the host, or this process's kind of accelerator?"""
+    accelerator = torch.accelerator.current_accelerator()
+    return device.type == "cpu" or (accelerator is not None and accelerator.type == device.type)

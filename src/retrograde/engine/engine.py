@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from retrograde.arguments import flag, instance, not_negative, number, whole_number, wrong
 from retrograde.coordination import Coordinator, WriteFence
 from retrograde.coordination.meetings import Meetings
-from retrograde.devices import streams_of
+from retrograde.devices import Streams
 from retrograde.engine.growth import growth
 from retrograde.engine.named_state import named_state, names_of, numbered_state
 from retrograde.engine.units import UnitMemory
@@ -39,7 +39,7 @@ class Engine:
         self,
         model: nn.Module,
         policy: Policy,
-        device: torch.device,
+        streams: Streams,
         transport: Transport,
         grid: Grid,
         fence: WriteFence,
@@ -51,12 +51,11 @@ class Engine:
         self.grow = growth(lambda: enlist_added(self))  # shards parameters that have joined the model meanwhile
         self.copy_model = copy_model
         self.policy = policy
-        self.device = device
+        self.device = streams.device
         self.transport = transport
         self.grid = grid
         self.units: list[Unit] = []
         self.ledger = Ledger()
-        streams = streams_of(device)
         self.pages = BufferPool(Memory.PAGE, transport, streams, self.ledger)
         self.buckets = BufferPool(Memory.BUCKET, transport, streams, Ledger())  # the user's ledger is about pages
         meetings = Meetings(transport, self.ledger)

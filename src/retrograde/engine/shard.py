@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from retrograde.arguments import Said, check_module, differences, instance, said, seconds
 from retrograde.compiling import Services, mark_regions
 from retrograde.coordination import WriteFence
-from retrograde.devices import device_of
+from retrograde.devices import can_compute, device_of, streams_of
 from retrograde.engine.copying import copied
 from retrograde.engine.ddp_and_fsdp import check_no_dtensors, check_unwrapped, refuse_ddp_and_fsdp
 from retrograde.engine.engine import Engine
@@ -34,6 +34,7 @@ from retrograde.transport import ProcessRanks, Ranks
 from retrograde.transport.groups import grid_of, group_of_replicas, process_group_of
 
 _preparing = threading.Lock()
+HOST = torch.device("cpu")
 WAIT_FOR_ARGUMENTS = 60.0  # seconds, until the argument `timeout` is known to be one
 
 
@@ -109,22 +110,22 @@ def shard_over(
     `grid`: who holds which shard; by default all ranks hold the model together. `sources`: whose values parameters on
     the meta device get, by their identity; the others draw theirs."""
     grid = grid or Grid.line(ranks.rank, ranks.world)
-    fence = WriteFence()
-    transport = ranks.transport(fence, WAIT_FOR_ARGUMENTS)
+    streams = streams_of(_device_of(model))
+    fence = WriteFence(streams)
+    transport = ranks.transport(fence, streams, WAIT_FOR_ARGUMENTS)
     with transport.shared_fate("shard()"):
         transport.timeout = seconds("timeout", options.timeout)
         policy = options.policy()
         arguments = options.said(policy, grid)
         _check_sums(policy, grid)
         least = parse_bytes(options.join, "join")
-        specs = _units_of(model, options.units, least)
+        specs = _units_of(model, options.units, least, streams.device)
         _prepare_torch()
-        device = device_of(param for spec in specs for _, param in spec.params)
-        added = partial(_added, model, options.units, least)
+        added = partial(_added, model, options.units, least, streams.device)
         engine = Engine(
             model,
             policy,
-            device,
+            streams,
             transport,
             grid,
             fence,
@@ -135,7 +136,13 @@ def shard_over(
     return engine
 
 
-def _units_of(model: nn.Module, units: Units, least: float) -> list[UnitSpec]:
+def _device_of(model: nn.Module) -> torch.device:
+    """Where its parameters are. What is no model, or is where nothing can be computed, is told when all can be told."""
+    device = device_of(model.parameters()) if isinstance(model, nn.Module) else HOST
+    return device if can_compute(device) else HOST
+
+
+def _units_of(model: nn.Module, units: Units, least: float, device: torch.device) -> list[UnitSpec]:
     """The units of a model that can be sharded; raises if it cannot."""
     check_module("model", model)
     _check_unsharded(model)
@@ -143,7 +150,7 @@ def _units_of(model: nn.Module, units: Units, least: float) -> list[UnitSpec]:
     specs = find_units(model, units, least)
     if not specs:
         raise ShardingError(f"{type(model).__name__} has no parameters to shard")
-    _check_plain(specs)
+    _check_plain(specs, device)
     return specs
 
 
@@ -210,11 +217,11 @@ def _make_same_replicas(engine: Engine, made: Sequence[UnitMemory]) -> None:
         make_same(shards, engine.coordinator, engine.transport.rank, engine.grid.first_holder)
 
 
-def _added(model: nn.Module, units: Units, least: float) -> list[UnitSpec]:
+def _added(model: nn.Module, units: Units, least: float, device: torch.device) -> list[UnitSpec]:
     """Parameters that came after `shard()` (LoRA adapters, a new head)."""
     check_no_dtensors(model)
     fresh = find_units(model, units, least, lambda param: not isinstance(param, ShardedParameter))
-    _check_plain(fresh)
+    _check_plain(fresh, device)
     return [spec._replace(name=f"{spec.name}+{len(spec.params)} added") for spec in fresh]
 
 
@@ -255,10 +262,18 @@ def _check_unsharded(model: nn.Module) -> None:
         )
 
 
-def _check_plain(specs: list[UnitSpec]) -> None:
+def _check_plain(specs: list[UnitSpec], device: torch.device) -> None:
     for name, param in (named for spec in specs for named in spec.params):
-        if param.device.type not in ("cpu", "meta"):
-            raise ShardingError(f"parameter {name} is on {param.device}; this version wants it on the CPU or on meta")
+        if not can_compute(param.device) and param.device.type != "meta":
+            raise ShardingError(
+                f"parameter {name} is on {param.device}, which is neither the CPU nor torch.accelerator's device; move "
+                f"the model to one of them, or make it on meta"
+            )
+        if param.device != device and param.device.type != "meta":
+            raise ShardingError(
+                f"parameter {name} is on {param.device} and the model's first one on {device}; a sharded model is on "
+                f"one device: move all of it there"
+            )
         if param.grad is not None:
             raise ShardingError(f"parameter {name} has a gradient already; call zero_grad() before it is sharded")
 

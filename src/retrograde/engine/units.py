@@ -90,7 +90,9 @@ def _point(param: nn.Parameter, name: str, piece: torch.Tensor) -> None:
         return
     _end_older_graphs(param, name)
     other = torch.float16 if piece.dtype != torch.float16 else torch.float32
-    set_data(param, torch.empty(0, dtype=other))  # the node that graphs made before hold is not ours
+    set_data(
+        param, torch.empty(0, dtype=other, device=piece.device)
+    )  # the node that graphs made before hold is not ours
     set_data(param, piece)
 
 

@@ -156,7 +156,7 @@ class GradientFlow:
 
     def _launch(self, gradient: Gradient, key: Key, uses: Uses) -> None:
         layout, stream = gradient.unit.layout, self._pool.streams.reducing
-        gradient.send(key, uses, stream.empty(layout.shard_numel, layout.dtype))
+        gradient.send(key, uses, self._pool.streams.empty_for_user(layout.shard_numel, layout.dtype))
         gradient.bucket.close(stream)
         self._strategy.launch(gradient)
         elements = layout.padded_numel - layout.shard_numel

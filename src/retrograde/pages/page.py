@@ -155,9 +155,9 @@ class Page:
         """Wait for it; then the full tensors show it."""
         assert self._work is not None, self._name
         current = self._streams.current()
+        current.wait(self._loaded)  # before what the work may have to copy
         with labelled("wait for page of", self._name):
             self._work.wait(current)
-        current.wait(self._loaded)
         self._work = None
         self._become(PageState.AT_HOME if self.home else PageState.READY)
         self._show(list(self._layout.views(self.memory)))

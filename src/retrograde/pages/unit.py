@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from retrograde.devices import Stream
 from retrograde.layout import Grid, Layout
 from retrograde.pages.edit_log import EditLog
 from retrograde.pages.full_tensor import FullTensor
@@ -180,9 +181,17 @@ class Unit:
             return self.layout.slots[stray[0]].name
         return f"of unit {self.name}" if edits.of_frozen and self.edits.empty else None
 
-    def shard_after(self, edits: int) -> torch.Tensor:
-        """A copy of the shard as it was after so many edits. Also right while another is being made."""
-        old = self.shard.clone()
-        for slot, piece in self.edits.later_than(edits):
-            old[self.layout.piece(self.layout.slots[slot], self.rank)] = piece
+    def shard_after(self, edits: int, stream: Stream) -> torch.Tensor:
+        """A copy, made on `stream`, of the shard as it was after so many edits. What was edited since, or is being
+        edited now, is not read."""
+        old = stream.empty(self.layout.shard_numel, self.layout.dtype)
+        before = dict(self.edits.later_than(edits))
+
+        def copy() -> None:
+            old.zero_()
+            for index, slot in enumerate(self.layout.slots):
+                place = self.layout.piece(slot, self.rank)
+                old[place] = before.get(index, self.shard[place])
+
+        stream.run(copy)
         return old

@@ -193,7 +193,7 @@ def _in_place(call: Call, full: torch.Tensor, rest: Sequence[Any]) -> None:
 def edited(call: Call) -> Any:
     target = call.args[0]
     if call.name == "__setitem__":  # of all elements
-        target.copy_(torch.as_tensor(call.args[2]))
+        target.copy_(torch.as_tensor(call.args[2], device=target.device))
         return None
     args, kwargs = _aligned(call, target)
     with _writing(call.name, [target]), without_torch_function():

@@ -108,7 +108,7 @@ def norms_of_wholes(by_rank: list[torch.Tensor], order: float) -> torch.Tensor:
 def norms_of_pieces(pieces: Sequence[torch.Tensor], order: float) -> torch.Tensor:
     """One number for each, in double precision. An empty piece has 0, which changes no norm."""
     if math.isinf(order):
-        nothing = torch.zeros((), dtype=torch.double)
+        nothing = torch.zeros((), dtype=torch.double, device=pieces[0].device)
         return torch.stack([piece.abs().amax().double() if piece.numel() else nothing for piece in pieces])
     if any(piece.is_complex() for piece in pieces):
         pieces = [piece.abs() for piece in pieces]

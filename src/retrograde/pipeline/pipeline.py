@@ -256,7 +256,8 @@ class Pipeline:
         ranks = [ProcessRanks(group, PATIENCE) for group in self._groups]
         self._tied = TiedParameters()
         self._ended: str | None = None  # why there will be no other step
-        self._transports = [each.transport(self._tied, PATIENCE) for each in ranks]
+        host = streams_of(torch.device("cpu"))  # where sums of ties are made
+        self._transports = [each.transport(self._tied, host, PATIENCE) for each in ranks]
         return ranks[0]
 
     def _check_parts(self, loss: Any, zero: Any, cut: Any) -> None:

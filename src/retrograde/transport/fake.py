@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import torch
 
-from retrograde.devices import Stream
+from retrograde.devices import Stream, Streams
 from retrograde.errors import DivergenceError
 from retrograde.transport.messages import Key, Stamp
 from retrograde.transport.protocol import Memory, Position, ShardServer, Work
@@ -35,7 +35,7 @@ class FakeRanks:
         self.rank = rank
         self.transports: list[FakeTransport] = []
 
-    def transport(self, shards: ShardServer, timeout: float) -> "FakeTransport":
+    def transport(self, shards: ShardServer, streams: Streams, timeout: float) -> "FakeTransport":
         made = FakeTransport(self.rank, self.world, shards, timeout)
         self.transports.append(made)
         return made

@@ -101,7 +101,7 @@ class TensorForm(Struct, frozen=True, tag="tensor", forbid_unknown_fields=True):
         return size
 
     def empty(self) -> torch.Tensor:
-        return torch.empty(self.shape, dtype=self.dtype)
+        return torch.empty(self.shape, dtype=self.dtype, device="cpu")
 
 
 class Octets(Struct, frozen=True, tag="octets", forbid_unknown_fields=True):

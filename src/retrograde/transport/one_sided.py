@@ -337,7 +337,7 @@ class OneSidedTransport:
                 waiting = self._reading.get((message.unit, src))
                 return None if waiting is None else [waiting]
             case Put():
-                return [torch.empty(self._shards.shard_numel(message.key.unit), dtype=message.dtype)]
+                return [torch.empty(self._shards.shard_numel(message.key.unit), dtype=message.dtype, device="cpu")]
             case Meet():
                 forms = tensor_forms(message.value)
                 expected = sum(form.nbytes for form in forms)

@@ -3,11 +3,13 @@
 import torch
 import torch.distributed as dist
 
+from retrograde.devices import Streams
 from retrograde.transport.channel import ConnectedChannel
 from retrograde.transport.connections import TIMEOUT, Connections
 from retrograde.transport.mapped.transport import MappedTransport
 from retrograde.transport.one_sided import OneSidedTransport
-from retrograde.transport.protocol import ShardServer
+from retrograde.transport.protocol import ShardServer, Transport
+from retrograde.transport.staged import StagedShards, StagedTransport
 
 
 class ProcessRanks:
@@ -19,7 +21,12 @@ class ProcessRanks:
         self.rank = self._connections.rank
         self.world = self._connections.world
 
-    def transport(self, shards: ShardServer, timeout: float) -> OneSidedTransport:
+    def transport(self, shards: ShardServer, streams: Streams, timeout: float) -> Transport:
+        if streams.on_host:
+            return self._host_transport(shards, timeout)
+        return StagedTransport(self._host_transport(StagedShards(shards, streams), timeout), streams)
+
+    def _host_transport(self, shards: ShardServer, timeout: float) -> OneSidedTransport:
         neighbours = self._connections.neighbours
         if neighbours is not None:
             return MappedTransport(self._connections, neighbours, shards, timeout)

@@ -8,6 +8,7 @@ get there is the affair of what stands behind this door:
 |-----------------------------|-------------------------------|-------------------------------------------|
 | `transport/mapped/transport.py` | processes of one host      | in shared memory                          |
 | `one_sided.py`              | processes                     | over connections (`connections.py`)       |
+| `staged.py`                 | of another one, with a device | through the host's memory                 |
 | `threads.py`                | threads of one process        | from tensor to tensor, in the same memory |
 | `fake.py`                   | this one, and as many imagined | nowhere: they are counted                 |
 
@@ -29,7 +30,7 @@ from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 
-from retrograde.devices import Stream
+from retrograde.devices import Stream, Streams
 from retrograde.transport.messages import Address, Form, Key, Offers, Reason, Stamp, Value
 
 
@@ -77,7 +78,9 @@ class ShardServer(Protocol):
     """An engine, as other ranks' readers see it. Called by any thread, whatever the engine's own thread is doing."""
 
     def shard_for(self, unit: int, stamp: Stamp) -> torch.Tensor | str:
-        """The unit's shard in the state that a reader needs, else why it is not to be had (yet)."""
+        """The unit's shard in the state that a reader needs, else why it is not to be had (yet).
+
+        It is to be read on the `serving` stream of its device (devices/streams.py)."""
 
     def shard_numel(self, unit: int) -> int:
         """How many elements the unit's shard has on this rank."""
@@ -188,8 +191,8 @@ class Ranks(Protocol):
     @property
     def world(self) -> int: ...
 
-    def transport(self, shards: ShardServer, timeout: float) -> Transport:
-        """For one engine. All ranks make theirs in the same order."""
+    def transport(self, shards: ShardServer, streams: Streams, timeout: float) -> Transport:
+        """For one engine, whose tensors are on the streams' device. All ranks make theirs in the same order."""
 
     def say_goodbye(self) -> None:
         """This rank has finished. It goes on serving those that have not."""

@@ -13,7 +13,7 @@ from typing import NoReturn, TypeVar
 
 import torch
 
-from retrograde.devices import Stream
+from retrograde.devices import Stream, Streams
 from retrograde.errors import DivergenceError, PipelineError
 from retrograde.transport.collectives import StartOrder
 from retrograde.transport.messages import Address, Key, Stamp
@@ -75,7 +75,7 @@ class ThreadRanks:
         self._made = 0  # transports
         self._channels = 0
 
-    def transport(self, shards: ShardServer, timeout: float) -> "ThreadTransport":
+    def transport(self, shards: ShardServer, streams: Streams, timeout: float) -> "ThreadTransport":
         shared = self._group.engine(self._made)
         self._made += 1
         return ThreadTransport(shared, self.rank, shards, timeout)

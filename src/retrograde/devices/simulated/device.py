@@ -93,8 +93,11 @@ class SimulatedDevice(Streams):
         self.tensors: list[torch.Tensor] = []
         self._without = without
         host = torch.device("cpu")  # its memory is the host's; only the order is a device's
-        super().__init__(host, self.stream("reducing"), self.stream("fetching"), lambda: self._current)
+        super().__init__(host, self.stream("reducing"), self.stream("fetching"), self.stream("serving"), self._now)
         self._current = self.stream("main")
+
+    def _now(self) -> SimulatedStream:
+        return self._current
 
     def stream(self, name: str) -> SimulatedStream:
         self.streams.append(SimulatedStream(self, name, len(self.streams)))

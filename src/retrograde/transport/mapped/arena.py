@@ -69,7 +69,7 @@ class Arena:
         `before_it_goes`: called when nobody refers to it any more, and others still find it."""
         nbytes = numel * dtype.itemsize
         if nbytes == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         stretch = self.reserve(nbytes)
         data = torch.frombuffer(stretch.memory, dtype=dtype, count=numel, offset=self.flags)
         address = data.untyped_storage().data_ptr()
@@ -184,7 +184,7 @@ class PeerArena:
         if place.start + numel * dtype.itemsize > place.nbytes:
             raise OSError(f"{numel} elements of {dtype} do not fit into {place}")
         if numel == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         memory = self._stretch(place)
         return torch.frombuffer(memory, dtype=dtype, count=numel, offset=self._flags + place.start)
 

@@ -51,7 +51,7 @@ class Neighbours:
             return self.arena.allocate(numel, dtype, before_it_goes)
         except OSError as error:
             self._say(f"rank {self._rank}: no shared memory for {numel * dtype.itemsize} bytes: {error}")
-            return torch.empty(numel, dtype=dtype)
+            return torch.empty(numel, dtype=dtype, device="cpu")
 
     def parcel(self, pieces: Sequence[torch.Tensor], receiver: int) -> SharedPlace | None:
         """A copy of these in the arena for another rank, if it can map it."""
