@@ -19,12 +19,12 @@ from tests.patterns.rows import CASES
 from tests.patterns.trace import Trace
 
 
-def play_late(rank: int, world: int, case_id: str, stage: int, mode: str, seed: int) -> Trace:
+def play_late(rank: int, world: int, case_id: str, stage: int, mode: str, seed: int, **options: Any) -> Trace:
     """A task for the pool. What a row makes without saying where is on the device too."""
     where = device.of_rank(rank)
     with mock.patch.dict(SPECS, {name: _on_device(spec, where) for name, spec in SPECS.items()}):
         with device.use(mode, seed), torch.device(where):
-            trace = Player(CASES[case_id], rank, world, stage).play()
+            trace = Player(CASES[case_id], rank, world, stage, **options).play()
             dist.barrier()  # a rank that drops its model takes its shards along, and others may still be reading
             return _on_host(trace)
 
@@ -47,19 +47,11 @@ def _drawn(make: Callable[[torch.Generator], Batch], where: torch.device, genera
 
 def _on_host(trace: Trace) -> Trace:
     return Trace(
-        [_named_on_host(grads) for grads in trace.grads],
-        _named_on_host(trace.state),
-        list(_named_on_host(trace.records).items()) if isinstance(trace.records, dict) else _pairs(trace.records),
+        [{name: _host(grad) for name, grad in grads.items()} for grads in trace.grads],
+        {name: _host(value) for name, value in trace.state.items()},
+        [(name, _host(value)) for name, value in trace.records],
         trace.leftovers,
     )
-
-
-def _named_on_host(tensors: Any) -> Any:
-    return {name: _host(value) for name, value in tensors.items()}
-
-
-def _pairs(records: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    return [(name, _host(value)) for name, value in records]
 
 
 def _host(value: Any) -> Any:

@@ -43,7 +43,8 @@ def snapshot(tensors: Mapping[str, Tensor | None]) -> Any:
 class Player:
     """One rank's model, its engines and optimizers."""
 
-    def __init__(self, case: Case, rank: int, world: int, stage: int) -> None:
+    def __init__(self, case: Case, rank: int, world: int, stage: int, **options: Any) -> None:
+        """`options`: of `shard()`, besides the case's own."""
         self.case = case
         self.model = build(case)
         early = optimizers(case, self.model) if case.optimizer_first else None
@@ -52,7 +53,7 @@ class Player:
         if stage == PLAIN:
             self.context = NaturalContext(case.spec, self.model)
         else:
-            self._shard(stage, world)
+            self._shard(stage, world, options)
             self.context = EngineContext(case.spec, rank, world, self.model, list(self.engines.values()))
         if case.setup is not None:
             case.setup(self.model, self.context)
@@ -61,12 +62,12 @@ class Player:
                 leaf.register_post_accumulate_grad_hook(case.leaf_hook)
         self.optimizers = early or optimizers(case, self.model)
 
-    def _shard(self, stage: int, world: int) -> None:
+    def _shard(self, stage: int, world: int, options: dict[str, Any]) -> None:
         import retrograde as rg
 
+        given = {"mesh": mesh_of(self.case.replicas(world), world), "timeout": 15.0} | options
         for name in self.case.sharded:
-            mesh = mesh_of(self.case.replicas(world), world)
-            self.engines[name] = rg.shard(self.model.get_submodule(name), stage=stage, mesh=mesh, timeout=15.0)
+            self.engines[name] = rg.shard(self.model.get_submodule(name), stage=stage, **given)
 
     def play(self) -> Trace:
         grads: list[Grads] = []
@@ -140,11 +141,11 @@ def _default_hooks() -> Any:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
-def play_rank(rank: int, world: int, case_id: str, stage: int) -> Trace:
+def play_rank(rank: int, world: int, case_id: str, stage: int, **options: Any) -> Trace:
     """A task for the pool."""
     from tests.patterns.rows import CASES
 
-    player = Player(CASES[case_id], rank, world, stage)
+    player = Player(CASES[case_id], rank, world, stage, **options)
     trace = player.play()
     dist.barrier()  # a rank that drops its model takes its shards along, and others may still be reading
     return trace

@@ -56,8 +56,8 @@ class Peer:
     def take(self, key: Any, src: int, unit: str) -> Tensor:
         return self.device.memory(self.shard_numel).fill_(PEER)
 
-    def read(self, unit: Unit, into: Callable[[int], Tensor]) -> Done:
-        self.device.fetching.run(lambda: into(1).copy_(self.shard))
+    def read(self, unit: Unit, page: Tensor, alone: bool) -> Done:
+        self.device.fetching.run(lambda: page[unit.layout.span(1)].copy_(self.shard))
         return Done()
 
 

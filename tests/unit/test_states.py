@@ -33,8 +33,11 @@ class Done:
 class Alone:
     """Coherence of pages that nobody else has."""
 
-    def read(self, unit: Unit, into: Callable[[int], Tensor]) -> Done:
+    def read(self, unit: Unit, page: Tensor, alone: bool) -> Done:
         return Done()
+
+    def take_part(self, unit: Unit) -> None:
+        raise AssertionError("nobody else reads")
 
     def writing(self, what: str, unit: Unit, slot: int) -> Any:
         raise AssertionError("nothing is edited here")

@@ -32,7 +32,7 @@ from retrograde.coordination.fences import WriteFence, WritePhase
 from retrograde.coordination.meetings import Meetings
 from retrograde.gradients import GradientFlow
 from retrograde.layout import Grid
-from retrograde.pages import Pager, Unit
+from retrograde.pages import PageGathering, Pager, Unit
 from retrograde.torch_internals import NO_BACKWARD, current_backward
 from retrograde.transport import Position, Reason, Transport, Value, Work
 
@@ -50,8 +50,11 @@ class Coordinator:
         fence: WriteFence,
         flow: GradientFlow,
         pager: Pager,
+        gathering: PageGathering | None = None,
     ) -> None:
+        """`gathering`: how all ranks read a page together, where they can."""
         self._transport = transport
+        self._gathering = gathering
         self._grid = grid
         self._meetings = meetings
         self._fence = fence
@@ -135,13 +138,20 @@ class Coordinator:
             self.attend(Reason.FLUSH, why)
 
     # ---- weights
-    def read(self, unit: Unit, into: Callable[[int], torch.Tensor]) -> Work:
+    def read(self, unit: Unit, page: torch.Tensor, alone: bool) -> Work:
         """Start reading the page as this rank sees it now. Reading ends a step, in whose hooks it may be done."""
         if self._fence.phase is WritePhase.STEPPED:
             self._fence.come_to_rest()
         self._transport.shards_changed()
-        missing = {owner.rank: into(owner.shard) for owner in self._grid.other_owners}
-        return self._transport.read(unit.index, unit.name, self._fence.stamp(unit), missing)
+        stamp = self._fence.stamp(unit)
+        if self._gathering is not None and not alone and self._fence.is_at_rest(stamp):
+            return self._gathering.gather(unit, page)
+        missing = {owner.rank: page[unit.layout.span(owner.shard)] for owner in self._grid.other_owners}
+        return self._transport.read(unit.index, unit.name, stamp, missing)
+
+    def take_part(self, unit: Unit) -> None:
+        if self._gathering is not None and self._fence.is_at_rest(self._fence.stamp(unit)):
+            self._gathering.take_part(unit)
 
     @contextlib.contextmanager
     def writing(self, what: str, unit: Unit, slot: int) -> Iterator[None]:

@@ -73,6 +73,10 @@ class WriteFence:
         """Which state of the other ranks' shards goes with this rank's own."""
         return Stamp(self.clock, unit.edits.made, unit.version - unit.version_at_rest, self._stepped)
 
+    def is_at_rest(self, stamp: Stamp) -> bool:
+        """Is what this rank sees, and names so, the shards as the last step left them?"""
+        return self.phase is WritePhase.READ and not stamp.edits and not stamp.stray
+
     def must_be_passed(self, unit: Unit, slot: int) -> bool:
         """Before an edit of this parameter?"""
         return self.phase is WritePhase.READ or unit.edits.has(slot)

@@ -17,18 +17,20 @@ from retrograde.engine.growth import growth
 from retrograde.engine.named_state import named_state, names_of, numbered_state
 from retrograde.engine.units import UnitMemory
 from retrograde.errors import ShardingError
-from retrograde.gradients import BackendSum, GradientFlow, OrderedSum, UnitGraph
+from retrograde.gradients import BackendSum, CollectiveSum, GradientFlow, OrderedSum, Strategy, UnitGraph
 from retrograde.layout import Grid, Policy, parse_bytes
 from retrograde.ledger import Ledger
-from retrograde.pages import BufferPool, Pager, SavedTensors, Unit
+from retrograde.pages import BufferPool, PageGathering, Pager, SavedTensors, Unit
 from retrograde.pages.full_tensor import FullTensor
 from retrograde.parameters import Owner, ShardedParameter
 from retrograde.parameters.part import together
 from retrograde.parameters.wholes import plain
 from retrograde.reports import explain, report
 from retrograde.torch_internals import raw_grad, set_data, without_torch_function
-from retrograde.transport import Memory, Reason, Transport
+from retrograde.transport import BackendTransport, Memory, Reason
+from retrograde.transport.collective import CollectiveTransport
 
+EngineTransport = CollectiveTransport | BackendTransport
 _A_RANK = "a rank of this engine's process group, or None"
 
 
@@ -40,7 +42,7 @@ class Engine:
         model: nn.Module,
         policy: Policy,
         streams: Streams,
-        transport: Transport,
+        transport: EngineTransport,
         grid: Grid,
         fence: WriteFence,
         enlist_added: Callable[["Engine"], None],
@@ -59,10 +61,16 @@ class Engine:
         self.pages = BufferPool(Memory.PAGE, transport, streams, self.ledger)
         self.buckets = BufferPool(Memory.BUCKET, transport, streams, Ledger())  # the user's ledger is about pages
         meetings = Meetings(transport, self.ledger)
-        strategy = (OrderedSum if policy.exact else BackendSum)(transport, grid, policy, self.buckets)
+        strategy: Strategy
+        gathering = None
+        if isinstance(transport, CollectiveTransport):
+            strategy = CollectiveSum(transport, policy, self.buckets)
+            gathering = PageGathering(transport, self.pages)
+        else:
+            strategy = (OrderedSum if policy.exact else BackendSum)(transport, grid, policy, self.buckets)
         self.flow = GradientFlow(transport, grid, strategy, policy, self.buckets, meetings.meet, self.ledger)
         self.pager = Pager(policy, self.pages, self.flow.recover)
-        self.coordinator = Coordinator(transport, grid, meetings, fence, self.flow, self.pager)
+        self.coordinator = Coordinator(transport, grid, meetings, fence, self.flow, self.pager, gathering)
         self.saved = SavedTensors(self.pager)
         self.saves_shards = False
         self._fence = fence
@@ -70,7 +78,9 @@ class Engine:
 
     def open(self) -> None:
         """All ranks have agreed on how the model is sharded: make what they can only make together."""
-        if not self.policy.exact:
+        if isinstance(self.transport, CollectiveTransport):
+            self.transport.open()
+        elif not self.policy.exact:
             self.transport.open_collectives()
 
     def enlist(self, made: Sequence[UnitMemory]) -> None:

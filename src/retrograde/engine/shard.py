@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from retrograde.arguments import Said, check_module, differences, instance, said, seconds
+from retrograde.arguments import Said, check_module, differences, instance, one_of, said, seconds
 from retrograde.compiling import Services, mark_regions
 from retrograde.coordination import WriteFence
-from retrograde.devices import can_compute, device_of, streams_of
+from retrograde.devices import Streams, can_compute, device_of, streams_of
 from retrograde.engine.copying import copied
 from retrograde.engine.ddp_and_fsdp import check_no_dtensors, check_unwrapped, refuse_ddp_and_fsdp
-from retrograde.engine.engine import Engine
+from retrograde.engine.engine import Engine, EngineTransport
 from retrograde.engine.materialize import check_resettable
 from retrograde.engine.parametrizing import refuse_parametrizations
 from retrograde.engine.units import UnitMemory, allocate, fill, make_same
@@ -31,10 +31,12 @@ from retrograde.layout import Grid, Policy, Precision, Units, UnitSpec, find_uni
 from retrograde.parameters import ShardedParameter, refuse_pieces_outside, watch_states, watch_updates
 from retrograde.parameters.access import patch, unpatched
 from retrograde.transport import ProcessRanks, Ranks
+from retrograde.transport.collective import CollectiveTransport
 from retrograde.transport.groups import grid_of, group_of_replicas, process_group_of
 
 _preparing = threading.Lock()
 HOST = torch.device("cpu")
+TRANSPORTS = ("auto", "collective", "one-sided")
 WAIT_FOR_ARGUMENTS = 60.0  # seconds, until the argument `timeout` is known to be one
 
 
@@ -48,23 +50,26 @@ def shard(
     mesh: DeviceMesh | None = None,
     precision: Precision | None = None,
     reduce: str = "mean",
-    exact: bool = True,
+    exact: bool | None = None,
     resident: int | str = 0,
     prefetch: bool = True,
+    transport: str = "auto",
     timeout: float = 60.0,
 ) -> Engine:
     """Shard `model` over the ranks of a process group, in place. Collective: every rank calls it.
 
     `units`: "auto" (repeated blocks), module classes, or a predicate; `join`: those of fewer bytes become one unit with
-    the next. `precision`: the dtype in which gradients travel; `exact=False`: the backend adds them up in its own
-    order. `resident`: bytes of pages that may stay at stage 3 beyond the one in use and the one being prefetched.
+    the next. `precision`: the dtype in which gradients travel; `exact=False`, the default on accelerators: the backend
+    adds them up in its own order. `transport`: "collective", the default on accelerators: by collectives of
+    torch.distributed, for ranks that do the same between two steps; "one-sided": whatever each rank does.
+    `resident`: bytes of pages that may stay at stage 3 beyond the one in use and the one being prefetched.
     `mesh`: of one dimension, or of two, (replicate, shard): each replica has all of the model, sharded over its ranks.
     `timeout`: seconds after which waiting for a rank that never comes, here or later, becomes a `DivergenceError` on
     every rank that waits.
     """
     group = _group(process_group, mesh)
     ranks = ProcessRanks(group, _connecting_time(timeout))
-    options = Options(stage, units, join, precision, reduce, exact, resident, prefetch, timeout)
+    options = Options(stage, units, join, precision, reduce, exact, resident, prefetch, transport, timeout)
     grid = None if mesh is None or mesh.ndim == 1 else grid_of(mesh, group)
     return shard_over(ranks, model, options, grid)
 
@@ -77,13 +82,20 @@ class Options(NamedTuple):
     join: int | str = 0
     precision: Precision | None = None
     reduce: str = "mean"
-    exact: bool = True
+    exact: bool | None = None
     resident: int | str = 0
     prefetch: bool = True
+    transport: str = "auto"
     timeout: float = 60.0
 
-    def policy(self) -> Policy:
-        return Policy.of(self.stage, self.resident, self.reduce, self.prefetch, self.precision, self.exact)
+    def policy(self, on_host: bool) -> Policy:
+        exact = on_host if self.exact is None else self.exact
+        one_of("transport", self.transport, TRANSPORTS, '"auto", "collective" or "one-sided"')
+        return Policy.of(self.stage, self.resident, self.reduce, self.prefetch, self.precision, exact)
+
+    def by_collectives(self, on_host: bool, replicas: int) -> bool:
+        """What "auto" comes to. Sums over replicas are not made by collectives yet."""
+        return self.transport == "collective" or (self.transport == "auto" and not on_host and replicas == 1)
 
     def said(self, policy: Policy, grid: Grid) -> list[Said]:
         """What must be the same on all ranks."""
@@ -92,6 +104,7 @@ class Options(NamedTuple):
             said("stage", self.stage, int(self.stage)),
             said("reduce", self.reduce, policy.mean),
             said("exact", self.exact, policy.exact),
+            said("transport", self.transport, str(self.transport)),
             said("precision", self.precision, policy.wire),
             said("resident", self.resident, float(policy.resident)),
             said("prefetch", self.prefetch, policy.prefetch),
@@ -112,12 +125,12 @@ def shard_over(
     grid = grid or Grid.line(ranks.rank, ranks.world)
     streams = streams_of(_device_of(model))
     fence = WriteFence(streams)
-    transport = ranks.transport(fence, streams, WAIT_FOR_ARGUMENTS)
+    transport = _transport(ranks, fence, streams, options, grid)
     with transport.shared_fate("shard()"):
         transport.timeout = seconds("timeout", options.timeout)
-        policy = options.policy()
+        policy = options.policy(streams.on_host)
         arguments = options.said(policy, grid)
-        _check_sums(policy, grid)
+        _check_sums(policy, grid, transport)
         least = parse_bytes(options.join, "join")
         specs = _units_of(model, options.units, least, streams.device)
         _prepare_torch()
@@ -134,6 +147,13 @@ def shard_over(
         )
     _enlist(engine, specs, arguments, sources)
     return engine
+
+
+def _transport(ranks: Ranks, fence: WriteFence, streams: Streams, options: Options, grid: Grid) -> EngineTransport:
+    """A mistake in the argument is told when all can be told."""
+    if options.by_collectives(streams.on_host, grid.replicas) and isinstance(ranks, ProcessRanks):
+        return ranks.ordered_transport(fence, streams, WAIT_FOR_ARGUMENTS)
+    return ranks.transport(fence, streams, WAIT_FOR_ARGUMENTS)
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -240,7 +260,12 @@ def _group(process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> 
     return process_group_of(ranks, "mesh", "mesh['dp']", ShardingError)
 
 
-def _check_sums(policy: Policy, grid: Grid) -> None:
+def _check_sums(policy: Policy, grid: Grid, transport: EngineTransport) -> None:
+    if isinstance(transport, CollectiveTransport) and grid.replicas > 1:
+        raise ShardingError(
+            f'transport="collective" with {grid.replicas} replicas of {grid.shards} shard(s) cannot be used; give '
+            f'transport="one-sided", or a mesh of one dimension'
+        )
     if not policy.exact and grid.replicas > 1:
         raise ShardingError(
             f"exact=False with {grid.replicas} replicas of {grid.shards} shard(s) cannot be used: the backend adds up "

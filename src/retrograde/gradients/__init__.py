@@ -1,7 +1,8 @@
 """Unreduced gradients: from a page's node to the shard's `.grad`."""
 
+from retrograde.gradients.collective_sum import CollectiveSum
 from retrograde.gradients.flow import GradientFlow
 from retrograde.gradients.graph import UnitGraph
 from retrograde.gradients.strategy import BackendSum, OrderedSum, Strategy
 
-__all__ = ["BackendSum", "GradientFlow", "OrderedSum", "Strategy", "UnitGraph"]
+__all__ = ["BackendSum", "CollectiveSum", "GradientFlow", "OrderedSum", "Strategy", "UnitGraph"]

@@ -178,10 +178,23 @@ class GradientFlow:
         """Pack asks for a reduced gradient: now it is there. Returns for which parameters."""
         backward = self._current()
         gradient = backward.for_pack[unit.index]
+        self._sum_known(backward)
         if gradient.state is GradientState.SENT:
             self._meet_at_end(backward)
         gradient.deliver()
         return gradient.packed
+
+    def _sum_known(self, backward: _Backward) -> None:
+        """What needs no meeting: all ranks are known to have sent it, for the same uses."""
+        for gradient in backward.unsummed:
+            contributors = self._strategy.contributors(gradient)
+            if contributors is not None:
+                self._strategy.total(gradient, contributors)
+                gradient.sum_up(accumulated(contributors))
+                if any(gradient.left_over):
+                    captured = Use.CAPTURED in gradient.uses  # which is the user's
+                    apart = gradient.own.clone() if captured else gradient.own
+                    backward.deliveries.append(Delivery(gradient.unit, apart, gradient.left_over))
 
     def reduce_now(self, unit: Unit, grads: Grads, uses: Uses, fates: Uses | None) -> torch.Tensor:
         """Send and sum at once, for a reduction that is itself part of a graph. What is to be divided has been.
@@ -190,17 +203,23 @@ class GradientFlow:
         self._note(uses)
         gradient = self._send_now(unit, grads, uses, divisor=1)
         own = gradient.own if fates is None else self._to_pack(gradient, fates)
+        self._sum_known(self._current())
+        if gradient.state is GradientState.SENT:
+            self._meet_for(gradient, uses, fates)
+        if fates is None:
+            gradient.deliver()
+        return own
+
+    def _meet_for(self, gradient: Gradient, uses: Uses, fates: Uses | None) -> None:
+        """All ranks have sent it, or one is told that it is alone."""
         offered = self._meet_at_end(self._current())
         theirs = [of_rank.get(gradient.key) for of_rank in offered.values()]
         if None in theirs or (fates is None and any(each != uses for each in theirs)):
             self._transport.fail(
                 f"rank {self._transport.rank}: a backward with create_graph=True, or for module.weight itself, reduces "
-                f"unit {unit.name} at once: all ranks must be there, with gradients of the same parameters; some were "
-                f"not"
+                f"unit {gradient.unit.name} at once: all ranks must be there, with gradients of the same parameters; "
+                f"some were not"
             )
-        if fates is None:
-            gradient.deliver()
-        return own
 
     # ---- a backward
     def _current(self) -> _Backward:
@@ -276,7 +295,8 @@ class GradientFlow:
         backward = self._backwards.get(number)
         if backward is None:
             return  # it raised, and the next entry has cleaned up
-        if backward.unsummed:  # of what had only to make room no Pack runs
+        self._sum_known(backward)  # of what had only to make room no Pack runs
+        if backward.unsummed:
             self._meet_at_end(backward)
         del self._backwards[number]
         for delivery in backward.deliveries:
@@ -373,7 +393,11 @@ class GradientFlow:
     def sent_offers(self) -> Offers:
         """For the meeting to come: what it will add up."""
         self.recover()
-        return {gradient.key: gradient.uses for gradient in self._unsummed()}
+        return {gradient.key: gradient.uses for gradient in self._unsummed() if not self._is_known(gradient)}
+
+    def _is_known(self, gradient: Gradient) -> bool:
+        """Does it need no meeting to be added up?"""
+        return self._strategy.contributors(gradient) is not None
 
     def _unsummed(self) -> list[Gradient]:
         of_backwards = [gradient for backward in self._backwards.values() for gradient in backward.unsummed]

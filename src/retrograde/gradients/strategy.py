@@ -26,7 +26,7 @@ from retrograde.gradients.keys import FLUSHED
 from retrograde.labels import labelled
 from retrograde.layout import Grid, Policy
 from retrograde.pages import BufferPool, Unit
-from retrograde.transport import Key, Transport, Uses, Work
+from retrograde.transport import BackendTransport, Key, Transport, Uses, Work
 
 Contributors = Mapping[int, Uses]  # of one gradient: the ranks that have it, and what each does with it
 
@@ -36,6 +36,9 @@ class Strategy(Protocol):
 
     def launch(self, gradient: Gradient) -> None:
         """It was sent just now: start what can be started before a meeting says who else has it."""
+
+    def contributors(self, gradient: Gradient) -> Contributors | None:
+        """Who has it, where that is known without a meeting."""
 
     def advance(self, gradients: Sequence[Gradient]) -> None:
         """Go on with what was launched, as far as that needs no waiting."""
@@ -56,7 +59,7 @@ class Strategy(Protocol):
         """Wait until the memory of what is being sent is free."""
 
 
-class _RunningSum:
+class RunningSum:
     """What has been added up so far, in order. Parts are folded in as they come and need not be kept."""
 
     def __init__(self, own: torch.Tensor, stream: Stream) -> None:
@@ -100,8 +103,8 @@ class _ShardSum:
     def __init__(self, unit: Unit, key: Key, own: torch.Tensor, stream: Stream) -> None:
         self.unit = unit
         self.key = key
-        self.over_ranks = _RunningSum(own, stream)
-        self.over_replicas = _RunningSum(own, stream)
+        self.over_ranks = RunningSum(own, stream)
+        self.over_replicas = RunningSum(own, stream)
         self.mine: torch.Tensor | None = None
 
 
@@ -126,6 +129,9 @@ class OrderedSum:
         self._streams = pool.streams
         self._sending: _Sending | None = None
         self._sums: dict[Key, _ShardSum] = {}
+
+    def contributors(self, gradient: Gradient) -> Contributors | None:
+        return None
 
     def launch(self, gradient: Gradient) -> None:
         """Put every owner's part there; the bucket is given back when it has been sent."""
@@ -272,7 +278,7 @@ class BackendSum:
 
     passes_through = False  # the backend takes one piece of memory
 
-    def __init__(self, transport: Transport, grid: Grid, policy: Policy, pool: BufferPool) -> None:
+    def __init__(self, transport: BackendTransport, grid: Grid, policy: Policy, pool: BufferPool) -> None:
         self._transport = transport
         self._policy = policy
         self._streams = pool.streams
@@ -280,6 +286,9 @@ class BackendSum:
         self._waiting: dict[Key, Gradient] = {}  # announced, not started
         self._started: dict[Key, _Reducing] = {}
         self._given_up: set[Key] = set()
+
+    def contributors(self, gradient: Gradient) -> Contributors | None:
+        return None
 
     def launch(self, gradient: Gradient) -> None:
         self._waiting[gradient.key] = gradient

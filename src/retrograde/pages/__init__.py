@@ -1,6 +1,7 @@
 """Pages: when a unit's full parameters are in memory, and how autograd finds them again."""
 
 from retrograde.pages.full_tensor import RESHAPES, Aliased, FullTensor, alive, edits, views
+from retrograde.pages.gathering import PageGathering
 from retrograde.pages.page import Page, PageState
 from retrograde.pages.pager import Pager
 from retrograde.pages.pool import BufferPool
@@ -14,6 +15,7 @@ __all__ = [
     "Coherence",
     "FullTensor",
     "Page",
+    "PageGathering",
     "PageState",
     "Pager",
     "SavedTensors",

@@ -61,7 +61,7 @@ class Edits(NamedTuple):
 
 NO_EDITS = Edits([], False)
 
-ReadShards = Callable[[Callable[[int], torch.Tensor]], Work]  # starts reading the other shards into what it is given
+ReadShards = Callable[[torch.Tensor], Work]  # starts reading the other shards into the memory of a page
 
 
 class Page:
@@ -146,7 +146,7 @@ class Page:
             if not self.home:
                 span = self._layout.span(self._shard)
                 fetching.run(lambda: memory[span].copy_(shard))  # a view made here would be held by what waits to run
-            self._work = read(lambda other: memory[self._layout.span(other)])
+            self._work = read(memory)
             self._loaded = fetching.record()
         self._become(PageState.LOADING)
         self._pool.ledger.record(Activity.GATHER, self._name, self._layout.page_bytes - self._layout.shard_bytes)

@@ -42,6 +42,7 @@ class Pager:
         self._guesses: set[Unit] = set()  # prefetched, and not used since
         self._resident: dict[Unit, None] = {}  # in the order of their coming
         self._shown: dict[int, Unit] = {}  # storage of a page that is ready -> its unit
+        self._held: set[Unit] = set()  # were to be dropped, and are here because somebody holds them
 
     def full(self, unit: Unit, slot: int) -> torch.Tensor:
         """The full tensor of a parameter, paged in if need be. Hot. A page belongs to no torch.func transform."""
@@ -79,6 +80,9 @@ class Pager:
             unit.write_back_edits()
             self._make_space(unit)
             unit.load()
+        elif unit in self._held:
+            unit.take_part()  # whether ranks read a page does not depend on what one of them holds
+        self._held.discard(unit)
         self._resident.setdefault(unit)
 
     def _finish_loading(self, unit: Unit) -> None:
@@ -123,6 +127,7 @@ class Pager:
         self._finish_loading(unit)
         storage = unit.page.storage
         if storage is None or not unit.drop_unless_held():
+            self._held.add(unit)
             return
         del self._resident[unit]
         del self._shown[storage]
@@ -156,8 +161,10 @@ class Pager:
         """After a step: what somebody holds of a page shows the new weights, as torch's parameters do."""
         self.release()
         for unit in [unit for unit in self._resident if not unit.valid and unit.page.held]:
-            self._load(unit)
+            unit.write_back_edits()
+            unit.load(alone=True)
             self._finish_loading(unit)
+            self._held.add(unit)
 
     # ---- the budget
     def _expected(self) -> Unit | None:

@@ -7,7 +7,7 @@ Rule 2: an edit of a full tensor is written back to the shard, by whoever notice
 
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -27,8 +27,12 @@ from retrograde.transport import Work
 class Coherence(Protocol):
     """What pages need of the other ranks: their shards as this rank sees them now, and leave to write."""
 
-    def read(self, unit: "Unit", into: Callable[[int], torch.Tensor]) -> Work:
-        """Start reading the shards that this rank does not hold, each into `into(shard)`."""
+    def read(self, unit: "Unit", page: torch.Tensor, alone: bool) -> Work:
+        """Start reading the shards that this rank does not hold into the memory of a page. `alone`: the others have no
+        reason to read them too."""
+
+    def take_part(self, unit: "Unit") -> None:
+        """The others may be reading a page that this rank still has."""
 
     def writing(self, what: str, unit: "Unit", slot: int) -> AbstractContextManager[None]:
         """Around an edit of a parameter's piece in place: no other rank reads what it was before."""
@@ -116,12 +120,16 @@ class Unit:
 
     # ---- the page's life
     @_for_all_modes
-    def load(self) -> None:
-        """Begin paging in what is absent or stale."""
+    def load(self, alone: bool = False) -> None:
+        """Begin paging in what is absent or stale. `alone`: only this rank has a reason to."""
         if self.page.loading:
             self.page.finish()
         self._read_at = self.version
-        self.page.load(self.shard, lambda into: self._coherence.read(self, into))
+        self.page.load(self.shard, lambda memory: self._coherence.read(self, memory, alone))
+
+    def take_part(self) -> None:
+        """In the others' reading of a page that is here because somebody holds it."""
+        self._coherence.take_part(self)
 
     @_for_all_modes
     def finish_loading(self) -> None:

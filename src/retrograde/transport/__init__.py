@@ -4,9 +4,13 @@ from retrograde.transport.fake import FakeRanks
 from retrograde.transport.messages import Key, Offers, Reason, Stamp, Use, Uses, Value
 from retrograde.transport.processes import ProcessRanks
 from retrograde.transport.protocol import (
+    BackendTransport,
     Channel,
+    GradientWant,
     Incoming,
     Memory,
+    OrderedRanks,
+    OrderedTransport,
     Parts,
     PipelineRanks,
     Position,
@@ -19,12 +23,16 @@ from retrograde.transport.protocol import (
 from retrograde.transport.threads import ThreadRanks
 
 __all__ = [
+    "BackendTransport",
     "Channel",
     "FakeRanks",
+    "GradientWant",
     "Incoming",
     "Key",
     "Memory",
     "Offers",
+    "OrderedRanks",
+    "OrderedTransport",
     "Parts",
     "PipelineRanks",
     "Position",

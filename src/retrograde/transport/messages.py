@@ -239,6 +239,13 @@ class Start(Record, frozen=True, tag="start"):
     key: Key
 
 
+class Ordered(Record, frozen=True, tag="ordered"):
+    """A message about the order of collectives (transport/order/messages.py), encoded."""
+
+    receiver: Count
+    data: Annotated[bytes, Meta(max_length=2**20)]
+
+
 class Ask(Record, frozen=True, tag="ask"):
     """Where are you? Asked when a wait has taken too long."""
 
@@ -274,7 +281,7 @@ class Void(Record, frozen=True, tag="void"):
     address: Address
 
 
-ToReceiver = Read | ShardData | Put | Handed | Meet | Ready | Start | Ask | Tell | Fail | Content | Void
+ToReceiver = Read | ShardData | Put | Handed | Meet | Ready | Start | Ordered | Ask | Tell | Fail | Content | Void
 
 
 # ---- messages to a rank, whatever it has made

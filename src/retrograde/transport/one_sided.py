@@ -25,6 +25,7 @@ from retrograde.transport.messages import (
     Key,
     Meet,
     MessageError,
+    Ordered,
     Put,
     Read,
     Ready,
@@ -87,6 +88,7 @@ class OneSidedTransport:
         self._collectives: Collectives | None = None
         self._lost: tuple[str, Exception] | None = None  # what went wrong with a rank
         self._said = False  # has the main thread been told, by an exception, that something is wrong?
+        self._listener: Callable[[int, bytes], None] | None = None
         connections.attach(self)
 
     def allocate(self, memory: Memory, numel: int, dtype: torch.dtype, stream: Stream) -> torch.Tensor:
@@ -170,6 +172,19 @@ class OneSidedTransport:
     def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor) -> Work:
         assert self._collectives is not None, "open_collectives() comes first"
         return self._collectives.reduce_scatter(own, whole, self.fail)
+
+    # ---- the order of collectives: messages of which this transport knows nothing
+    def listen(self, listener: Callable[[int, bytes], None]) -> None:
+        """Called with the sender and the bytes of each, with `changed` held."""
+        self._listener = listener
+
+    def tell_order(self, dst: int, data: bytes) -> None:
+        self.connections.tell(dst, Ordered(self.number, data))
+
+    def give_up(self, text: str) -> None:
+        """All ranks are told that this engine is of no further use; whoever waits raises."""
+        self._announce(text)
+        self.connections.notify()
 
     # ---- agreement
     def meet(self, position: Position) -> list[Position]:
@@ -293,9 +308,16 @@ class OneSidedTransport:
                 self._start(self._order.ready(message.key, src, self.meetings))
             case Start():
                 self._order.start(message.key)
+            case Ordered():
+                self._hear_order(src, message)
             case _:
                 self._on_trouble(src, message)
         self.connections.notify()
+
+    def _hear_order(self, src: int, message: Ordered) -> None:
+        if self._listener is None:
+            raise MessageError("a message about an order of collectives, which this engine does not have")
+        self._listener(src, message.data)
 
     def _serve(self, request: _Request) -> None:
         """Noted before it is looked at: the main thread looks at what is noted when it has changed something."""

@@ -5,10 +5,11 @@ import torch.distributed as dist
 
 from retrograde.devices import Streams
 from retrograde.transport.channel import ConnectedChannel
+from retrograde.transport.collective import CollectiveTransport
 from retrograde.transport.connections import TIMEOUT, Connections
 from retrograde.transport.mapped.transport import MappedTransport
 from retrograde.transport.one_sided import OneSidedTransport
-from retrograde.transport.protocol import ShardServer, Transport
+from retrograde.transport.protocol import BackendTransport, ShardServer
 from retrograde.transport.staged import StagedShards, StagedTransport
 
 
@@ -21,10 +22,17 @@ class ProcessRanks:
         self.rank = self._connections.rank
         self.world = self._connections.world
 
-    def transport(self, shards: ShardServer, streams: Streams, timeout: float) -> Transport:
+    def transport(self, shards: ShardServer, streams: Streams, timeout: float) -> BackendTransport:
         if streams.on_host:
             return self._host_transport(shards, timeout)
         return StagedTransport(self._host_transport(StagedShards(shards, streams), timeout), streams)
+
+    def ordered_transport(self, shards: ShardServer, streams: Streams, timeout: float) -> CollectiveTransport:
+        if streams.on_host:
+            host = OneSidedTransport(self._connections, shards, timeout)
+            return CollectiveTransport(host, host, streams)
+        host = OneSidedTransport(self._connections, StagedShards(shards, streams), timeout)
+        return CollectiveTransport(StagedTransport(host, streams), host, streams)
 
     def _host_transport(self, shards: ShardServer, timeout: float) -> OneSidedTransport:
         neighbours = self._connections.neighbours

@@ -9,6 +9,7 @@ get there is the affair of what stands behind this door:
 | `transport/mapped/transport.py` | processes of one host      | in shared memory                          |
 | `one_sided.py`              | processes                     | over connections (`connections.py`)       |
 | `staged.py`                 | of another one, with a device | through the host's memory                 |
+| `transport/collective/transport.py` | processes                     | by collectives of torch.distributed       |
 | `threads.py`                | threads of one process        | from tensor to tensor, in the same memory |
 | `fake.py`                   | this one, and as many imagined | nowhere: they are counted                 |
 
@@ -126,7 +127,24 @@ class Transport(Protocol):
     def discard_parts(self) -> None:
         """Forget what was put before the last meeting and never taken."""
 
-    # ---- gradients, all ranks at once: the backend adds them up
+    # ---- agreement
+    def meet(self, position: Position) -> list[Position]:
+        """Wait until every rank has come to its next meeting; returns everybody's position, by rank."""
+
+    # ---- failure
+    def check(self) -> None:
+        """Raise if something has gone wrong on any rank."""
+
+    def fail(self, text: str, cause: BaseException | None = None) -> NoReturn:
+        """Tell all ranks that this engine is of no further use, and raise."""
+
+    def shared_fate(self, what: str) -> AbstractContextManager[None]:
+        """What goes wrong inside on one rank is told to the others, which would wait for it in vain."""
+
+
+class BackendTransport(Transport, Protocol):
+    """One over which the backend of torch.distributed can add up gradients, when all ranks have them."""
+
     def open_collectives(self) -> None:
         """Called once, by all ranks, before the first of the following."""
 
@@ -141,19 +159,34 @@ class Transport(Protocol):
         """Start adding up `whole` over all ranks; this rank's part of the sum goes to `own`. All ranks call it for the
         same things in the same order. Both tensors are kept until the work is done."""
 
-    # ---- agreement
-    def meet(self, position: Position) -> list[Position]:
-        """Wait until every rank has come to its next meeting; returns everybody's position, by rank."""
 
-    # ---- failure
-    def check(self) -> None:
-        """Raise if something has gone wrong on any rank."""
+class GradientWant(NamedTuple):
+    """A reduction that all ranks come to, in one order.
 
-    def fail(self, text: str, cause: BaseException | None = None) -> NoReturn:
-        """Tell all ranks that this engine is of no further use, and raise."""
+    `uses`: what each parameter's gradient is for, which is the same on all ranks that want the same. `at_meeting`: a
+    meeting has just said that it comes next."""
 
-    def shared_fate(self, what: str) -> AbstractContextManager[None]:
-        """What goes wrong inside on one rank is told to the others, which would wait for it in vain."""
+    unit: int
+    name: str
+    uses: bytes
+    at_meeting: bool
+
+
+class OrderedTransport(Transport, Protocol):
+    """One whose pages and gradients go by collectives, in an order that all ranks share. They do the same between two
+    steps."""
+
+    def open(self) -> None:
+        """Called once, by all ranks, before the first of the following."""
+
+    def gather(self, unit: int, name: str, shard: torch.Tensor, memory: torch.Tensor) -> Work:
+        """Start making a page of all ranks' shards, which are at rest, in `memory`."""
+
+    def exchange(self, want: GradientWant, parts: torch.Tensor, received: torch.Tensor) -> Work:
+        """Start sending to each rank its part of a gradient, and receiving this rank's, in the order of ranks."""
+
+    def add_up(self, want: GradientWant, whole: torch.Tensor, total: torch.Tensor) -> Work:
+        """Start adding up `whole` over all ranks, in the backend's order; this rank's part of it goes to `total`."""
 
 
 class Parts(NamedTuple):
@@ -191,11 +224,18 @@ class Ranks(Protocol):
     @property
     def world(self) -> int: ...
 
-    def transport(self, shards: ShardServer, streams: Streams, timeout: float) -> Transport:
+    def transport(self, shards: ShardServer, streams: Streams, timeout: float) -> BackendTransport:
         """For one engine, whose tensors are on the streams' device. All ranks make theirs in the same order."""
 
     def say_goodbye(self) -> None:
         """This rank has finished. It goes on serving those that have not."""
+
+
+class OrderedRanks(Ranks, Protocol):
+    """Ranks that torch.distributed connects as well."""
+
+    def ordered_transport(self, shards: ShardServer, streams: Streams, timeout: float) -> OrderedTransport:
+        """For one engine, by collectives."""
 
 
 class PipelineRanks(Ranks, Protocol):

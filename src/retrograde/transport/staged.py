@@ -19,7 +19,7 @@ import torch
 
 from retrograde.devices import Stream, Streams
 from retrograde.transport.messages import Key, Stamp, Value
-from retrograde.transport.protocol import Memory, Position, Rest, ShardServer, Transport, Work
+from retrograde.transport.protocol import BackendTransport, Memory, Position, Rest, ShardServer, Work
 
 
 class StagedShards:
@@ -60,7 +60,7 @@ class _StagedRead(NamedTuple):
 class StagedTransport:
     """Implements `Transport`."""
 
-    def __init__(self, host: Transport, streams: Streams) -> None:
+    def __init__(self, host: BackendTransport, streams: Streams) -> None:
         """`host` was made with `StagedShards`."""
         self._host = host
         self._streams = streams

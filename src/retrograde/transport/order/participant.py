@@ -64,8 +64,9 @@ class Participant:
         """Ends in Settle, after which `rest` ends in Passed, or in another Wait if others are not there yet."""
         return self._route(self.member.arrive(boundary, name))
 
-    def rest(self) -> list[Effect]:
-        return self._route(self.member.rest())
+    def rest(self, again: bool = True) -> list[Effect]:
+        """`again`: a program that came for a step, and is not there yet, arrives again at once."""
+        return self._route(self.member.rest(again))
 
     # ---- other ranks
     def message(self, source: int, message: OrderMessage) -> list[Effect]:

@@ -1,0 +1,26 @@
+"""Pages that all ranks read together, by a collective: every rank takes part, also one that still has the page."""
+
+import torch
+
+from retrograde.pages.pool import BufferPool
+from retrograde.pages.unit import Unit
+from retrograde.transport import OrderedTransport, Work
+
+
+class PageGathering:
+    def __init__(self, transport: OrderedTransport, pool: BufferPool) -> None:
+        self._transport = transport
+        self._pool = pool
+
+    def gather(self, unit: Unit, page: torch.Tensor) -> Work:
+        """Start reading all shards of a unit, which are at rest, into the memory of a page."""
+        return self._transport.gather(unit.index, unit.name, unit.shard, page)
+
+    def take_part(self, unit: Unit) -> None:
+        """In a gather whose page this rank has already: what comes is thrown away."""
+        current, fetching = self._pool.streams.current(), self._pool.streams.fetching
+        scratch, free = self._pool.take(unit.layout.padded_numel, unit.layout.dtype)
+        fetching.wait(free)
+        fetching.wait(current.record())  # a step may have written the shard there
+        self.gather(unit, scratch).wait(current)  # which may write the shard next, or have the memory
+        self._pool.give(scratch, current.record())

@@ -1,0 +1,5 @@
+"""Shards and gradients by collectives of torch.distributed, in the order that ranks share (transport/order)."""
+
+from retrograde.transport.collective.transport import CollectiveTransport
+
+__all__ = ["CollectiveTransport"]

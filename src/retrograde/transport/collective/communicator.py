@@ -1,0 +1,88 @@
+"""Calls of collectives, on a process group of our own: the user's collectives may come between ours in any order."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from retrograde.devices import Stream
+
+
+class GatherOffer(NamedTuple):
+    """What this rank brings to the gather of a unit: its shard, and room for all of them."""
+
+    shard: torch.Tensor
+    page: torch.Tensor
+    stream: Stream  # on which both may be used
+
+    def start(self, group: dist.ProcessGroup) -> Any:
+        return dist.all_gather_single(self.page, self.shard, group=group, async_op=True)
+
+
+class ExchangeOffer(NamedTuple):
+    """To each rank its part of a gradient; from each rank what it has of this rank's."""
+
+    parts: torch.Tensor
+    received: torch.Tensor
+    stream: Stream
+
+    def start(self, group: dist.ProcessGroup) -> Any:
+        return dist.all_to_all_single(self.received, self.parts, group=group, async_op=True)
+
+
+class SumOffer(NamedTuple):
+    """A gradient that the backend adds up; this rank's part of the sum goes to `total`."""
+
+    whole: torch.Tensor
+    total: torch.Tensor
+    stream: Stream
+
+    def start(self, group: dist.ProcessGroup) -> Any:
+        return dist.reduce_scatter_single(self.total, self.whole, group=group, async_op=True)
+
+
+Offer = GatherOffer | ExchangeOffer | SumOffer
+
+
+class Communicator:
+    """A process group with the ranks and backends of the user's. All ranks make it together."""
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
+        ranks = dist.get_process_group_ranks(group)
+        # Without the ranks outside of the group torch names a new one by how many groups each rank is in, so it is only
+        # done where there are such ranks.
+        apart = len(ranks) < dist.get_world_size()
+        limit = timedelta(seconds=timeout)
+        made = dist.new_group(ranks, limit, use_local_synchronization=apart, sort_ranks=False)
+        assert isinstance(made, dist.ProcessGroup)
+        self._group = made
+
+    def start(self, offer: Offer) -> dist.Work:
+        """On the offer's stream: the call begins when what was issued there is done."""
+        started: list[dist.Work] = []
+        offer.stream.run(lambda: started.append(offer.start(self._group)))
+        return started[0]
+
+
+class CallWork:
+    """A call under way. Implements `Work`. Waited for once: gloo would write the results again."""
+
+    def __init__(self, work: dist.Work, on_host: bool, wait_for_host: Callable[[Callable[[], bool]], None]) -> None:
+        """`wait_for_host`: waits until what it is given is true, or raises when another rank has failed."""
+        self._work: dist.Work | None = work
+        self._on_host = on_host
+        self._wait_for_host = wait_for_host
+
+    def wait(self, stream: Stream) -> None:
+        """On an accelerator it is the stream that waits."""
+        if self._work is None:
+            return
+        work, self._work = self._work, None
+        if self._on_host:
+            self._wait_for_host(work.is_completed)
+        stream.run(work.wait)
+
+    def done(self) -> bool:
+        return self._work is None or bool(self._work.is_completed())

@@ -1,0 +1,126 @@
+"""Pages and gradients by collectives of torch.distributed: exact, counted, and told where ranks do not do the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import retrograde as rg
+from retrograde.transport.collective.communicator import Communicator, Offer
+from retrograde.transport.connections import Connections
+from retrograde.transport.messages import Message
+from tests.harness import Ranks
+from tests.patterns.cells import LIMIT
+from tests.patterns.driver import play_rank
+from tests.patterns.oracle import expected
+from tests.patterns.rows import CASES
+from tests.patterns.trace import differences
+from tests.small import BLOCKS, DIM, batch, build, loss_of
+from tests.stages import EACH_STAGE, OPPOSITE_STAGES, WITH_OTHERS
+
+UNITS = BLOCKS + 1  # and the root
+# Rows in which all ranks do the same: of each kind of backward one.
+ROWS = (
+    "1-plain-lstm",
+    "3-two_losses-mlp",
+    "6-window-mlp",
+    "9-tiled_loss-mlp",
+    "14-penalise_parameters-mlp",
+    "18-backward_raises-mlp",
+    "24c-edited_full-mlp",
+    "25b-_wasserstein_phase-gan",
+)
+
+
+@pytest.mark.parametrize("case_id", ROWS)
+@OPPOSITE_STAGES
+def test_rows(ranks: Ranks, case_id: str, stage: int) -> None:
+    got = ranks(2).run(play_rank, case_id, stage, timeout=LIMIT, transport="collective")
+    want = expected(case_id, 2, stage)
+    for rank in range(2):
+        assert differences(got[rank], want[rank], CASES[case_id].rtol) == []
+
+
+# ---- counts
+def _counted(rank: int, world: int, stage: int, clip: bool) -> tuple[dict[str, int], dict[str, int]]:
+    """The last of some steps: calls of collectives, and messages that this rank sent."""
+    calls: Counter[str] = Counter()
+    messages: Counter[str] = Counter()
+    start, send = Communicator.start, Connections.send
+
+    def starting(self: Communicator, offer: Offer) -> dist.Work:
+        calls[type(offer).__name__] += 1
+        return start(self, offer)
+
+    def sending(self: Connections, dst: int, message: Message, data: list[torch.Tensor] = ()) -> object:  # type: ignore[assignment]
+        messages[type(message).__name__] += 1
+        return send(self, dst, message, data)
+
+    model = build()
+    rg.shard(model, stage, transport="collective")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with mock.patch.object(Communicator, "start", starting), mock.patch.object(Connections, "send", sending):
+        for step in range(4):
+            dist.barrier()  # what a rank that is ahead says belongs to its own step
+            calls.clear()
+            messages.clear()
+            loss_of(model, batch(rank, step)).backward()
+            if clip:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        dist.barrier()
+    return dict(calls), dict(messages)
+
+
+@WITH_OTHERS
+@EACH_STAGE
+def test_a_step_that_was_foreseen(ranks: Ranks, world: int, stage: int) -> None:
+    """Gathers, reductions, and the 2 (N - 1) messages of the step's agreement: nothing else. At stage 3 all but the
+    last unit of the forward are gathered again in backward. (At stage 1 ranks say at the step what they have.)"""
+    again = UNITS - 1 if stage == 3 else 0
+    for rank, (calls, messages) in enumerate(ranks(world).run(_counted, stage, False)):
+        assert calls == {"GatherOffer": UNITS + again, "ExchangeOffer": UNITS}
+        told = {"Ordered": world - 1 if rank == 0 else 1}
+        assert messages == (told | {"Meet": world - 1} if stage == 1 else told)
+
+
+def test_clipping_is_one_meeting_more(ranks: Ranks) -> None:
+    for _, messages in ranks(2).run(_counted, 3, True):
+        assert messages == {"Ordered": 2, "Meet": 1}
+
+
+# ---- ranks that do not do the same
+def _strays(rank: int, world: int) -> str:
+    model = build()
+    rg.shard(model, transport="collective", timeout=20.0)
+    with pytest.raises(rg.DivergenceError) as caught:
+        for step in range(3):
+            model.blocks[rank](torch.ones(2, DIM))
+            loss_of(model, batch(rank, step)).backward()
+    return str(caught.value)
+
+
+def test_ranks_that_use_different_units_are_told(ranks: Ranks) -> None:
+    for text in ranks(2).run(_strays):
+        assert "ranks use units in different orders" in text
+        assert 'shard(transport="one-sided")' in text
+
+
+def _refused(rank: int, world: int) -> list[str]:
+    found = []
+    for options in ({"transport": "carrier pigeon"}, {"transport": "collective" if rank else "one-sided"}):
+        with pytest.raises(rg.ShardingError) as caught:
+            rg.shard(build(), timeout=20.0, **options)
+        found.append(str(caught.value))
+    return found
+
+
+def test_wrong_transports(ranks: Ranks) -> None:
+    for unknown, differing in ranks(2).run(_refused):
+        assert "transport='carrier pigeon'" in unknown
+        assert "transport='one-sided' on rank 0, transport='collective' on rank 1" in differing
