@@ -23,7 +23,7 @@ COMPILED = [name for name, case in CASES.items() if case.compiled]
 SHARE = 8  # of the cases, for each schedule and stage in the suite
 
 
-def steps(rank: int, world: int, schedule: str, stage: int, names: list[str]) -> list[str]:
+def steps(rank: int, world: int, schedule: str, stage: int, names: list[str], pending: str | None = None) -> list[str]:
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("pp", "dp"))
     wrong = []
     for name in names:
@@ -37,6 +37,7 @@ def steps(rank: int, world: int, schedule: str, stage: int, names: list[str]) ->
             loss=case.loss,
             mesh=mesh["pp"],
             zero=rg.Zero(stage=stage, mesh=mesh["dp"]),
+            pending=pending,
         )
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         plain = torch.optim.SGD(nn.ModuleList(blocks).parameters(), lr=0.1)

@@ -153,6 +153,7 @@ class Pipeline:
         scale_grads: bool = True,
         mesh: DeviceMesh | dist.ProcessGroup | None = None,
         zero: Zero | None = None,
+        pending: int | str | None = None,
     ) -> "Pipeline":
         """A pipeline of stages that the user has cut: each rank gives its own, by their numbers in the schedule.
 
@@ -163,7 +164,14 @@ class Pipeline:
         reduction = "mean" if flag("scale_grads", scale_grads, PipelineError) else "sum"
         own = OwnStages(stages)
         return cls(
-            own, schedule=schedule, microbatches=microbatches, loss=loss, loss_reduction=reduction, mesh=mesh, zero=zero
+            own,
+            schedule=schedule,
+            microbatches=microbatches,
+            loss=loss,
+            loss_reduction=reduction,
+            mesh=mesh,
+            zero=zero,
+            pending=pending,
         )
 
     # ---- what users hold

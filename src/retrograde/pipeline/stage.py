@@ -153,13 +153,13 @@ class Stage:
         flight = self._take(microbatch, Phase.FORWARD, "I")
         if flight.split is None:
             raise PipelineError(f"stage {self.index}, microbatch {microbatch}: I after a forward that was not split")
-        whole = flight.seed if flight.seed is not None else grads
+        output_grads = flight.seed if flight.seed is not None else grads
+        assert output_grads is not None
         roots, given = self._roots(flight, grads)
         if roots:
             with self._as_computed():
                 flight.split.run_inputs(roots, given)
-            if self.pending.limit is not None and whole is not None:
-                self._choose(flight, flight.split, whole)
+        self._hold_less(flight, flight.split, output_grads)
         found = _take_grads(flight)
         flight.phase = Phase.INPUTS
         self.flights[microbatch] = flight
@@ -245,16 +245,18 @@ class Stage:
         inputs = [t for t, layout in zip(arrived.tensors, arrived.layout.tensors, strict=True) if _wanted(t, layout)]
         return Repeat([t for t in inputs if t is not None], forward, Surroundings.now(self._device))
 
-    def _choose(self, flight: Flight, split: SplitBackward, grads: Sequence[Tensor | None]) -> None:
-        """Hold the pairs, or what they can be made of again (again.py)."""
+    def _hold_less(self, flight: Flight, split: SplitBackward, output_grads: Sequence[Tensor | None]) -> None:
+        """Where there is a limit: hold the pairs, or what they can be made of again (again.py)."""
+        if self.pending.limit is None:
+            return
+        repeat, flight.repeat = flight.repeat, None
         waiting = split.waiting_bytes
-        repeat = flight.repeat
         if repeat is not None and split.repeatable and repeat.inputs and not self.pending.fits(waiting):
-            repeat.grads = list(grads)
+            repeat.grads = list(output_grads)
             if repeat.bytes < waiting:
                 repeat.waited = split.forget()
+                flight.repeat = repeat
                 return
-        flight.repeat = None
         flight.held = waiting
         self.pending.held += waiting
 
