@@ -42,7 +42,7 @@ from retrograde.pipeline.executor import Batch, Executor, Outcome, total_loss
 from retrograde.pipeline.generators import GENERATORS
 from retrograde.pipeline.lowering import forward_only, lower
 from retrograde.pipeline.options import Cut, Zero, check_apart, group_of
-from retrograde.pipeline.schedule import Action, Schedule
+from retrograde.pipeline.schedule import Action, ActionKind, Schedule
 from retrograde.pipeline.search import schedule_for
 from retrograde.pipeline.stage import Loss, Stage, WeightedTarget
 from retrograde.pipeline.ties import TiedParameters, TieSums
@@ -310,7 +310,11 @@ class Pipeline:
         self._names = dict(_names(own))
         chains = {stage: Chain([block.module for block in group]) for stage, group in mine.items()}
         self.engine = self._shard(zero, list(chains.values()))
-        self.stages = {number: Stage(number, chain, pending=self._pending) for number, chain in chains.items()}
+        split = {action.stage for _, action in self.schedule.actions() if action.kind is ActionKind.I}
+        self.stages = {
+            number: Stage(number, chain, splits=number in split, pending=self._pending)
+            for number, chain in chains.items()
+        }
         if self.schedule.last_stage in self.stages:
             self.stages[self.schedule.last_stage].loss = loss or _itself
         self._executor = self._make_executor(self.schedule, zero)

@@ -95,6 +95,18 @@ class SplitBackward:
             self._casts.clear()
         compact(self._pairs)
 
+    def run_whole(self, outputs: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor | None]) -> None:
+        """B: nothing waits (Rule 1), but that pairs of compiled graphs come to the queue and are done at the end."""
+        try:
+            with collecting(self):
+                _run_engine(self.recording(), outputs, grads)
+        except BaseException:
+            self._pairs.clear()
+            raise
+        finally:
+            self._casts.clear()
+        self.run_weights()
+
     def run_again(
         self, outputs: Sequence[GradientEdge], grads: Sequence[Tensor], leaves: Sequence[Tensor], waited: Waited
     ) -> None:

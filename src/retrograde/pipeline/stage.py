@@ -52,7 +52,7 @@ class Flight:
 
     leaves: list[Tensor | None]
     edges: list[GradientEdge | None]
-    split: SplitBackward | None
+    split: SplitBackward | None  # None if F was not recorded
     seed: list[Tensor | None] | None = None  # on the last stage, the gradient of the loss: its weight
     phase: Phase = Phase.FORWARD
     repeat: Repeat | None = None  # how W can compute the microbatch again instead of holding pairs
@@ -102,6 +102,7 @@ class Stage:
     index: int
     module: nn.Module
     loss: Loss | None = None  # on the last stage
+    splits: bool = False  # the schedule splits the backward of some microbatch of this stage
     flights: dict[int, Flight] = field(default_factory=dict)
     pages: dict[Owner, Tensor] = field(default_factory=dict)  # from GATHER to DROP
     account: Account = field(default_factory=Account)  # of the first microbatch whose backward was split
@@ -145,7 +146,10 @@ class Stage:
         roots, given = self._roots(flight, grads)
         if roots:
             with self._as_computed():
-                torch.autograd.backward(roots, given)
+                if flight.split is None:
+                    torch.autograd.backward(roots, given)
+                else:
+                    flight.split.run_whole(roots, given)
         return _take_grads(flight)
 
     def backward_inputs(self, microbatch: int, grads: Sequence[Tensor | None] | None) -> list[Tensor | None]:
@@ -201,9 +205,8 @@ class Stage:
     def _forward(
         self, arrived: Parcel, options: Mapping[str, Any], split: bool, target: WeightedTarget | None = None
     ) -> _Made:
-        training = torch.is_grad_enabled()
-        flight = Flight([], [], self._split() if split and training else None)
-        if flight.split is not None and self.pending.limit is not None:
+        flight = Flight([], [], self._recorder(split))
+        if split and flight.split is not None and self.pending.limit is not None:
             flight.repeat = self._repeat(arrived, options, target)
         computed = self._compute(arrived, options, target, flight.split)
         flight.leaves = computed.leaves
@@ -264,9 +267,21 @@ class Stage:
         """Autocast is for forwards. A backward that runs inside it would lower what was computed in full precision."""
         return torch.autocast(self._device, enabled=False) if torch.is_autocast_enabled(self._device) else nullcontext()
 
-    def _split(self) -> SplitBackward:
-        account = None if self.account.open else self.account.opened()
-        return SplitBackward(self._parameters, account)
+    def _recorder(self, split: bool) -> SplitBackward | None:
+        """What looks at the operations of a forward, if anybody has to.
+
+        Where B comes next, somebody has to in two cases. Where other microbatches of the stage are split, compiled
+        regions need one graph for all of them: a second one would be made in the middle of the step. And under autocast
+        torch would keep a cast of every weight until B, and share none of a full tensor's, which is no leaf (casts.py).
+        """
+        if not torch.is_grad_enabled():
+            return None
+        if split:
+            account = None if self.account.open else self.account.opened()
+            return SplitBackward(self._parameters, account)
+        if self.splits:
+            return SplitBackward(self._parameters)
+        return SplitBackward() if torch.is_autocast_enabled(self._device) else None
 
     def _keep(self, microbatch: int, flight: Flight) -> None:
         if microbatch in self.flights:
