@@ -207,55 +207,51 @@ class Torchs:
         """Nothing was changed."""
 
 
-class PipelineRank(Member):
-    ready = None
+class RankOfEngine:
+    """What one rank of an engine measures of a case, once it is built."""
 
-    def __init__(self, seat: Seat[None]) -> None:
-        torch.set_num_threads(1)
-        join_ranks(seat)
-        self._seat = seat
+    def __init__(self, engine: Engine, rank: int, ranks: int) -> None:
+        self._engine = engine
+        self._rank = rank
+        self._ranks = ranks
         self._run: Ours | Torchs | None = None
         self._parameters: list[nn.Parameter] = []
+        self._batch: Batch | None = None
 
-    def handlers(self) -> Handlers:
-        return {Build: self._build, Look: self._look, Time: self._time}
-
-    def _build(self, command: Build) -> None:
-        work = command.work
+    def build(self, work: Work) -> None:
         self._run = None
         self._parameters = []
-        placement = generate(work.case.schedule, self._seat.world, work.microbatches).placement
-        mine = [number for number, rank in enumerate(placement) if rank == self._seat.rank]
+        placement = generate(work.case.schedule, self._ranks, work.microbatches).placement
+        mine = [number for number, rank in enumerate(placement) if rank == self._rank]
         modules = {number: stage_module(work, number, len(placement)) for number in mine}
-        if self._seat.contender == Engine.OURS:
-            self._run = Ours(work, modules, Batch.of(work))
+        self._batch = Batch.of(work)
+        if self._engine is Engine.OURS:
+            self._run = Ours(work, modules, self._batch)
         else:
-            self._run = Torchs(work, modules, Batch.of(work), len(placement))
+            self._run = Torchs(work, modules, self._batch, len(placement))
         self._parameters = [p for module in modules.values() for p in module.parameters()]
-        self._step()  # gradients, layouts, buffers: what comes with the first step stays
+        self._run.step()  # gradients, layouts, buffers: what comes with the first step stays
 
-    def _step(self) -> None:
+    def time(self) -> Timed:
         assert self._run is not None
-        self._run.step()
-
-    def _time(self, _: Time) -> Timed:
         self._clear()
         before = meters.memory_bytes("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts from what is resident now
         dist.barrier()
         start, cpu = time.perf_counter(), time.process_time()
-        self._step()
+        self._run.step()
         seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
         resident = meters.memory_bytes("VmHWM") - before
         norm = torch.stack([p.grad.float().norm() for p in self._parameters if p.grad is not None]).norm()
         return Timed(seconds, cpu, resident, float(norm))
 
-    def _look(self, _: Look) -> Seen:
-        assert self._run is not None
+    def look(self) -> Seen:
+        assert self._run is not None and self._batch is not None
         self._clear()
         dist.barrier()
         with Live(peak=True) as live:
             live.ignore(*self._parameters, *(p.grad for p in self._parameters))
+            live.ignore(self._batch.tokens, self._batch.targets)
             self._run.leave_out_received(live)
             self._run.step()
             gc.collect()
@@ -270,3 +266,19 @@ class PipelineRank(Member):
             parameter.grad.zero_()
         gc.collect()
         meters.return_free_memory()
+
+
+class PipelineRank(Member):
+    ready = None
+
+    def __init__(self, seat: Seat[None]) -> None:
+        torch.set_num_threads(1)
+        join_ranks(seat)
+        self._measured = RankOfEngine(Engine(seat.contender), seat.rank, seat.world)
+
+    def handlers(self) -> Handlers:
+        return {
+            Build: lambda command: self._measured.build(command.work),
+            Look: lambda _: self._measured.look(),
+            Time: lambda _: self._measured.time(),
+        }

@@ -94,7 +94,7 @@ def test_compiled(name: str, backend: str) -> None:
 @pytest.mark.filterwarnings("ignore")  # Dynamo and inductor use what torch deprecates
 @pytest.mark.parametrize(("name", "backend"), [("Llama", "aot_eager"), ("ViT", "aot_eager")])
 def test_compiled_under_autocast(name: str, backend: str) -> None:
-    """Bit for bit the gradients of the same compiler without a pipeline; its kernels round otherwise than eager ones."""
+    """Bit for bit the gradients of the same compiler without a pipeline; its kernels round otherwise than eager."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, x = ARCHITECTURES[name](), input_of(name)

@@ -10,7 +10,7 @@ the gradient edges of its outputs. Output values live while they are sent, or wh
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -102,7 +102,7 @@ class Stage:
     index: int
     module: nn.Module
     loss: Loss | None = None  # on the last stage
-    splits: bool = False  # the schedule splits the backward of some microbatch of this stage
+    split: Collection[int] = frozenset()  # the microbatches whose backward is I and, later, W; of others it is B
     flights: dict[int, Flight] = field(default_factory=dict)
     pages: dict[Owner, Tensor] = field(default_factory=dict)  # from GATHER to DROP
     account: Account = field(default_factory=Account)  # of the first microbatch whose backward was split
@@ -115,19 +115,19 @@ class Stage:
         self._accepts = {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_POSITIONAL}
         self._accepts_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
-    def run(self, microbatch: int, arrived: Parcel, options: Mapping[str, Any], split: bool) -> Parcel:
+    def run(self, microbatch: int, arrived: Parcel, options: Mapping[str, Any]) -> Parcel:
         """F of a stage that is not the last."""
-        made = self._forward(arrived, options, split)
+        made = self._forward(microbatch, arrived, options)
         parcel = Parcel.of(made.output)
         made.flight.edges = [_edge(tensor) for tensor in parcel.tensors]
         self._keep(microbatch, made.flight)
         return Parcel(parcel.layout, [None if t is None else t.detach() for t in parcel.tensors])
 
     def run_last(
-        self, microbatch: int, arrived: Parcel, options: Mapping[str, Any], target: WeightedTarget | None, split: bool
+        self, microbatch: int, arrived: Parcel, options: Mapping[str, Any], target: WeightedTarget | None
     ) -> LastOutput:
         """F of the last stage."""
-        made = self._forward(arrived, options, split, target)
+        made = self._forward(microbatch, arrived, options, target)
         parcel = Parcel.of(made.output)
         detached = parcel.tree([None if t is None else t.detach() for t in parcel.tensors])
         loss = made.loss
@@ -203,10 +203,10 @@ class Stage:
         self.drop()
 
     def _forward(
-        self, arrived: Parcel, options: Mapping[str, Any], split: bool, target: WeightedTarget | None = None
+        self, microbatch: int, arrived: Parcel, options: Mapping[str, Any], target: WeightedTarget | None = None
     ) -> _Made:
-        flight = Flight([], [], self._recorder(split))
-        if split and flight.split is not None and self.pending.limit is not None:
+        flight = Flight([], [], self._recorder(microbatch))
+        if flight.split is not None and microbatch in self.split and self.pending.limit is not None:
             flight.repeat = self._repeat(arrived, options, target)
         computed = self._compute(arrived, options, target, flight.split)
         flight.leaves = computed.leaves
@@ -267,7 +267,7 @@ class Stage:
         """Autocast is for forwards. A backward that runs inside it would lower what was computed in full precision."""
         return torch.autocast(self._device, enabled=False) if torch.is_autocast_enabled(self._device) else nullcontext()
 
-    def _recorder(self, split: bool) -> SplitBackward | None:
+    def _recorder(self, microbatch: int) -> SplitBackward | None:
         """What looks at the operations of a forward, if anybody has to.
 
         Where B comes next, somebody has to in two cases. Where other microbatches of the stage are split, compiled
@@ -276,10 +276,10 @@ class Stage:
         """
         if not torch.is_grad_enabled():
             return None
-        if split:
+        if microbatch in self.split:
             account = None if self.account.open else self.account.opened()
             return SplitBackward(self._parameters, account)
-        if self.splits:
+        if self.split:
             return SplitBackward(self._parameters)
         return SplitBackward() if torch.is_autocast_enabled(self._device) else None
 
