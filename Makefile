@@ -36,7 +36,7 @@ help:
 	@echo "make bench     time retrograde and its peers, and fill docs/benchmarks.md and README.md"
 	@echo "make bench-overhead  what sharding costs per small parameter, into docs/benchmarks.md, in ten minutes"
 	@echo "make bench-window  several backwards a step, reduced each time or once, into docs/benchmarks.md"
-	@echo "make bench-pipeline  pipelines beside torch.distributed.pipelining, 119M parameters, into docs/benchmarks.md"
+	@echo "make bench-pipeline  pipelines beside torch.distributed.pipelining, 120M parameters, into docs/benchmarks.md"
 	@echo "make clean     remove the virtual environment and everything built"
 
 # The first interpreter that runs and is new enough; a name on PATH alone may be a shim that does not.

@@ -1,6 +1,6 @@
 """`python -m benchmarks.pipeline`: retrograde's pipelines beside torch.distributed.pipelining, at a size that tells.
 
-A GPT of 119M parameters on four ranks, by three schedules that both have, in fp32 and bf16, with and without activation
+A GPT of 120M parameters on four ranks, by three schedules that both have, in fp32 and bf16, with and without activation
 checkpointing. Memory is counted in a step of its own, exactly: see pipeline_rank.py. Then both engines take turns, one
 step each in a round, and ratios are between steps of one round. The ranks are more than the cores of a small machine,
 so that step times say what a step costs, not how long it waits; waiting is measured by stages that sleep (bubble.py).
@@ -230,8 +230,8 @@ def notes(results: Results) -> list[str]:
         )
     said.append(
         "Tensors are counted exactly, whatever else runs: all storages but those of parameters, gradients and receive "
-        "buffers. torch's receive buffers, one for every microbatch, and gradients that wait to be sent are in the "
-        "process's figure only, beside what its allocator keeps."
+        "buffers. torch's receive buffers, one for every microbatch, are in the process's figure only, beside what the "
+        "allocator keeps."
     )
     return said
 
