@@ -29,7 +29,7 @@ def play(module: nn.Module, limit: int | None, inputs: list[Tensor], grads: list
     """Every F, every I; the stage before its W, and the gradients of the inputs."""
     one = Stage(0, module, split=range(len(inputs)), pending=Pending(limit))
     for number, x in enumerate(inputs):
-        one.run(number, Parcel.of(x.detach().requires_grad_()).apart(), {})
+        one.forward(number, Parcel.of(x.detach().requires_grad_()).apart(), {})
     found = [one.backward_inputs(number, [grad])[0] for number, grad in enumerate(grads)]
     return one, found
 
@@ -110,7 +110,11 @@ def steps(rank: int, world: int, schedule: str) -> list[str]:
             pipe.step(*copy.deepcopy(data.args), target=data.target)
         whole = dict(nn.ModuleList(blocks).named_parameters(remove_duplicate=False))
         named = pipe.named_parameters()
-        wrong += [f"{name}: {key}" for key, p in named if not case.same(p.grad, whole[key].grad)]
+        for key, parameter in named:
+            found, wanted = parameter.grad, whole[key].grad
+            missing = found is None or wanted is None
+            if (found is not wanted) if missing else not case.same(found, wanted):
+                wrong.append(f"{name}: {key}")
     return wrong
 
 

@@ -131,7 +131,7 @@ def test_live_bytes_after_every_action(schedule: str, rank: int, kind: str, reco
 def test_outputs_and_losses_are_detached() -> None:
     one = Stage(0, stage(), F.mse_loss, split={0})
     x = torch.randn(BATCH, TOKENS, WIDTH)
-    loss, output = one.run_last(0, Parcel.of(x), {}, WeightedTarget(torch.zeros_like(x), 1.0))
+    loss, output = one.forward_last(0, Parcel.of(x), {}, WeightedTarget(torch.zeros_like(x), 1.0))
     assert isinstance(loss, Tensor) and loss.grad_fn is None and not loss.requires_grad
     assert output.grad_fn is None and not output.requires_grad
 

@@ -204,10 +204,10 @@ class Executor:
             arrived = self._take(Address(True, action.stage - 1, number))
         options = self._batch.options[number]
         if action.stage != self.schedule.last_stage:
-            self._hand_over(action, Address(True, action.stage, number), stage.run(number, arrived, options))
+            self._hand_over(action, Address(True, action.stage, number), stage.forward(number, arrived, options))
             return
         target = self._batch.targets[number]
-        made = stage.run_last(number, arrived, options, target)
+        made = stage.forward_last(number, arrived, options, target)
         if self._batch.keep_outputs:
             self._outcome.outputs[number] = made.output
         if made.loss is not None and target is not None:

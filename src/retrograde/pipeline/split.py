@@ -59,7 +59,7 @@ class Waited(NamedTuple):
 
 
 class SplitBackward:
-    """Forward, I and W of one microbatch of one stage.
+    """What looks at the forward of one microbatch of one stage, and runs its backward: I and W, or B.
 
     `parameters` are the stage's, which compiled graphs need; `account` is told what waits and what does not."""
 

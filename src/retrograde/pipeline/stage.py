@@ -115,19 +115,19 @@ class Stage:
         self._accepts = {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_POSITIONAL}
         self._accepts_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
-    def run(self, microbatch: int, arrived: Parcel, options: Mapping[str, Any]) -> Parcel:
+    def forward(self, microbatch: int, arrived: Parcel, options: Mapping[str, Any]) -> Parcel:
         """F of a stage that is not the last."""
-        made = self._forward(microbatch, arrived, options)
+        made = self._start_flight(microbatch, arrived, options)
         parcel = Parcel.of(made.output)
         made.flight.edges = [_edge(tensor) for tensor in parcel.tensors]
         self._keep(microbatch, made.flight)
         return Parcel(parcel.layout, [None if t is None else t.detach() for t in parcel.tensors])
 
-    def run_last(
+    def forward_last(
         self, microbatch: int, arrived: Parcel, options: Mapping[str, Any], target: WeightedTarget | None
     ) -> LastOutput:
         """F of the last stage."""
-        made = self._forward(microbatch, arrived, options, target)
+        made = self._start_flight(microbatch, arrived, options, target)
         parcel = Parcel.of(made.output)
         detached = parcel.tree([None if t is None else t.detach() for t in parcel.tensors])
         loss = made.loss
@@ -202,7 +202,7 @@ class Stage:
         self.pending.held = 0
         self.drop()
 
-    def _forward(
+    def _start_flight(
         self, microbatch: int, arrived: Parcel, options: Mapping[str, Any], target: WeightedTarget | None = None
     ) -> _Made:
         flight = Flight([], [], self._recorder(microbatch))
@@ -277,11 +277,17 @@ class Stage:
         if not torch.is_grad_enabled():
             return None
         if microbatch in self.split:
-            account = None if self.account.open else self.account.opened()
-            return SplitBackward(self._parameters, account)
+            return SplitBackward(self._parameters, self._account_of_first())
         if self.split:
             return SplitBackward(self._parameters)
         return SplitBackward() if torch.is_autocast_enabled(self._device) else None
+
+    def _account_of_first(self) -> Account | None:
+        """It is kept of the first microbatch that is split, and of no other."""
+        if self.account.open:
+            return None
+        self.account.open = True
+        return self.account
 
     def _keep(self, microbatch: int, flight: Flight) -> None:
         if microbatch in self.flights:
