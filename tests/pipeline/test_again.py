@@ -17,8 +17,18 @@ from retrograde.pipeline.stage import Stage
 from tests.harness import Ranks
 from tests.pipeline.bytes_of_blocks import BLOCKS, PAIRS, TOKEN_WISE
 from tests.pipeline.cases import CASES, backward_order, plain_step
+from tests.pipeline.test_pipeline import compare
 
 MICROBATCHES = 3
+NAMES = (
+    "transformer",
+    "checkpoint",
+    "trees",
+    "block called twice",
+    "autocast",
+    "first blocks frozen",
+    "tied at both ends",
+)
 
 
 def batch() -> Tensor:
@@ -99,7 +109,7 @@ def test_as_many_pairs_as_there_is_room_for() -> None:
 
 def steps(rank: int, world: int, schedule: str) -> list[str]:
     wrong = []
-    for name in ("transformer", "checkpoint", "trees", "block called twice", "autocast", "first blocks frozen"):
+    for name in NAMES:
         case = CASES[name]
         torch.manual_seed(0)
         blocks = case.blocks()
@@ -108,13 +118,7 @@ def steps(rank: int, world: int, schedule: str) -> list[str]:
         plain_step(blocks, data, case.loss, backward_order(pipe.schedule), case.around)
         with case.around():
             pipe.step(*copy.deepcopy(data.args), target=data.target)
-        whole = dict(nn.ModuleList(blocks).named_parameters(remove_duplicate=False))
-        named = pipe.named_parameters()
-        for key, parameter in named:
-            found, wanted = parameter.grad, whole[key].grad
-            missing = found is None or wanted is None
-            if (found is not wanted) if missing else not case.same(found, wanted):
-                wrong.append(f"{name}: {key}")
+        wrong += compare(name, pipe, blocks, case)
     return wrong
 
 
