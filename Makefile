@@ -23,19 +23,20 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE
 N ?= 1000
 SEED ?= 0
 
-.PHONY: help demo quick test test-all lint fuzz patterns bench bench-overhead bench-window clean
+.PHONY: help demo quick test test-all lint fuzz patterns bench bench-overhead bench-window bench-pipeline clean
 
 help:
 	@echo "make demo      train a small GPT on 2 ranks, stage 3, and compare it with plain torch"
 	@echo "make quick     something of every kind of test, in less than two minutes on two cores"
 	@echo "make test      lint, strict types, all tests, in less than fifteen minutes on two cores"
-	@echo "make test-all  the same, more random programs, the whole backward matrix, 200 kills during saves"
+	@echo "make test-all  the same, more random programs, both whole matrices, 200 kills during saves"
 	@echo "make lint      ruff (rules, format, branches), lengths of functions, mypy"
 	@echo "make fuzz      random models and programs against plain torch: N=1000 of them, from SEED=0 on"
 	@echo "make patterns  run the free-form backward matrix and put its table into docs/matrix.md"
 	@echo "make bench     time retrograde and its peers, and fill docs/benchmarks.md and README.md"
 	@echo "make bench-overhead  what sharding costs per small parameter, into docs/benchmarks.md, in ten minutes"
 	@echo "make bench-window  several backwards a step, reduced each time or once, into docs/benchmarks.md"
+	@echo "make bench-pipeline  pipelines beside torch.distributed.pipelining, 120M parameters, into docs/benchmarks.md"
 	@echo "make clean     remove the virtual environment and everything built"
 
 # The first interpreter that runs and is new enough; a name on PATH alone may be a shim that does not.
@@ -85,6 +86,8 @@ test-all: test
 	@$(PY) -m tests.fuzz --count 1000 --seed 50 --delays 1
 	@$(PY) -m tests.order --count 10000
 	@$(PY) -m tests.patterns.table
+	@$(PY) -m tests.pipeline.test_zero
+	@$(PY) -m tests.pipeline.test_shares
 	@$(PY) -m tests.checkpoint.kills --count 200
 
 fuzz: $(READY)
@@ -107,6 +110,10 @@ bench-overhead: $(READY)
 bench-window: $(PEERS)
 	@$(PY) -m benchmarks.window
 	@$(PY) tools/fill_tables.py window benchmarks/results/latest-window.md
+
+bench-pipeline: $(READY)
+	@$(PY) -m benchmarks.pipeline --bubble
+	@$(PY) tools/fill_tables.py pipeline benchmarks/results/latest-pipeline.md
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache

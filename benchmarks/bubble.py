@@ -20,7 +20,12 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    Schedule1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 
 import retrograde as rg
 from retrograde.pipeline import generate, simulate
@@ -83,19 +88,30 @@ class Sleeper(nn.Module):
 
 @dataclass(frozen=True)
 class Contender:
-    name: str
+    schedule: str  # our name of it
     chunks: int
-    torchs: Any = None  # its schedule class; ours are known by name
+    torchs: Any = None  # torch's class, if torch runs it
 
 
 CONTENDERS = (
     Contender("1f1b", 1),
+    Contender("1f1b", 1, Schedule1F1B),
     Contender("zb-h1", 1),
-    Contender("torch InterleavedZeroBubble, one stage per rank", 1, ScheduleInterleavedZeroBubble),
+    Contender("zb-h1", 1, ScheduleInterleavedZeroBubble),
     Contender("zb-v", 2),
-    Contender("torch InterleavedZeroBubble, two", 2, ScheduleInterleavedZeroBubble),
-    Contender("torch ZBVZeroBubble", 2, ScheduleZBVZeroBubble),
+    Contender("zb-v", 2, ScheduleZBVZeroBubble),
 )
+
+
+@dataclass
+class Measured:
+    """Idle time as a share of the work, by round: until a rank's last action, and until the last rank's last."""
+
+    name: str
+    engine: str
+    bubbles: list[float]
+    steps: list[float]
+    theory: tuple[float, float]  # both, with actions of equal length and transfers that take no time
 
 
 def pause_weights(stage: Stage, clock: Clock, seconds: float) -> None:
@@ -124,7 +140,7 @@ def our_stepper(contender: Contender, clock: Clock) -> Callable[[], object]:
     seconds = PAUSE / contender.chunks
     x = torch.randn(MICROBATCHES * 2, WIDTH)
     blocks = [Sleeper(clock, seconds, True) for _ in range(RANKS * contender.chunks)]
-    pipe = rg.Pipeline(blocks, schedule=contender.name, microbatches=MICROBATCHES, loss=F.mse_loss)
+    pipe = rg.Pipeline(blocks, schedule=contender.schedule, microbatches=MICROBATCHES, loss=F.mse_loss)
     for stage in pipe.stages.values():
         pause_weights(stage, clock, seconds)
     return lambda: pipe.step(x, target=x)
@@ -140,13 +156,14 @@ def torchs_stepper(contender: Contender, clock: Clock, rank: int) -> Callable[[]
         PipelineStage(Sleeper(clock, seconds, False), n, last + 1, torch.device("cpu"), input_args=(x[:2],))
         for n in numbers
     ]
-    schedule = contender.torchs(stages, MICROBATCHES, loss_fn=F.mse_loss)
+    one_stage = issubclass(contender.torchs, PipelineScheduleSingle)
+    schedule = contender.torchs(stages[0] if one_stage else stages, MICROBATCHES, loss_fn=F.mse_loss)
     args = (x,) if 0 in numbers else ()
     target = {"target": x} if last in numbers else {}
     return lambda: schedule.step(*args, **target)
 
 
-def measure(rank: int, folder: str, results: Any) -> None:
+def run_rank(rank: int, folder: str, results: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -157,51 +174,60 @@ def measure(rank: int, folder: str, results: Any) -> None:
     )
     torch.manual_seed(0)
     clock = Clock()
-    steppers = {contender.name: stepper(contender, clock, rank) for contender in CONTENDERS}
+    steppers = {contender: stepper(contender, clock, rank) for contender in CONTENDERS}
     for number in range(ROUNDS + 1):
-        for name, step in steppers.items():
+        for contender, step in steppers.items():
             dist.barrier()
             clock.first = 0.0
             step()
-            results.put((name, number, rank, clock.first, clock.last))
+            results.put((contender, number, clock.first, clock.last))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def table(found: dict[tuple[str, int], list[tuple[float, float]]]) -> str:
-    work = 3 * PAUSE * MICROBATCHES
-    lines = ["| schedule | bubble | in theory | a single step | in theory |", "|---|---|---|---|---|"]
-    for contender in CONTENDERS:
-        spans = [found[contender.name, number] for number in range(1, ROUNDS + 1)]  # the first round learns layouts
-        bubble = summary([max(end - start for start, end in ranks) / work - 1 for ranks in spans])
-        step = summary([(max(e for _, e in ranks) - min(s for s, _ in ranks)) / work - 1 for ranks in spans])
-        theory = ("", "")
-        if contender.torchs is None:
-            timeline = simulate(generate(contender.name, RANKS, MICROBATCHES))
-            theory = (f"{timeline.bubble:.1%}", f"{timeline.step_bubble:.1%}")
-        lines.append(f"| {contender.name} | {bubble} | {theory[0]} | {step} | {theory[1]} |")
-    return "\n".join(lines)
-
-
-def summary(shares: list[float]) -> str:
-    return f"{statistics.median(shares):.1%} ({min(shares):.1%} to {max(shares):.1%})"
-
-
-def main() -> None:
+def measured() -> list[Measured]:
+    """Of every contender, from a run of four ranks."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     context = mp.get_context("spawn")
     results = context.Queue()
-    found: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    found: dict[tuple[Contender, int], list[tuple[float, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        ranks = mp.spawn(measure, args=(folder, results), nprocs=RANKS, join=False)
+        ranks = mp.spawn(run_rank, args=(folder, results), nprocs=RANKS, join=False)
         for _ in range(len(CONTENDERS) * (ROUNDS + 1) * RANKS):
-            name, number, _, first, last = results.get(timeout=180)
-            found.setdefault((name, number), []).append((first, last))
+            contender, number, first, last = results.get(timeout=180)
+            found.setdefault((contender, number), []).append((first, last))
         while not ranks.join(timeout=60):
             pass
-    print(table(found))
+    # The first round learns layouts.
+    return [summary(each, [found[each, number] for number in range(1, ROUNDS + 1)]) for each in CONTENDERS]
+
+
+def summary(contender: Contender, spans: list[list[tuple[float, float]]]) -> Measured:
+    """`spans` are the beginning and the end of each rank's work, by round."""
+    work = 3 * PAUSE * MICROBATCHES
+    timeline = simulate(generate(contender.schedule, RANKS, MICROBATCHES))
+    return Measured(
+        contender.schedule,
+        "retrograde" if contender.torchs is None else "torch",
+        [max(end - start for start, end in ranks) / work - 1 for ranks in spans],
+        [(max(end for _, end in ranks) - min(start for start, _ in ranks)) / work - 1 for ranks in spans],
+        (timeline.bubble, timeline.step_bubble),
+    )
+
+
+def table(found: list[Measured]) -> str:
+    lines = ["| schedule | | bubble | in theory | a single step | in theory |", "|---|---|---|---|---|---|"]
+    for each in found:
+        bubble, step = (f"{share:.1%}" for share in each.theory)
+        cells = (each.name, each.engine, shares(each.bubbles), bubble, shares(each.steps), step)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def shares(found: list[float]) -> str:
+    return f"{statistics.median(found):.1%} ({min(found):.1%} to {max(found):.1%})"
 
 
 if __name__ == "__main__":
-    main()
+    print(table(measured()))

@@ -1,8 +1,8 @@
 """Put tables from runs between their markers: fill_tables.py NAME FILE, or fill_tables.py benchmarks FOLDER.
 
 `patterns`: FILE is the output of `python -m tests.patterns.table`; it goes into docs/matrix.md.
-`overhead`, `window`: FILE is what `python -m benchmarks.overhead` or `benchmarks.window` has written; it goes into
-docs/benchmarks.md.
+`overhead`, `window`, `pipeline`: FILE is what `python -m benchmarks.overhead`, `benchmarks.window` or
+`benchmarks.pipeline` has written; it goes into docs/benchmarks.md.
 `benchmarks`: FOLDER has latest.md, which goes into docs/benchmarks.md, and latest.json, from which the five figures on
 the README's first screen are made.
 """
@@ -29,6 +29,7 @@ BLOCKS = {
     "benchmarks": Block(BENCHMARKS, "benchmarks"),
     "overhead": Block(BENCHMARKS, "overhead"),
     "window": Block(BENCHMARKS, "window"),
+    "pipeline": Block(BENCHMARKS, "pipeline"),
     "figures": Block(README, "figures"),
 }
 
@@ -96,7 +97,7 @@ def figures(results: dict[str, Any]) -> str:
 
 def main() -> None:
     which, source = sys.argv[1], Path(sys.argv[2])
-    if which in ("patterns", "overhead", "window"):
+    if which in ("patterns", "overhead", "window", "pipeline"):
         fill(which, source.read_text(encoding="utf-8"))
         return
     fill("benchmarks", (source / "latest.md").read_text(encoding="utf-8"))

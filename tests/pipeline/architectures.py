@@ -86,24 +86,34 @@ class Gpt2(nn.Module):
         return x + self.mlp(F.gelu(self.c_fc(self.ln_2(x)), approximate="tanh"))
 
 
+class VitBlock(nn.Module):
+    """An attention module and a perceptron."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.ln_1(x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        return x + self.down(F.gelu(self.up(self.ln_2(x))))
+
+
 class Vit(nn.Module):
-    """Patches by a convolution, a class token, positions, and an attention module."""
+    """Patches by a convolution, a class token, positions, and a block."""
 
     def __init__(self) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, WIDTH, 4, stride=4)
         self.token = nn.Parameter(torch.randn(1, 1, WIDTH))
         self.positions = nn.Parameter(torch.randn(1, 1 + 4, WIDTH))
-        self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.block = VitBlock()
 
     def forward(self, pixels: Tensor) -> Tensor:
         x = self.patches(pixels).flatten(2).transpose(1, 2)
-        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1) + self.positions
-        y = self.ln_1(x)
-        x = x + self.attention(y, y, y, need_weights=False)[0]
-        return x + self.down(F.gelu(self.up(self.ln_2(x))))
+        return self.block(torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1) + self.positions)
 
 
 class T5(nn.Module):

@@ -16,10 +16,14 @@ from torch.utils.checkpoint import checkpoint
 
 from retrograde.pipeline import ActionKind, Schedule
 from retrograde.pipeline.blocks import Chain
+from tests.pipeline import architectures
+from tests.pipeline.architectures import T5, TOKENS, Gpt2, Llama, Vit, VitBlock
 from tests.reference import Grads, in_one_window
 
 WIDTH = 8
-SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
+LINEAR = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zb-h2")
+IN_A_V = ("zb-v", "dualpipe-v", "v-half", "v-min")
+SCHEDULES = LINEAR + IN_A_V
 
 
 def lin(i: int = WIDTH, o: int = WIDTH) -> nn.Linear:
@@ -202,6 +206,15 @@ def attentions() -> list[nn.Module]:
     return [Fn(cross if n % 2 else own, att=nn.MultiheadAttention(WIDTH, 2, batch_first=True)) for n in range(8)]
 
 
+def wide_sequences() -> Data:
+    return Data((torch.randn(8, TOKENS, architectures.WIDTH),), torch.randn(8, TOKENS, architectures.WIDTH))
+
+
+def pictures() -> Data:
+    """Of four patches each, which become five tokens."""
+    return Data((torch.randn(8, 3, 8, 8),), torch.randn(8, 5, architectures.WIDTH))
+
+
 def constants() -> list[nn.Module]:
     """Every block also returns something that depends on a parameter alone."""
 
@@ -252,9 +265,17 @@ CASES: dict[str, Case] = {
         lambda: [Fn(lambda m, x: m.a(m.a(x).relu()).float(), a=lin()) for _ in range(8)], around=lowered
     ),
     "autocast, checkpoint": Case(lambda: [Attentive("other") for _ in range(8)], sequences, around=lowered),
+    "Llama": Case(lambda: [Llama() for _ in range(8)], wide_sequences),
+    "GPT-2": Case(lambda: [Gpt2() for _ in range(8)], wide_sequences),
+    "T5": Case(lambda: [T5() for _ in range(8)], wide_sequences),
+    "ViT": Case(lambda: [Vit(), *(VitBlock() for _ in range(7))], pictures),
+    "autocast, Llama": Case(lambda: [Llama() for _ in range(8)], wide_sequences, around=lowered),
+    "autocast, ViT": Case(lambda: [Vit(), *(VitBlock() for _ in range(7))], pictures, around=lowered),
     # Graphs add up otherwise than single operations.
     "compiled": Case(language, words, labelled, exact=False, compiled=True),
     "compiled, attention modules": Case(attentions, sequences, exact=False, compiled=True),
+    "compiled, Llama": Case(lambda: [Llama() for _ in range(8)], wide_sequences, exact=False, compiled=True),
+    "compiled, autocast": Case(language, words, labelled, exact=False, around=lowered, compiled=True),
     "empty tensor": Case(
         lambda: (
             [Fn(lambda m, x, e=None: (torch.tanh(m.a(x)), x[:0]), a=lin()) for _ in range(7)]

@@ -17,8 +17,18 @@ from retrograde.pipeline.stage import Stage
 from tests.harness import Ranks
 from tests.pipeline.bytes_of_blocks import BLOCKS, PAIRS, TOKEN_WISE
 from tests.pipeline.cases import CASES, backward_order, plain_step
+from tests.pipeline.test_pipeline import compare
 
 MICROBATCHES = 3
+NAMES = (
+    "transformer",
+    "checkpoint",
+    "trees",
+    "block called twice",
+    "autocast",
+    "first blocks frozen",
+    "tied at both ends",
+)
 
 
 def batch() -> Tensor:
@@ -27,9 +37,9 @@ def batch() -> Tensor:
 
 def play(module: nn.Module, limit: int | None, inputs: list[Tensor], grads: list[Tensor]) -> tuple[Stage, list[Any]]:
     """Every F, every I; the stage before its W, and the gradients of the inputs."""
-    one = Stage(0, module, pending=Pending(limit))
+    one = Stage(0, module, split=range(len(inputs)), pending=Pending(limit))
     for number, x in enumerate(inputs):
-        one.run(number, Parcel.of(x.detach().requires_grad_()).apart(), {}, True)
+        one.forward(number, Parcel.of(x.detach().requires_grad_()).apart(), {})
     found = [one.backward_inputs(number, [grad])[0] for number, grad in enumerate(grads)]
     return one, found
 
@@ -99,7 +109,7 @@ def test_as_many_pairs_as_there_is_room_for() -> None:
 
 def steps(rank: int, world: int, schedule: str) -> list[str]:
     wrong = []
-    for name in ("transformer", "checkpoint", "trees", "block called twice", "autocast", "tied at both ends"):
+    for name in NAMES:
         case = CASES[name]
         torch.manual_seed(0)
         blocks = case.blocks()
@@ -108,9 +118,7 @@ def steps(rank: int, world: int, schedule: str) -> list[str]:
         plain_step(blocks, data, case.loss, backward_order(pipe.schedule), case.around)
         with case.around():
             pipe.step(*copy.deepcopy(data.args), target=data.target)
-        whole = dict(nn.ModuleList(blocks).named_parameters(remove_duplicate=False))
-        named = pipe.named_parameters()
-        wrong += [f"{name}: {key}" for key, p in named if not case.same(p.grad, whole[key].grad)]
+        wrong += compare(name, pipe, blocks, case)
     return wrong
 
 

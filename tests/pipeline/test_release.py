@@ -92,7 +92,8 @@ class Book:
 def run(schedule: str, rank: int, kind: str, recompute: str | None) -> tuple[list[str], int]:
     module = stage(kind, recompute)
     plan = lower(generate(schedule, RANKS, MICROBATCHES))
-    one = Stage(rank, module, F.mse_loss if rank == RANKS - 1 else None)
+    loss = F.mse_loss if rank == RANKS - 1 else None
+    one = Stage(rank, module, loss, plan.split_microbatches(rank))
     batch = Batch(
         [torch.randn(BATCH, TOKENS, WIDTH) for _ in range(MICROBATCHES)],
         [{}] * MICROBATCHES,
@@ -128,9 +129,9 @@ def test_live_bytes_after_every_action(schedule: str, rank: int, kind: str, reco
 
 
 def test_outputs_and_losses_are_detached() -> None:
-    one = Stage(0, stage(), F.mse_loss)
+    one = Stage(0, stage(), F.mse_loss, split={0})
     x = torch.randn(BATCH, TOKENS, WIDTH)
-    loss, output = one.run_last(0, Parcel.of(x), {}, WeightedTarget(torch.zeros_like(x), 1.0), True)
+    loss, output = one.forward_last(0, Parcel.of(x), {}, WeightedTarget(torch.zeros_like(x), 1.0))
     assert isinstance(loss, Tensor) and loss.grad_fn is None and not loss.requires_grad
     assert output.grad_fn is None and not output.requires_grad
 

@@ -1,9 +1,11 @@
 """The named schedules: golden text for small ones, bubble and memory as arithmetic for many sizes."""
 
+import re
 from fractions import Fraction
 from math import ceil
 
 import pytest
+from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 from retrograde.errors import ScheduleError
 from retrograde.pipeline import ActionKind, Costs, Schedule, dry_run, generate, search
@@ -43,6 +45,11 @@ rank 1: 1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
 schedule zb-h2 microbatches=3 placement=0,1
 rank 0: 0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2
 rank 1: 1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2
+""",
+    "dualpipe-v": """\
+schedule dualpipe-v microbatches=4 placement=0,1,1,0
+rank 0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 3B2 3F3 0B1 3B3 0I2 0W2 0I3 0W3
+rank 1: 1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 2B2 1B2 2I3 1I3 2W3 1W3
 """,
     "zb-v": """\
 schedule zb-v microbatches=3 placement=0,1,1,0
@@ -92,6 +99,24 @@ def test_figures_of_the_v_schedules(p: int, m: int) -> None:
     assert max(figures["v-min"].activations) <= ceil((p + 2) / 3)
 
 
+@pytest.mark.parametrize(("p", "m"), [(p, m) for p in (1, 2, 3, 4, 5, 6, 8) for m in (2 * p, 2 * p + 1, 3 * p + 1)])
+def test_figures_of_dualpipe(p: int, m: int) -> None:
+    timeline = dry_run(generate("dualpipe-v", p, m))
+    assert idle(timeline) == p - 1  # of work 6m
+    assert timeline.makespan == 6 * m + p - 1
+    assert max(timeline.activations) == p + 0.5
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 5), (4, 8), (5, 13)])
+def test_dualpipe_is_the_one_that_torch_has(p: int, m: int) -> None:
+    """But that a forward and a backward which torch would overlap stand one after the other."""
+    theirs = object.__new__(ScheduleDualPipeV)
+    theirs.pp_group_size, theirs._n_microbatches = p, m
+    rows = [";".join(map(str, theirs._calculate_single_rank_operations(rank))) for rank in range(p)]
+    expected = [re.findall(r"\d+[FIWB]\d+", row) for row in rows]
+    assert [[str(action) for action in actions] for actions in generate("dualpipe-v", p, m).ranks] == expected
+
+
 @pytest.mark.parametrize("p", [12, 18])
 def test_memory_of_the_v_schedules_is_balanced_and_tends_to_a_half_and_a_third(p: int) -> None:
     assert set(dry_run(generate("zb-v", p, 3 * p)).activations) == {p}
@@ -130,7 +155,9 @@ def in_order(schedule: Schedule) -> bool:
     """Every kind of action takes the microbatches of a stage in order, so sums over microbatches are torch's."""
     seen: dict[tuple[ActionKind, int], list[int | None]] = {}
     for _, action in schedule.actions():
-        seen.setdefault((action.kind, action.stage), []).append(action.microbatch)
+        parts = (ActionKind.I, ActionKind.W) if action.kind is ActionKind.B else (action.kind,)
+        for kind in parts:
+            seen.setdefault((kind, action.stage), []).append(action.microbatch)
     return all(order == list(range(schedule.microbatches)) for order in seen.values())
 
 
@@ -154,8 +181,9 @@ def test_unequal_costs_follow_the_formulas_of_the_paper() -> None:
 def test_weights_come_after_inputs_and_b_stands_for_both() -> None:
     for name in GENERATORS:
         kinds = {action.kind for _, action in generate(name, 3, 6).actions()}
-        split = name.startswith(("zb", "v-"))
-        assert kinds == ({ActionKind.F, ActionKind.I, ActionKind.W} if split else {ActionKind.F, ActionKind.B})
+        split = {ActionKind.I, ActionKind.W} if name.startswith(("zb", "v-", "dual")) else set()
+        whole = set() if name.startswith(("zb", "v-")) else {ActionKind.B}
+        assert kinds == {ActionKind.F} | split | whole
 
 
 @pytest.mark.parametrize("p", range(1, 30))

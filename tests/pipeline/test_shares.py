@@ -76,7 +76,7 @@ def test_eager(name: str, lower: bool) -> None:
 @pytest.mark.filterwarnings("ignore")  # Dynamo and inductor use what torch deprecates
 @pytest.mark.parametrize(("name", "backend"), [*((name, "aot_eager") for name in ARCHITECTURES), ("GPT-2", "inductor")])
 def test_compiled(name: str, backend: str) -> None:
-    """All of them with inductor take two minutes: `python -m tests.pipeline.test_shares`."""
+    """All of them with inductor: `python -m tests.pipeline.test_shares`."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, x = ARCHITECTURES[name](), input_of(name)
@@ -91,7 +91,33 @@ def test_compiled(name: str, backend: str) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.filterwarnings("ignore")  # Dynamo and inductor use what torch deprecates
+@pytest.mark.parametrize(("name", "backend"), [("Llama", "aot_eager"), ("ViT", "aot_eager")])
+def test_compiled_under_autocast(name: str, backend: str) -> None:
+    """Bit for bit the gradients of the same compiler without a pipeline; its kernels round otherwise than eager."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = ARCHITECTURES[name](), input_of(name)
+    theirs = copy.deepcopy(model)
+    weights = backward_flops(model, x, True) - backward_flops(model, x, False)
+    for each in (model, theirs):
+        each.compile(backend=backend, fullgraph=True)
+    found, grad = run_split(model, x, None, True)
+    assert found >= BAR * weights
+    assert torch.equal(grad, gradients(theirs, x, True))
+    for (key, a), b in zip(theirs.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad), key
+    torch._dynamo.reset()
+
+
+def main() -> None:
+    """What the suite has no time for: about six minutes."""
+    for name in ARCHITECTURES:
+        test_compiled(name, "inductor")
+        test_compiled_under_autocast(name, "aot_eager")
+        test_compiled_under_autocast(name, "inductor")
+        print(f"{name}: at least {BAR:.0%} waits, and gradients are right, compiled and under autocast", flush=True)
+
+
 if __name__ == "__main__":
-    for architecture in ARCHITECTURES:
-        test_compiled(architecture, "inductor")
-        print(f"{architecture}, inductor: as eager")
+    main()

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import itertools
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,11 +20,10 @@ from tests.stages import EACH_STAGE, STAGES
 
 MICROBATCHES = 4
 NAMES = [name for name, case in CASES.items() if not case.compiled]
-COMPILED = [name for name, case in CASES.items() if case.compiled]
-SHARE = 8  # of the cases, for each schedule and stage in the suite
+SHARE = 10  # of the cases, for each schedule and stage in the suite
 
 
-def steps(rank: int, world: int, schedule: str, stage: int, names: list[str]) -> list[str]:
+def steps(rank: int, world: int, schedule: str, stage: int, names: list[str], pending: str | None = None) -> list[str]:
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("pp", "dp"))
     wrong = []
     for name in names:
@@ -37,6 +37,7 @@ def steps(rank: int, world: int, schedule: str, stage: int, names: list[str]) ->
             loss=case.loss,
             mesh=mesh["pp"],
             zero=rg.Zero(stage=stage, mesh=mesh["dp"]),
+            pending=pending,
         )
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         plain = torch.optim.SGD(nn.ModuleList(blocks).parameters(), lr=0.1)
@@ -78,12 +79,20 @@ def reductions(pipe: rg.Pipeline) -> list[str]:
     return wrong
 
 
-def transformer(world: int, schedule: str, gathered: int | None = None) -> rg.Pipeline:
+def transformer(world: int, schedule: str, gathered: int | None = None, pending: str | None = None) -> rg.Pipeline:
     torch.manual_seed(0)
     case = CASES["transformer"]
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("pp", "dp"))
     zero = rg.Zero(stage=3, mesh=mesh["dp"], gathered=gathered)
-    return rg.Pipeline(case.blocks(), schedule=schedule, microbatches=4, loss=case.loss, mesh=mesh["pp"], zero=zero)
+    return rg.Pipeline(
+        case.blocks(),
+        schedule=schedule,
+        microbatches=4,
+        loss=case.loss,
+        mesh=mesh["pp"],
+        zero=zero,
+        pending=pending,
+    )
 
 
 def step(pipe: rg.Pipeline) -> None:
@@ -92,9 +101,8 @@ def step(pipe: rg.Pipeline) -> None:
     pipe.step(*data.args, target=data.target)
 
 
-def gathers_by_kind(rank: int, world: int, schedule: str, gathered: int | None) -> tuple[dict[str, int], int]:
-    """How many pages each kind of action brought into memory, at stage 3; and how many units there are."""
-    pipe = transformer(world, schedule, gathered)
+def gathers_of(pipe: rg.Pipeline, told: Callable[[Action], None] = lambda action: None) -> dict[str, int]:
+    """How many pages each kind of action of a step brought into memory."""
     found: dict[str, int] = {}
     seen = 0
 
@@ -103,10 +111,17 @@ def gathers_by_kind(rank: int, world: int, schedule: str, gathered: int | None) 
         count = pipe.engine.ledger.count("gather")
         found[action.kind.value] = found.get(action.kind.value, 0) + count - seen
         seen = count
+        told(action)
 
     pipe.watch(watch)
     step(pipe)
-    return found, len(pipe.engine.units)
+    return found
+
+
+def gathers_by_kind(rank: int, world: int, schedule: str, gathered: int | None) -> tuple[dict[str, int], int]:
+    """At stage 3; and how many units there are."""
+    pipe = transformer(world, schedule, gathered)
+    return gathers_of(pipe), len(pipe.engine.units)
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
@@ -186,9 +201,44 @@ def test_two_by_two(ranks: Ranks, schedule: str, stage: int) -> None:
     assert [text for by_rank in found for text in by_rank] == []
 
 
-def test_compiled_regions(ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "stage", "names"),
+    [
+        ("zb-v", 3, ["compiled, attention modules", "compiled, autocast"]),
+        # It has B and I: a graph that is made in the middle of a step would look at gradients, and reduce them early.
+        ("dualpipe-v", 1, ["compiled"]),
+    ],
+)
+def test_compiled_regions(ranks: Ranks, schedule: str, stage: int, names: list[str]) -> None:
     """With other schedules and stages too in `python -m tests.pipeline.test_zero`: compiling takes seconds."""
-    assert ranks(4).run(steps, "zb-v", 3, COMPILED, timeout=110) == [[]] * 4
+    assert ranks(4).run(steps, schedule, stage, names, timeout=110) == [[]] * 4
+
+
+@pytest.mark.parametrize(("schedule", "stage"), [("zb-h1", 3), ("zb-v", 1), ("dualpipe-v", 2)])
+def test_a_limit_on_what_waits(ranks: Ranks, schedule: str, stage: int) -> None:
+    """No pair has room: all microbatches that can be computed again in W are."""
+    names = ["transformer", "checkpoint", "first blocks frozen", "partly frozen", "tied next to each other", "autocast"]
+    found = ranks(4).run(steps, schedule, stage, names, "0", timeout=110)
+    assert [text for by_rank in found for text in by_rank] == []
+
+
+def pages_with_a_limit(rank: int, world: int) -> tuple[dict[str, int], list[str]]:
+    """Gathers of each kind of action, and units whose page is there after a W."""
+    pipe = transformer(world, "zb-h1", pending="0")
+    left: list[str] = []
+
+    def watch(action: Action) -> None:
+        if action.kind.value == "W":
+            left.extend(f"{action}: {unit.name}" for unit in pipe.engine.units if unit.page.ready)
+
+    found = gathers_of(pipe, watch)
+    return found, left
+
+
+def test_w_gathers_what_it_computes_again_and_leaves_no_page(ranks: Ranks) -> None:
+    for rank, (found, left) in enumerate(ranks(4).run(pages_with_a_limit)):
+        assert (found["W"] > 0) == (rank >= 2)  # the first stage's input has no gradient, so it keeps its pairs
+        assert left == []
 
 
 def test_checkpoints_with_pages_that_come_early(ranks: Ranks) -> None:
@@ -201,10 +251,11 @@ def test_every_case_runs_with_every_stage() -> None:
         assert {name for schedule in SCHEDULES for name in some(schedule, stage)} == set(NAMES)
 
 
-def main() -> int:
+def main(schedules: list[str]) -> int:
+    """Every case with every stage, for the given schedules or all."""
     wrong = []
     with contextlib.closing(Pools()) as ranks:
-        for schedule, stage in itertools.product(SCHEDULES, STAGES):
+        for schedule, stage in itertools.product(schedules or SCHEDULES, STAGES):
             found = ranks(4).run(steps, schedule, stage, list(CASES), timeout=600)
             texts = [text for by_rank in found for text in by_rank]
             print(f"{schedule}, ZeRO {stage}: {len(CASES)} cases, {len(texts)} differences", flush=True)
@@ -214,4 +265,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

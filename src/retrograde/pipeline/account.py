@@ -85,15 +85,11 @@ class _OtherUse:
 
 @dataclass
 class Account:
-    """Of one microbatch of one stage, the first after it was opened."""
+    """Of one microbatch of one stage. Open from then on, so that no other comes in."""
 
     open: bool = False
     _calls: list[_Call] = field(default_factory=list)
     _others: list[_OtherUse] = field(default_factory=list)
-
-    def opened(self) -> "Account":
-        self.open = True
-        return self
 
     def note_pair(self, pair: Pair, waits: bool) -> None:
         targets = tuple(id(target.parameter) for target in pair.targets)

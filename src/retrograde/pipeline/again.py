@@ -2,10 +2,11 @@
 
 [Note: pairs or inputs]
 Between I and W a stage holds pairs, or else what they can be made of again: its input and the gradient of its output. W
-then runs F and I of the microbatch once more, and computes the weight gradients of the new pairs at once.
+then runs F of the microbatch once more, and a backward in which nothing needs to wait.
 
-Rule 1: the second I adds to no `.grad`: what did not wait the first time has its gradient already. It asks for the
-        gradients of the stage's inputs alone, and the parameters that waited are those that waited before.
+Rule 1: that backward adds to the gradients that waited the first time and to no others, which have theirs already. To
+        plain parameters it adds as an unsplit backward would. A full tensor is no leaf, and its parameter shares a node
+        with others that may not have waited: its gradients wait as pairs until that backward has ended.
 Rule 2: the same numbers come out: random numbers and autocast are those of F, and the stage's input is unchanged.
 Rule 3: what cannot be repeated keeps its pairs: a stage that changes its input or buffers in forward, whose input needs
         no gradient (the first stage), or in which somebody runs a backward of their own (reentrant checkpoints do).
@@ -13,14 +14,14 @@ Rule 3: what cannot be repeated keeps its pairs: a stage that changes its input 
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from retrograde.pipeline.split import SplitBackward
+from retrograde.pipeline.split import SplitBackward, Waited
 from retrograde.torch_internals import version_of
 
 
@@ -65,7 +66,7 @@ class Repeat:
     inputs: list[Tensor]  # those that need gradients
     forward: Callable[[SplitBackward], Recomputed]
     surroundings: Surroundings
-    waited: frozenset[int] = frozenset()
+    waited: Waited = field(default_factory=Waited)
     grads: Sequence[Tensor | None] = ()
 
     @property
@@ -73,16 +74,15 @@ class Repeat:
         return sum(t.nbytes for t in (*self.inputs, *self.grads) if t is not None)
 
     def run(self, split: SplitBackward) -> None:
-        """F, I and W."""
+        """F, and I and W at once."""
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(self.surroundings.random)
             with torch.enable_grad(), self.surroundings.precision():
                 made = self.forward(split)
         pairs = [(e, g) for e, g in zip(made.outputs, self.grads, strict=True) if e is not None and g is not None]
-        split.run_inputs_again([e for e, _ in pairs], [g for _, g in pairs], made.leaves, self.waited)
+        split.run_again([e for e, _ in pairs], [g for _, g in pairs], made.leaves, self.waited)
         for leaf in made.leaves:
             leaf.grad = None
-        split.run_weights()
 
 
 class Writes:

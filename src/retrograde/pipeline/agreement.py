@@ -11,10 +11,13 @@ to the second, so that in the end all ranks of all replicas know.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
 
 from retrograde.arguments import Said, differences
-from retrograde.errors import PipelineError
+from retrograde.errors import PipelineError, RetrogradeError
 from retrograde.transport import Position, Reason, Transport, Value
 
 V = TypeVar("V", bound=Value)
@@ -51,3 +54,42 @@ def exchange(transport: Transport, label: str, value: V) -> list[V]:
     """Everybody's value, by rank."""
     positions = transport.meet(Position(Reason.VALUE, label, {}, {}, value))
     return [position.value for position in positions]  # type: ignore[misc]
+
+
+class Agreed(NamedTuple):
+    """What all ranks know at the end of a step: the failures of all of them, and the loss if the last stage has one.
+
+    `lost`: some rank is gone, and there will be no other step."""
+
+    failures: list[str]
+    loss: Tensor | None
+    lost: bool
+
+
+def end_of_step(
+    transports: Sequence[Transport], groups: Sequence[dist.ProcessGroup], failures: list[str], loss: Tensor | None
+) -> Agreed:
+    """The rank of the last stage tells the others the loss; a rank that has failed tells them why.
+
+    Where one group cannot meet, because a rank of it is gone, the other still does: all ranks are to know.
+    """
+    told = None
+    lost = False
+    for group, transport in zip(groups, transports, strict=True):
+        own = loss if transport is transports[0] else None  # replicas have losses of their own
+        try:
+            everyone = exchange(transport, "the end of a step", (failures, own, lost))
+        except RetrogradeError as error:
+            failures = sorted({*failures, _in_words_of_the_job(error, group)})
+            lost = True
+            continue
+        failures = sorted({text for theirs, _, _ in everyone for text in theirs})
+        told = next((theirs for _, theirs, _ in everyone if theirs is not None), told)
+        lost = lost or any(theirs for _, _, theirs in everyone)
+    return Agreed(failures, told, lost)
+
+
+def _in_words_of_the_job(error: Exception, group: dist.ProcessGroup) -> str:
+    """Groups count their own ranks; people know those of the job."""
+    known = ", ".join(f"{own} is {rank}" for own, rank in enumerate(dist.get_process_group_ranks(group)))
+    return f"{error} (ranks of this group, by their numbers in the job: {known})"

@@ -7,7 +7,7 @@ Whatever is not recognised here, or is called in a way that is not, is left to t
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -29,6 +29,7 @@ from retrograde.pipeline.formulas import (
     Linear,
     is_column_major,
 )
+from retrograde.pipeline.inlined import for_each_dimension
 from retrograde.torch_internals import base_of, grouped_mm
 
 
@@ -145,20 +146,15 @@ def _embedding(
     return DeferrableCall(Embedding(rows, padding, scale_grad_by_freq), input, weight)
 
 
-def _spread(value: int | Sequence[int], dims: int) -> list[int]:
-    numbers = [value] if isinstance(value, int) else list(value)
-    return numbers * dims if len(numbers) == 1 else numbers
-
-
 def _conv(
     input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
 ) -> DeferrableCall | None:
     dims = weight.dim() - 2
-    spread = _spread(dilation, dims)
-    around = _named_padding(padding, weight, spread) if isinstance(padding, str) else _spread(padding, dims)
+    spread = for_each_dimension(dilation, dims)
+    around = _named_padding(padding, weight, spread) if isinstance(padding, str) else for_each_dimension(padding, dims)
     if around is None:
         return None
-    geometry = Geometry(_spread(stride, dims), around, spread, False, [0] * dims, groups)
+    geometry = Geometry(for_each_dimension(stride, dims), around, spread, False, [0] * dims, groups)
     return _convolution(input, weight, bias, geometry)
 
 
@@ -182,11 +178,11 @@ def _conv_transpose(
 ) -> DeferrableCall | None:
     dims = weight.dim() - 2
     geometry = Geometry(
-        _spread(stride, dims),
-        _spread(padding, dims),
-        _spread(dilation, dims),
+        for_each_dimension(stride, dims),
+        for_each_dimension(padding, dims),
+        for_each_dimension(dilation, dims),
         True,
-        _spread(output_padding, dims),
+        for_each_dimension(output_padding, dims),
         groups,
     )
     return _convolution(input, weight, bias, geometry)

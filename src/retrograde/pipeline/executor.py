@@ -108,7 +108,6 @@ class Executor:
         self._transport = transport
         self._actions = schedule.ranks[rank]
         self._labels = [label_of(action) for action in self._actions]
-        self._split = {(a.stage, a.microbatch) for a in self._actions if a.kind is ActionKind.I}
         self._arriving: dict[Address, ReceiveContent] = {}
         self._here: dict[Address, Any] = {}  # handed over by, or to be sent to, another stage
         self._table: dict[ActionKind, Callable[[Action], None]] = {
@@ -204,12 +203,11 @@ class Executor:
         else:
             arrived = self._take(Address(True, action.stage - 1, number))
         options = self._batch.options[number]
-        split = (action.stage, number) in self._split
         if action.stage != self.schedule.last_stage:
-            self._hand_over(action, Address(True, action.stage, number), stage.run(number, arrived, options, split))
+            self._hand_over(action, Address(True, action.stage, number), stage.forward(number, arrived, options))
             return
         target = self._batch.targets[number]
-        made = stage.run_last(number, arrived, options, target, split)
+        made = stage.forward_last(number, arrived, options, target)
         if self._batch.keep_outputs:
             self._outcome.outputs[number] = made.output
         if made.loss is not None and target is not None:

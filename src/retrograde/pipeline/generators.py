@@ -11,14 +11,15 @@ a share of the work (see timeline.py), activations are in microbatches of a rank
     zb-h1              p       (p-1)/3m        p
     zb-h2              p       0               2p-1
     zb-v               2p      0               p
+    dualpipe-v         2p      (p-1)/6m        p + 1/2               (m >= 2p)
     v-half             2p      (3p-5)/6m       (p+1)/2, rounded up   (p even and > 2; (3p-4)/6m for odd p)
     v-min              2p      (4p-5)/6m       (p+2)/3, rounded up
 
 Microbatches go through every stage in order, backward too: weight gradients are then summed in the order of plain
 gradient accumulation, and are equal to it bit for bit.
 
-zb-h1, zb-h2 and zb-v are of "Zero Bubble Pipeline Parallelism", v-half and v-min of "Pipeline Parallelism with
-Controllable Memory" (vshape.py).
+zb-h1, zb-h2 and zb-v are of "Zero Bubble Pipeline Parallelism", dualpipe-v is the V-shaped half of DualPipe
+("DeepSeek-V3 Technical Report"), v-half and v-min are of "Pipeline Parallelism with Controllable Memory" (vshape.py).
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ from itertools import chain, repeat, zip_longest
 
 from retrograde.errors import ScheduleError
 from retrograde.pipeline.schedule import Action, ActionKind, Schedule
-from retrograde.pipeline.vshape import v_half, v_min, zb_v
+from retrograde.pipeline.vshape import dualpipe_v, v_half, v_min, zb_v
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:
@@ -124,6 +125,7 @@ GENERATORS = {
     "zb-h1": Generator(zb_h1, 1, "1f1b with late weight gradients"),
     "zb-h2": Generator(zb_h2, 1, "filled with forwards"),
     "zb-v": Generator(zb_v, 2, "V: no bubble, 1f1b's activations"),
+    "dualpipe-v": Generator(dualpipe_v, 2, "V: a forward beside a backward, in turn"),
     "v-half": Generator(v_half, 2, "V: half the activations"),
     "v-min": Generator(v_min, 2, "V: a third of the activations"),
 }

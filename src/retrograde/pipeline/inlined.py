@@ -150,7 +150,8 @@ def _embedding(
     return _tap(func(input, weight.detach(), *rest), input, weight, None, "embedding", numbers)
 
 
-def _each(value: Any, dims: int) -> list[int]:
+def for_each_dimension(value: Any, dims: int) -> list[int]:
+    """An argument of a convolution, which may be one number for all dimensions."""
     numbers = [value] if isinstance(value, int) else list(value)
     return numbers * dims if len(numbers) == 1 else numbers
 
@@ -170,7 +171,12 @@ def _conv(
     if not known or not _is_constant_or_parameter(bias):
         return func(input, weight, bias, stride, padding, dilation, groups)
     x = _lower(input)
-    numbers = [*_each(stride, dims), *_each(padding, dims), *_each(dilation, dims), groups]
+    numbers = [
+        *for_each_dimension(stride, dims),
+        *for_each_dimension(padding, dims),
+        *for_each_dimension(dilation, dims),
+        groups,
+    ]
     y = func(x, weight.detach(), _plain(bias), stride, padding, dilation, groups)
     return _tap(y, x, weight, bias, "conv", numbers)
 

@@ -23,7 +23,7 @@ from retrograde.errors import PipelineError, RetrogradeError
 from retrograde.layout import parse_bytes
 from retrograde.pipeline.account import table
 from retrograde.pipeline.again import Pending
-from retrograde.pipeline.agreement import exchange, together
+from retrograde.pipeline.agreement import end_of_step, exchange, together
 from retrograde.pipeline.batches import CallerGradients, copied, merged, microbatches, size
 from retrograde.pipeline.blocks import (
     Block,
@@ -80,16 +80,6 @@ class StepArguments(NamedTuple):
 
 
 PATIENCE = 1800.0  # seconds: another rank's first step may compile
-
-
-class Agreed(NamedTuple):
-    """What all ranks know at the end of a step: the failures of all of them, and the loss if the last stage has one.
-
-    `lost`: some rank is gone, and there will be no other step."""
-
-    failures: list[str]
-    loss: Tensor | None
-    lost: bool
 
 
 class Pipeline:
@@ -153,6 +143,7 @@ class Pipeline:
         scale_grads: bool = True,
         mesh: DeviceMesh | dist.ProcessGroup | None = None,
         zero: Zero | None = None,
+        pending: int | str | None = None,
     ) -> "Pipeline":
         """A pipeline of stages that the user has cut: each rank gives its own, by their numbers in the schedule.
 
@@ -163,7 +154,14 @@ class Pipeline:
         reduction = "mean" if flag("scale_grads", scale_grads, PipelineError) else "sum"
         own = OwnStages(stages)
         return cls(
-            own, schedule=schedule, microbatches=microbatches, loss=loss, loss_reduction=reduction, mesh=mesh, zero=zero
+            own,
+            schedule=schedule,
+            microbatches=microbatches,
+            loss=loss,
+            loss_reduction=reduction,
+            mesh=mesh,
+            zero=zero,
+            pending=pending,
         )
 
     # ---- what users hold
@@ -302,7 +300,10 @@ class Pipeline:
         self._names = dict(_names(own))
         chains = {stage: Chain([block.module for block in group]) for stage, group in mine.items()}
         self.engine = self._shard(zero, list(chains.values()))
-        self.stages = {number: Stage(number, chain, pending=self._pending) for number, chain in chains.items()}
+        self.stages = {
+            number: Stage(number, chain, split=self.schedule.split_microbatches(number), pending=self._pending)
+            for number, chain in chains.items()
+        }
         if self.schedule.last_stage in self.stages:
             self.stages[self.schedule.last_stage].loss = loss or _itself
         self._executor = self._make_executor(self.schedule, zero)
@@ -387,34 +388,14 @@ class Pipeline:
         self.trace = outcome.trace
         losses = [loss for _, loss in sorted(outcome.losses.items())]
         mine = total_loss(losses)
-        agreed = self._agree(outcome, mine)
+        failures = [] if outcome.failure is None else [str(outcome.failure)]
+        agreed = end_of_step(self._transports, self._groups, failures, mine)
         if agreed.lost:
             self._ended = "\n".join(agreed.failures)
         if agreed.failures:
             raise PipelineError("\n".join(agreed.failures)) from outcome.error
         outputs = tuple(output for _, output in sorted(outcome.outputs.items()))
         return Result(agreed.loss if mine is None else mine, outputs, tuple(loss.value for loss in losses))
-
-    def _agree(self, outcome: Outcome, loss: Tensor | None) -> Agreed:
-        """The rank of the last stage tells the others the loss; a rank that has failed tells them why.
-
-        Where one group cannot meet, because a rank of it is gone, the other still does: all ranks are to know.
-        """
-        failures = [] if outcome.failure is None else [str(outcome.failure)]
-        told = None
-        lost = False
-        for group, transport in zip(self._groups, self._transports, strict=True):
-            own = loss if transport is self._transports[0] else None  # replicas have losses of their own
-            try:
-                everyone = exchange(transport, "the end of a step", (failures, own, lost))
-            except RetrogradeError as error:
-                failures = sorted({*failures, _in_words_of_the_job(error, group)})
-                lost = True
-                continue
-            failures = sorted({text for theirs, _, _ in everyone for text in theirs})
-            told = next((theirs for _, theirs, _ in everyone if theirs is not None), told)
-            lost = lost or any(theirs for _, _, theirs in everyone)
-        return Agreed(failures, told, lost)
 
     def _check_going(self) -> None:
         if self._ended is not None:
@@ -465,12 +446,6 @@ def _executed(executor: Executor, batch: Callable[[], Batch]) -> Outcome:
         return executor.run(ready)
     except RetrogradeError as error:
         return executor.lost(error)
-
-
-def _in_words_of_the_job(error: Exception, group: dist.ProcessGroup) -> str:
-    """Groups count their own ranks; people know those of the job."""
-    known = ", ".join(f"{own} is {rank}" for own, rank in enumerate(dist.get_process_group_ranks(group)))
-    return f"{error} (ranks of this group, by their numbers in the job: {known})"
 
 
 def _itself(output: Any) -> Tensor:

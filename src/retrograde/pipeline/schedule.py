@@ -118,6 +118,11 @@ class Schedule:
     def stages_of(self, rank: int) -> tuple[int, ...]:
         return tuple(stage for stage, home in enumerate(self.placement) if home == rank)
 
+    def split_microbatches(self, stage: int) -> frozenset[int]:
+        """Those whose backward is done in two parts by the stage, I and W."""
+        own = self.ranks[self.placement[stage]]
+        return frozenset(a.microbatch or 0 for a in own if a.stage == stage and a.kind is ActionKind.I)
+
     def peer(self, action: Action) -> int:
         """The rank at the other end of a send or a receive."""
         ahead = action.kind in (ActionKind.SEND_F, ActionKind.RECV_B)

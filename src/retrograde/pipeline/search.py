@@ -23,7 +23,6 @@ ACTIONS_TRIED = 600_000  # simulated actions in the second phase: a few seconds
 MOVES = 2_000  # at most, from one start: small cases are settled long before
 STARTS = 3  # how many of the portfolio are improved
 REACH = 6  # how far a move carries an action
-SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
 SLOPES = (0, 1 / 6, 1 / 3, 1 / 2, 2 / 3, 5 / 6, 1, 4 / 3, 3 / 2, 2, 4)
 URGENCIES = (
     (ActionKind.I, ActionKind.F, ActionKind.W),
@@ -118,25 +117,31 @@ def _judge(problem: Problem, schedule: Schedule) -> Candidate | None:
 
 
 def _portfolio(problem: Problem) -> Iterator[Schedule]:
-    for name, generator in GENERATORS.items():
+    for generator in GENERATORS.values():
         if problem.allows(generator.chunks):
             schedule = generator.make(problem.ranks, problem.microbatches)
             yield schedule
-            if name in SPLIT:
-                yield from _refilled(problem, schedule)
+            yield from _refilled(problem, schedule)
     for placement in (tuple(range(problem.ranks)), v_placement(problem.ranks)):
         if problem.allows(len(placement) // problem.ranks):
             yield from _greedy(problem, placement)
 
 
 def _refilled(problem: Problem, schedule: Schedule) -> Iterator[Schedule]:
-    """The same order of F and I; W where these costs leave gaps."""
-    orders = [[action for action in actions if action.kind is not ActionKind.W] for actions in schedule.ranks]
+    """The same order of F and I, those in B too; W where these costs leave gaps."""
+    orders = [
+        [_without_weights(action) for action in actions if action.kind is not ActionKind.W]
+        for actions in schedule.ranks
+    ]
     chunks = schedule.stages // problem.ranks
     progress = Progress(schedule.placement, problem.microbatches, problem.costs_for(chunks))
     made = make_schedule(schedule.name, progress, InOrder(orders, problem.limit * chunks))
     if made is not None:
         yield made
+
+
+def _without_weights(action: Action) -> Action:
+    return replace(action, kind=ActionKind.I) if action.kind is ActionKind.B else action
 
 
 def _greedy(problem: Problem, placement: tuple[int, ...]) -> Iterator[Schedule]:

@@ -19,7 +19,7 @@ Rule 6: inside compiled graphs deferrable calls are tapped (inlined.py), and the
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -51,8 +51,15 @@ from retrograde.torch_internals import (
 )
 
 
+class Waited(NamedTuple):
+    """The parameters whose gradients waited for W in an I. Full tensors are known by id: holding one holds its page."""
+
+    plain: tuple[Tensor, ...] = ()
+    full: frozenset[int] = frozenset()
+
+
 class SplitBackward:
-    """Forward, I and W of one microbatch of one stage.
+    """What looks at the forward of one microbatch of one stage, and runs its backward: I and W, or B.
 
     `parameters` are the stage's, which compiled graphs need; `account` is told what waits and what does not."""
 
@@ -60,7 +67,7 @@ class SplitBackward:
         self._pairs: list[Pair] = []
         self._elsewhere: set[int] = set()  # parameters that something else than a deferrable call uses (Rule 2)
         self._deferring = False
-        self._again: frozenset[int] | None = None  # in a repeated I, the parameters that waited in the first
+        self._repeating: Waited | None = None  # in a repeated I, what waited in the first
         self.repeatable = True  # nobody has run a backward of their own
         self._casts = Casts()
         self._account = account
@@ -88,32 +95,42 @@ class SplitBackward:
             self._casts.clear()
         compact(self._pairs)
 
-    def run_inputs_again(
-        self,
-        outputs: Sequence[GradientEdge],
-        grads: Sequence[Tensor],
-        leaves: Sequence[Tensor],
-        waited: frozenset[int],
-    ) -> None:
-        """I once more, for the pairs alone (again.py): nothing is added to the gradients of parameters."""
-        self._deferring = True
-        self._again = waited
+    def run_whole(self, outputs: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor | None]) -> None:
+        """B: nothing waits (Rule 1), but that pairs of compiled graphs come to the queue and are done at the end."""
         try:
             with collecting(self):
-                _run_engine(self._mode, outputs, grads, inputs=(*leaves, ANCHOR))
+                _run_engine(self.recording(), outputs, grads)
+        except BaseException:
+            self._pairs.clear()
+            raise
+        finally:
+            self._casts.clear()
+        self.run_weights()
+
+    def run_again(
+        self, outputs: Sequence[GradientEdge], grads: Sequence[Tensor], leaves: Sequence[Tensor], waited: Waited
+    ) -> None:
+        """I and W at once (again.py), for the gradients that waited in the first I and no others."""
+        self._deferring = True
+        self._repeating = waited
+        try:
+            with collecting(self):
+                _run_engine(self._mode, outputs, grads, inputs=(*leaves, *waited.plain, ANCHOR))
         finally:
             self._deferring = False
+        self.run_weights()
 
     def run_weights(self) -> None:
         """W: adds what was left to the parameters' `.grad`, and holds nothing afterwards."""
         pairs, self._pairs = self._pairs, []
         add_to_gradients(pairs)
 
-    def forget(self) -> frozenset[int]:
+    def forget(self) -> Waited:
         """Let go of the pairs. Returns which parameters they were for."""
-        waited = frozenset(id(target.parameter) for pair in self._pairs for target in pair.targets)
+        parameters = {id(t.parameter): t.parameter for pair in self._pairs for t in pair.targets}
         self._pairs.clear()
-        return waited
+        plain = [parameter for parameter in parameters.values() if not isinstance(parameter, FullTensor)]
+        return Waited(tuple(plain), frozenset(parameters) - frozenset(map(id, plain)))
 
     @property
     def waiting(self) -> int:
@@ -134,8 +151,8 @@ class SplitBackward:
         parameter = target.parameter
         if not parameter.requires_grad or not self._deferring or torch.is_grad_enabled():
             return False
-        if self._again is not None:
-            return id(parameter) in self._again
+        if self._repeating is not None:
+            return id(parameter) in self._repeating.full
         if id(parameter) in self._elsewhere:
             return False
         if isinstance(parameter, FullTensor):

@@ -10,7 +10,7 @@ the gradient edges of its outputs. Output values live while they are sent, or wh
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -52,7 +52,7 @@ class Flight:
 
     leaves: list[Tensor | None]
     edges: list[GradientEdge | None]
-    split: SplitBackward | None
+    split: SplitBackward | None  # None if F was not recorded
     seed: list[Tensor | None] | None = None  # on the last stage, the gradient of the loss: its weight
     phase: Phase = Phase.FORWARD
     repeat: Repeat | None = None  # how W can compute the microbatch again instead of holding pairs
@@ -102,6 +102,7 @@ class Stage:
     index: int
     module: nn.Module
     loss: Loss | None = None  # on the last stage
+    split: Collection[int] = frozenset()  # the microbatches whose backward is I and, later, W; of others it is B
     flights: dict[int, Flight] = field(default_factory=dict)
     pages: dict[Owner, Tensor] = field(default_factory=dict)  # from GATHER to DROP
     account: Account = field(default_factory=Account)  # of the first microbatch whose backward was split
@@ -114,19 +115,19 @@ class Stage:
         self._accepts = {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_POSITIONAL}
         self._accepts_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
-    def run(self, microbatch: int, arrived: Parcel, options: Mapping[str, Any], split: bool) -> Parcel:
+    def forward(self, microbatch: int, arrived: Parcel, options: Mapping[str, Any]) -> Parcel:
         """F of a stage that is not the last."""
-        made = self._forward(arrived, options, split)
+        made = self._start_flight(microbatch, arrived, options)
         parcel = Parcel.of(made.output)
         made.flight.edges = [_edge(tensor) for tensor in parcel.tensors]
         self._keep(microbatch, made.flight)
         return Parcel(parcel.layout, [None if t is None else t.detach() for t in parcel.tensors])
 
-    def run_last(
-        self, microbatch: int, arrived: Parcel, options: Mapping[str, Any], target: WeightedTarget | None, split: bool
+    def forward_last(
+        self, microbatch: int, arrived: Parcel, options: Mapping[str, Any], target: WeightedTarget | None
     ) -> LastOutput:
         """F of the last stage."""
-        made = self._forward(arrived, options, split, target)
+        made = self._start_flight(microbatch, arrived, options, target)
         parcel = Parcel.of(made.output)
         detached = parcel.tree([None if t is None else t.detach() for t in parcel.tensors])
         loss = made.loss
@@ -145,7 +146,10 @@ class Stage:
         roots, given = self._roots(flight, grads)
         if roots:
             with self._as_computed():
-                torch.autograd.backward(roots, given)
+                if flight.split is None:
+                    torch.autograd.backward(roots, given)
+                else:
+                    flight.split.run_whole(roots, given)
         return _take_grads(flight)
 
     def backward_inputs(self, microbatch: int, grads: Sequence[Tensor | None] | None) -> list[Tensor | None]:
@@ -153,13 +157,13 @@ class Stage:
         flight = self._take(microbatch, Phase.FORWARD, "I")
         if flight.split is None:
             raise PipelineError(f"stage {self.index}, microbatch {microbatch}: I after a forward that was not split")
-        whole = flight.seed if flight.seed is not None else grads
+        output_grads = flight.seed if flight.seed is not None else grads
+        assert output_grads is not None
         roots, given = self._roots(flight, grads)
         if roots:
             with self._as_computed():
                 flight.split.run_inputs(roots, given)
-            if self.pending.limit is not None and whole is not None:
-                self._choose(flight, flight.split, whole)
+        self._hold_less(flight, flight.split, output_grads)
         found = _take_grads(flight)
         flight.phase = Phase.INPUTS
         self.flights[microbatch] = flight
@@ -198,12 +202,11 @@ class Stage:
         self.pending.held = 0
         self.drop()
 
-    def _forward(
-        self, arrived: Parcel, options: Mapping[str, Any], split: bool, target: WeightedTarget | None = None
+    def _start_flight(
+        self, microbatch: int, arrived: Parcel, options: Mapping[str, Any], target: WeightedTarget | None = None
     ) -> _Made:
-        training = torch.is_grad_enabled()
-        flight = Flight([], [], self._split() if split and training else None)
-        if flight.split is not None and self.pending.limit is not None:
+        flight = Flight([], [], self._recorder(microbatch))
+        if flight.split is not None and microbatch in self.split and self.pending.limit is not None:
             flight.repeat = self._repeat(arrived, options, target)
         computed = self._compute(arrived, options, target, flight.split)
         flight.leaves = computed.leaves
@@ -245,16 +248,18 @@ class Stage:
         inputs = [t for t, layout in zip(arrived.tensors, arrived.layout.tensors, strict=True) if _wanted(t, layout)]
         return Repeat([t for t in inputs if t is not None], forward, Surroundings.now(self._device))
 
-    def _choose(self, flight: Flight, split: SplitBackward, grads: Sequence[Tensor | None]) -> None:
-        """Hold the pairs, or what they can be made of again (again.py)."""
+    def _hold_less(self, flight: Flight, split: SplitBackward, output_grads: Sequence[Tensor | None]) -> None:
+        """Where there is a limit: hold the pairs, or what they can be made of again (again.py)."""
+        if self.pending.limit is None:
+            return
+        repeat, flight.repeat = flight.repeat, None
         waiting = split.waiting_bytes
-        repeat = flight.repeat
         if repeat is not None and split.repeatable and repeat.inputs and not self.pending.fits(waiting):
-            repeat.grads = list(grads)
+            repeat.grads = list(output_grads)
             if repeat.bytes < waiting:
                 repeat.waited = split.forget()
+                flight.repeat = repeat
                 return
-        flight.repeat = None
         flight.held = waiting
         self.pending.held += waiting
 
@@ -262,9 +267,27 @@ class Stage:
         """Autocast is for forwards. A backward that runs inside it would lower what was computed in full precision."""
         return torch.autocast(self._device, enabled=False) if torch.is_autocast_enabled(self._device) else nullcontext()
 
-    def _split(self) -> SplitBackward:
-        account = None if self.account.open else self.account.opened()
-        return SplitBackward(self._parameters, account)
+    def _recorder(self, microbatch: int) -> SplitBackward | None:
+        """What looks at the operations of a forward, if anybody has to.
+
+        Where B comes next, somebody has to in two cases. Where other microbatches of the stage are split, compiled
+        regions need one graph for all of them: a second one would be made in the middle of the step. And under autocast
+        torch would keep a cast of every weight until B, and share none of a full tensor's, which is no leaf (casts.py).
+        """
+        if not torch.is_grad_enabled():
+            return None
+        if microbatch in self.split:
+            return SplitBackward(self._parameters, self._account_of_first())
+        if self.split:
+            return SplitBackward(self._parameters)
+        return SplitBackward() if torch.is_autocast_enabled(self._device) else None
+
+    def _account_of_first(self) -> Account | None:
+        """It is kept of the first microbatch that is split, and of no other."""
+        if self.account.open:
+            return None
+        self.account.open = True
+        return self.account
 
     def _keep(self, microbatch: int, flight: Flight) -> None:
         if microbatch in self.flights:

@@ -122,26 +122,75 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
     return Schedule("zb-v", microbatches, v_placement(ranks), tuple(lists))
 
 
+def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
+    """A forward of one microbatch beside the backward of another, in turn: F down, B up, F up, B down.
+
+    The backward is whole but at the two ends: when the first gradients come back, the ranks before wait for I alone,
+    and in the second half of the last microbatches W waits until nothing else is left. The list is made for 2p
+    microbatches at least; leaving out microbatches of a list that runs cannot make it hang.
+    """
+    count = max(microbatches, 2 * ranks)
+    lists = []
+    for rank in range(ranks):
+        lane = _Lane(count)
+        rest = ranks - 1 - rank
+        down, up = rank, 2 * ranks - 1 - rank
+        f_down, f_up = (ActionKind.F, down), (ActionKind.F, up)
+        b_down, b_up = (ActionKind.B, down), (ActionKind.B, up)
+        i_down, i_up = (ActionKind.I, down), (ActionKind.I, up)
+        lane.repeat(2 * rest, f_down)
+        lane.repeat(rank + 1, f_down, f_up)
+        lane.repeat(rest, i_up, (ActionKind.W, up), f_up)
+        lane.repeat(count - 2 * ranks + rank + 1, f_down, b_up, f_up, b_down)
+        lane.repeat(rest, b_up, f_up, b_down)
+        # Of the last 2(r+1) backwards the second half, and all on the way down after them, are I alone.
+        last = [step for _ in range(rank + 1) for step in ((b_up, i_up), (b_down, i_down))]
+        for number, (whole, inputs) in enumerate(last):
+            lane.repeat(1, whole if number <= rank else inputs)
+        for _ in range(rest):
+            lane.oldest_weights(1)
+            lane.repeat(1, i_down)
+        lane.oldest_weights(2 * count)
+        lists.append(tuple(action for action in lane.actions if action.microbatch in range(microbatches)))
+    return Schedule("dualpipe-v", microbatches, v_placement(ranks), tuple(lists))
+
+
 class _Lane:
-    """One rank's list; what has run out of microbatches, or waits for one, is left out."""
+    """One rank's list; what has run out of microbatches, or waits for one, is left out. B counts as I and W."""
 
     def __init__(self, microbatches: int) -> None:
         self.actions: list[Action] = []
         self._microbatches = microbatches
         self._count: dict[tuple[ActionKind, int], int] = {}
+        self._waiting: list[int] = []  # the stages of I whose W is to come, in the order of I
 
     def repeat(self, times: int, *turn: tuple[ActionKind, int]) -> None:
         for _ in range(times):
             for kind, stage in turn:
                 self._add(kind, stage)
 
+    def oldest_weights(self, times: int) -> None:
+        for stage in self._waiting[:times]:
+            self._add(ActionKind.W, stage)
+
     def finished(self, kind: ActionKind, stage: int) -> bool:
-        return self._count.get((kind, stage), 0) == self._microbatches
+        return self._done(kind, stage) == self._microbatches
+
+    def _done(self, kind: ActionKind, stage: int) -> int:
+        return self._count.get((kind, stage), 0)
 
     def _add(self, kind: ActionKind, stage: int) -> None:
-        before = {ActionKind.I: ActionKind.F, ActionKind.W: ActionKind.I}.get(kind)
-        available = self._microbatches if before is None else self._count.get((before, stage), 0)
-        number = self._count.get((kind, stage), 0)
-        if number < available:
-            self.actions.append(Action(kind, stage, number))
-            self._count[kind, stage] = number + 1
+        counted = ActionKind.I if kind is ActionKind.B else kind
+        before = {ActionKind.I: ActionKind.F, ActionKind.W: ActionKind.I}.get(counted)
+        available = self._microbatches if before is None else self._done(before, stage)
+        number = self._done(counted, stage)
+        if number >= available:
+            return
+        self.actions.append(Action(kind, stage, number))
+        self._count[counted, stage] = number + 1
+        if kind is ActionKind.B:
+            self._count[ActionKind.W, stage] = self._done(ActionKind.W, stage) + 1
+        elif kind is ActionKind.I:
+            self._waiting.append(stage)
+        elif kind is ActionKind.W:
+            self._waiting.remove(stage)
