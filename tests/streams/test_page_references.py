@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -16,8 +15,10 @@ def test_views_of_a_receiving_thread_are_not_the_units_own() -> None:
     rank = Rank(SimulatedDevice(), 1, 1)
     unit, received = rank.units[0], []
 
-    def read(_: Unit, into: Callable[[int], Tensor]) -> Done:
-        received.append(into(1))  # the thread that receives has not let go of it when the page is ready
+    def read(unit: Unit, page: Tensor, alone: bool) -> Done:
+        received.append(
+            page[unit.layout.span(1)]
+        )  # the thread that receives has not let go of it when the page is ready
         return Done()
 
     peer: Any = rank.peer
