@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from retrograde.transport.connections import Connections
-from retrograde.transport.line import Line
 from retrograde.transport.mapped.arena import PeerArena
 from retrograde.transport.messages import Message, SharedPlace
+from retrograde.transport.wires import Came, Lost, Sending, Wires
 
 
 @contextlib.contextmanager
@@ -22,17 +22,22 @@ def delayed(seed: int, longest: float = 0.002, chance: float = 0.5) -> Iterator[
     left lying while what comes from others is taken in. Messages of one rank keep their order, as they always do. In
     shared memory, it pauses before it leaves a letter, and before it reads."""
     dice = random.Random(seed)
-    send, receive, post, view = Connections.send, Line.receive, Connections.post, PeerArena.view
+    send, wait, post, view = Connections.send, Wires.wait, Connections.post, PeerArena.view
+    left_lying: dict[Wires, list[Came]] = {}  # what one rank has sent
+    deciding, inside = threading.Lock(), True
 
-    def slow_send(self: Connections, dst: int, message: Message, data: Sequence[torch.Tensor] = ()) -> int:
+    def slow_send(self: Connections, dst: int, message: Message, data: Sequence[torch.Tensor] = ()) -> Sending:
         pause()
         return send(self, dst, message, data)
 
-    def slow_receive(self: Line) -> None:
-        if dice.random() < chance:
-            time.sleep(dice.random() * longest)
-            return  # the selector says again that there is something to read
-        receive(self)
+    def slow_wait(self: Wires, seconds: float | None, bulk: bool = True) -> list[Came | Lost]:
+        lying = left_lying.get(self, [])
+        came = [*lying, *wait(self, dice.random() * longest if lying else seconds, bulk)]
+        with deciding:
+            senders = sorted({event.src for event in came if isinstance(event, Came)})
+            slow = dice.choice(senders) if senders and inside and dice.random() < chance else None
+            left_lying[self] = [event for event in came if isinstance(event, Came) and event.src == slow]
+        return [event for event in came if not (isinstance(event, Came) and event.src == slow)]
 
     def pause() -> None:
         if threading.current_thread() is threading.main_thread() and dice.random() < chance:
@@ -46,10 +51,14 @@ def delayed(seed: int, longest: float = 0.002, chance: float = 0.5) -> Iterator[
         pause()
         return view(self, place, numel, dtype)
 
-    Connections.send, Line.receive = slow_send, slow_receive  # type: ignore[method-assign]
+    Connections.send, Wires.wait = slow_send, slow_wait  # type: ignore[method-assign]
     Connections.post, PeerArena.view = slow_post, slow_view  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Connections.send, Line.receive = send, receive  # type: ignore[method-assign]
+        with deciding:
+            inside = False
+        while any(left_lying.values()):
+            time.sleep(longest)  # it is taken in first
+        Connections.send, Wires.wait = send, wait  # type: ignore[method-assign]
         Connections.post, PeerArena.view = post, view  # type: ignore[method-assign]
