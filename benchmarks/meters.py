@@ -71,8 +71,8 @@ def bytes_sent() -> int:
 
 
 def tcp_connections() -> Iterator[socket.socket]:
-    """The TCP sockets that this process holds and that are connected, each by a descriptor of its own: close it before you
-    ask for the next."""
+    """The TCP sockets that this process holds and that are connected, each by a descriptor of its own. Close it before
+    the next is asked for."""
     for entry in os.listdir("/proc/self/fd"):
         try:
             if not os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):

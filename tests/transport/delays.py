@@ -16,6 +16,32 @@ from retrograde.transport.messages import Message, SharedPlace
 from retrograde.transport.wires import Came, Lost, Sending, Wires
 
 
+class _SlowWires:
+    """What comes from one rank is left lying at random, while what comes from others is taken in."""
+
+    def __init__(self, dice: random.Random, longest: float, chance: float) -> None:
+        self._dice, self._longest, self._chance = dice, longest, chance
+        self._real = Wires.wait
+        self._left_lying: dict[Wires, list[Came]] = {}
+        self._deciding = threading.Lock()
+
+    def wait(self, wires: Wires, seconds: float | None, bulk: bool = True) -> list[Came | Lost]:
+        lying = self._left_lying.get(wires, [])
+        came = [*lying, *self._real(wires, self._dice.random() * self._longest if lying else seconds, bulk)]
+        with self._deciding:
+            senders = sorted({event.src for event in came if isinstance(event, Came)})
+            slow = self._dice.choice(senders) if senders and self._dice.random() < self._chance else None
+            self._left_lying[wires] = [event for event in came if isinstance(event, Came) and event.src == slow]
+        return [event for event in came if not (isinstance(event, Came) and event.src == slow)]
+
+    def finish(self) -> None:
+        """Nothing is left lying any more."""
+        with self._deciding:
+            self._chance = 0.0
+        while any(self._left_lying.values()):
+            time.sleep(self._longest)
+
+
 @contextlib.contextmanager
 def delayed(seed: int, longest: float = 0.002, chance: float = 0.5) -> Iterator[None]:
     """In this process, while inside: at random, the main thread pauses before it sends, and what comes from one rank is
@@ -23,21 +49,14 @@ def delayed(seed: int, longest: float = 0.002, chance: float = 0.5) -> Iterator[
     shared memory, it pauses before it leaves a letter, and before it reads."""
     dice = random.Random(seed)
     send, wait, post, view = Connections.send, Wires.wait, Connections.post, PeerArena.view
-    left_lying: dict[Wires, list[Came]] = {}  # what one rank has sent
-    deciding, inside = threading.Lock(), True
+    slow = _SlowWires(dice, longest, chance)
 
     def slow_send(self: Connections, dst: int, message: Message, data: Sequence[torch.Tensor] = ()) -> Sending:
         pause()
         return send(self, dst, message, data)
 
     def slow_wait(self: Wires, seconds: float | None, bulk: bool = True) -> list[Came | Lost]:
-        lying = left_lying.get(self, [])
-        came = [*lying, *wait(self, dice.random() * longest if lying else seconds, bulk)]
-        with deciding:
-            senders = sorted({event.src for event in came if isinstance(event, Came)})
-            slow = dice.choice(senders) if senders and inside and dice.random() < chance else None
-            left_lying[self] = [event for event in came if isinstance(event, Came) and event.src == slow]
-        return [event for event in came if not (isinstance(event, Came) and event.src == slow)]
+        return slow.wait(self, seconds, bulk)
 
     def pause() -> None:
         if threading.current_thread() is threading.main_thread() and dice.random() < chance:
@@ -56,9 +75,6 @@ def delayed(seed: int, longest: float = 0.002, chance: float = 0.5) -> Iterator[
     try:
         yield
     finally:
-        with deciding:
-            inside = False
-        while any(left_lying.values()):
-            time.sleep(longest)  # it is taken in first
+        slow.finish()
         Connections.send, Wires.wait = send, wait  # type: ignore[method-assign]
         Connections.post, PeerArena.view = post, view  # type: ignore[method-assign]
