@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import socket
 import threading
 import time
@@ -23,7 +24,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 import retrograde as rg
 from retrograde.devices import Stream
-from retrograde.transport import Key, Position, Reason, connecting, leaving
+from retrograde.transport import Key, Position, Reason, connecting, leaving, wires
 from retrograde.transport.arrivals import Arrivals
 from retrograde.transport.connections import Connections
 from retrograde.transport.envelope import pieces
@@ -40,6 +41,7 @@ from retrograde.transport.messages import (
     TcpAddress,
     UnixAddress,
     decode_contact,
+    encode,
 )
 from retrograde.transport.one_sided import OneSidedTransport
 from tests.harness import RankPool
@@ -215,6 +217,40 @@ def _forks(rank: int, world: int) -> list[str]:
 
 def test_a_forked_process_ends_without_its_parents_connections(ranks: Ranks) -> None:
     assert ranks(2).run(_forks) == [["rank 0", "rank 1"]] * 2
+
+
+def _falls_silent(rank: int, world: int) -> bool:
+    """A process that is stopped closes no connection, and answers no heartbeat."""
+    usual = wires.HEARTBEAT, wires.SILENCE
+    wires.HEARTBEAT, wires.SILENCE = 50, 300  # milliseconds
+    here, there = socket.socketpair()
+    child = os.fork()
+    made = wires.Wires(0 if child else 1, None)
+    end = here if child else there
+    end.sendall(encode(made.contact))
+    made.admit({1 if child else 0: decode_contact(end.recv(1024))})
+    if not child:
+        while True:
+            if made.wait(None):
+                there.sendall(b".")
+    try:
+        made.send(1, Goodbye())
+        assert here.recv(1) == b"."
+        os.kill(child, signal.SIGSTOP)
+        deadline = time.monotonic() + 20.0
+        while time.monotonic() < deadline:
+            if wires.Lost(1) in made.wait(1.0):
+                return True
+        return False
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        made.close()
+        wires.HEARTBEAT, wires.SILENCE = usual
+
+
+def test_a_process_that_falls_silent_is_lost(ranks: Ranks) -> None:
+    assert ranks(1).run(_falls_silent) == [True]
 
 
 def _references(tensor: torch.Tensor) -> int:

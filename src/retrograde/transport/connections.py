@@ -120,6 +120,7 @@ class Connections:
         self._liveness = Liveness(self.peers)
         self._refused: set[int] = set()  # ranks that sent what could not be taken
         self._arrivals = {peer: Arrivals(peer, self) for peer in self.peers}
+        self._crowded: set[int] = set()  # ranks whose bytes have come before their messages
         self._leaving = False  # this rank has finished, or failed
         self._said_goodbye = False
         self._gives_up = False  # it waits no longer
@@ -305,8 +306,7 @@ class Connections:
         return None if self.neighbours is None else _LETTERS
 
     def _attend(self, wires: Wires, patience: float | None) -> None:
-        crowded = any(arrivals.crowded for arrivals in self._arrivals.values())
-        for event in wires.wait(patience, bulk=not crowded):
+        for event in wires.wait(patience, bulk=not self._crowded):
             match event:
                 case Lost():
                     self._lose(event.peer)
@@ -323,6 +323,10 @@ class Connections:
                 arrivals.take_message(came.data)
         except Exception as error:  # whatever it is: those who wait are told
             self._refuse(came.src, error)
+        if arrivals.crowded:
+            self._crowded.add(came.src)
+        else:
+            self._crowded.discard(came.src)
 
     def _leave(self) -> None:
         """Say goodbye, and close all connections when everybody has said it."""
@@ -365,6 +369,7 @@ class Connections:
         text = f"the connection to rank {src} was closed by rank {self.rank}, which {why}"
         self._decide(Cause(src, text, error))  # which tells the other side too
         self._refused.add(src)
+        self._arrivals[src] = Arrivals(src, self)  # what was half received is forgotten
         with self.changed:
             self._liveness.present.discard(src)
         assert self.wires is not None

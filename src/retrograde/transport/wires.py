@@ -39,8 +39,8 @@ CHUNK = 2**21  # bytes of a tensor at a time
 _WAITING = 8  # chunks of one rank; then it has to wait until the service thread has taken some
 _CALLERS = 4096  # that have not been heard yet
 HANDSHAKE = 10_000  # milliseconds for a caller to show who it is
-_HEARTBEAT = 10_000  # milliseconds
-_SILENCE = 60_000  # milliseconds after which a host that answers no heartbeat is lost
+HEARTBEAT = 10_000  # milliseconds
+SILENCE = 60_000  # milliseconds after which a host that answers no heartbeat is lost
 _AT_ONCE = 64  # messages; then it is the other sockets' turn
 _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _ZAP = "inproc://zeromq.zap.01"  # where ZeroMQ asks who may come in (its RFC 27)
@@ -124,7 +124,7 @@ class _Wire:
     def _socket(context: "zmq.Context[zmq.Socket[bytes]]", kind: int) -> "zmq.Socket[bytes]":
         made = context.socket(kind)
         made.handshake_ivl = HANDSHAKE
-        made.heartbeat_ivl, made.heartbeat_timeout, made.heartbeat_ttl = _HEARTBEAT, _SILENCE, _SILENCE
+        made.heartbeat_ivl, made.heartbeat_timeout, made.heartbeat_ttl = HEARTBEAT, SILENCE, SILENCE
         return made
 
     def listen(self, host: str | None) -> Address:
@@ -197,9 +197,8 @@ class Wires:
         self._sending = threading.Lock()
         self._lost: set[int] = set()
         self._closed = False
-        zmq.Frame(
-            bytearray(CHUNK), copy=False
-        )  # starts pyzmq's thread for memory that is lent, while threads can start
+        # Starts pyzmq's thread for memory that is lent, while threads can still be started.
+        zmq.Frame(bytearray(zmq.COPY_THRESHOLD), copy=False)
         self._bell, self._ear = socket.socketpair()  # to wake the service thread
         for end in (self._bell, self._ear):
             end.setblocking(False)
@@ -278,10 +277,9 @@ class Wires:
 
     def _received(self, wire: _Wire) -> list[Came]:
         came = []
-        with contextlib.suppress(zmq.Again):
-            for _ in range(_AT_ONCE):
-                frame = wire.incoming.recv(zmq.NOBLOCK, copy=False)
-                came.append(Came(int(frame.get("User-Id")), frame.buffer, wire is self._bulk))
+        while len(came) < _AT_ONCE and wire.incoming.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            frame = wire.incoming.recv(zmq.NOBLOCK, copy=False)
+            came.append(Came(int(frame.get("User-Id")), frame.buffer, wire is self._bulk))
         return came
 
     def _note_loss(self, peer: int) -> Lost:
