@@ -136,10 +136,10 @@ ATTACKS: dict[str, tuple[bytes, str]] = {
 
 
 class Liar:
-    """Somebody who has the keys of rank 1, and says to rank 0 what a rank does not say."""
+    """Somebody who has the keys of a rank, and says to rank 0 what a rank does not say."""
 
-    def __init__(self) -> None:
-        self.wires = Wires(1, None)
+    def __init__(self, rank: int = 1) -> None:
+        self.wires = Wires(rank, None)
         self.hung_up = threading.Event()
         self._ends = False
         self._thread = threading.Thread(target=self._listen)
@@ -203,7 +203,7 @@ def test_who_sends_more_than_a_message_can_have_is_disconnected(pair: Pair) -> N
     waits = transport.read(0, "a unit", Stamp(0, 0, 0), {1: torch.zeros(ELEMENTS)})
     liar.say(bytes(LENGTHS.size + LIMIT + INLINE + 1))
     assert liar.hung_up.wait(20.0)
-    assert not waits.done() and not transport.connections.departed
+    assert not waits.done() and transport.connections._liveness.cause is None, "it was received"
 
 
 @pytest.mark.timeout(60)
@@ -214,11 +214,46 @@ def test_bytes_that_nobody_announced_are_kept_within_limits(pair: Pair) -> None:
     junk = memoryview(bytes(CHUNK))
     with liar.wires._sending:
         liar.wires._bulk.call(0, contact.bulk, contact)
-        lent = [liar.wires._bulk.lend(0, junk) for _ in range(64)]
+        lent = [liar.wires._bulk.lend(0, junk) for _ in range(128)]
     liar.wires.send(0, _meet(3))  # messages still come
     assert transport.meet(Position(Reason.VALUE, "a value", {}, {}, 2))[1].value == 3
-    arrivals = transport.connections._arrivals[1]
-    assert len(arrivals._chunks) <= 64 - sum(not each.done for each in lent) and not all(each.done for each in lent)
+    waiting = transport.connections._arrivals[1]._chunks
+    deadline = time.monotonic() + 20.0
+    while len(waiting) < 16 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.3)  # in which all of them would come
+    assert 16 <= len(waiting) <= 32 and not all(each.done for each in lent)
+
+
+@pytest.mark.timeout(60)
+def test_only_the_liar_is_hung_up_on() -> None:
+    here, liar, honest = Wires(0, None), Liar(1), Liar(2)
+    here.admit({1: liar.wires.contact, 2: honest.wires.contact})
+    connections = Connections(0, 3, here)
+    for each in (liar, honest):
+        each.wires.admit({0: here.contact})
+        each.wires.call(0)
+        connections.listen_to(1 if each is liar else 2)
+    try:
+        liar.say(b"")
+        assert _cannot_be_reached(connections, 1)
+        assert not honest.hung_up.is_set()
+        connections.send(2, Ask(0))
+    finally:
+        connections.abandon("the test has ended")
+        liar.end()
+        honest.end()
+
+
+def _cannot_be_reached(connections: Connections, rank: int) -> bool:
+    deadline = time.monotonic() + 20.0
+    while time.monotonic() < deadline:
+        try:
+            connections.send(rank, Ask(0))
+        except OSError:
+            return True
+        time.sleep(0.01)
+    return False
 
 
 @pytest.mark.timeout(60)
