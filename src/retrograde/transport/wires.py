@@ -278,7 +278,7 @@ class Wires:
     def _received(self, wire: _Wire) -> list[Came]:
         came: list[Came] = []
         most = _WAITING if wire is self._bulk else _AT_ONCE
-        while len(came) < most and wire.incoming.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while len(came) < most and int(wire.incoming.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             frame = wire.incoming.recv(zmq.NOBLOCK, copy=False)
             came.append(Came(int(frame.get("User-Id")), frame.buffer, wire is self._bulk))
         return came
