@@ -45,7 +45,7 @@ _AT_ONCE = 64  # messages; then it is the other sockets' turn
 _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _ZAP = "inproc://zeromq.zap.01"  # where ZeroMQ asks who may come in (its RFC 27)
 
-Address = UnixAddress | TcpAddress
+WireAddress = UnixAddress | TcpAddress
 _SENT = zmq.MessageTracker()  # nothing is lent any more
 
 
@@ -127,7 +127,7 @@ class _Wire:
         made.heartbeat_ivl, made.heartbeat_timeout, made.heartbeat_ttl = HEARTBEAT, SILENCE, SILENCE
         return made
 
-    def listen(self, host: str | None) -> Address:
+    def listen(self, host: str | None) -> WireAddress:
         """At a name without a file, which only this kernel knows, or at a port of `host`."""
         if host is None:
             unix = UnixAddress("@retrograde-" + secrets.token_hex(16))
@@ -137,7 +137,7 @@ class _Wire:
         port = self.incoming.bind_to_random_port(TcpAddress(host, 0).endpoint.removesuffix(":0"))
         return TcpAddress(host, port)
 
-    def call(self, peer: int, address: Address, contact: Contact) -> None:
+    def call(self, peer: int, address: WireAddress, contact: Contact) -> None:
         """Connect to a rank, once."""
         if peer in self._calls:
             return
