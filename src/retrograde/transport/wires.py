@@ -10,7 +10,7 @@ connections, one for each direction, and no rank needs to know who called whom.
 
 control: encrypted, and each side knows the other's key from the group's store. Who it is that sends a message is known
          from the key, not from what the message says.
-bulk:    not encrypted, which costs four times the processor time of sending (docs/design/communication.md). A caller
+bulk:    not encrypted, which would cost three times the processor time (docs/design/communication.md). A caller
          must know the receiver's secret, which was in the store too. Its bytes are never more than the contents of
          memory that a message by the control wire has announced.
 
