@@ -14,7 +14,7 @@ import socket
 import struct
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _BYTES_SENT = struct.Struct("200xQQ")  # tcpi_bytes_sent and tcpi_bytes_retrans of struct tcp_info (linux/tcp.h, 4.19)
@@ -62,8 +62,17 @@ def machine_busy_seconds() -> float:
 def bytes_sent() -> int:
     """Payload bytes this process has sent over the TCP sockets it now holds, and over retrograde's within the host."""
     ours = sys.modules.get("retrograde.transport.connections")  # its peers have not imported it
-    lines = [line for each in ours.Connections._by_group.values() for line in each._lines.values()] if ours else []
-    total = sum(line.sent for line in lines if line.socket.family == socket.AF_UNIX)
+    wires = [each.wires for each in ours.Connections._by_group.values() if each.wires is not None] if ours else []
+    total = sum(each.sent for each in wires if each.within_host)
+    for connection in tcp_connections():
+        with connection:
+            total += sent_on(connection)
+    return total
+
+
+def tcp_connections() -> Iterator[socket.socket]:
+    """The TCP sockets that this process holds and that are connected, each by a descriptor of its own. Close it before
+    the next is asked for."""
     for entry in os.listdir("/proc/self/fd"):
         try:
             if not os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
@@ -71,10 +80,18 @@ def bytes_sent() -> int:
             connection = socket.socket(fileno=os.dup(int(entry)))
         except OSError:  # the listing's own descriptor is gone by now
             continue
-        with connection:
-            if connection.type == socket.SOCK_STREAM and connection.family in _INTERNET:
-                total += sent_on(connection)
-    return total
+        if connection.type == socket.SOCK_STREAM and connection.family in _INTERNET and _is_connected(connection):
+            yield connection
+        else:
+            connection.close()
+
+
+def _is_connected(connection: socket.socket) -> bool:
+    try:
+        connection.getpeername()
+    except OSError:
+        return False
+    return True
 
 
 def sent_on(connection: socket.socket) -> int:

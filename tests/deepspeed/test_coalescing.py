@@ -15,6 +15,7 @@ from torch import nn
 import retrograde.deepspeed as deepspeed
 from retrograde.transport.connections import Connections
 from retrograde.transport.messages import Message
+from retrograde.transport.wires import Sending
 from tests.deepspeed.pair import Pair, WithLoss, build_with_loss, config
 from tests.harness import Ranks
 from tests.live import live_bytes
@@ -104,7 +105,7 @@ def _sent_in_a_window(rank: int, world: int, stage: int, backwards: int) -> tupl
     sent: list[int] = []  # by two threads: `append` is one operation
     real_send = Connections.send
 
-    def send(self: Connections, dst: int, message: Message, data: Sequence[torch.Tensor] = ()) -> int:
+    def send(self: Connections, dst: int, message: Message, data: Sequence[torch.Tensor] = ()) -> Sending:
         sent.append(sum(tensor.nbytes for tensor in data))
         return real_send(self, dst, message, data=data)
 

@@ -17,6 +17,7 @@ from retrograde.pipeline.blocks import Chain, blocks_of, measured
 from retrograde.pipeline.generators import GENERATORS
 from retrograde.transport.connections import Connections
 from retrograde.transport.messages import Content
+from retrograde.transport.wires import Sending
 from tests.harness import RankPool
 from tests.pipeline.cases import CASES, WIDTH, Data, Fn, backward_order, lin, plain_step, tanhs
 
@@ -72,7 +73,7 @@ def messages(rank: int, world: int) -> list[tuple[int, int]]:
     original, counts = Connections.send, []
     sent: list[Any] = []
 
-    def counting(self: Connections, dst: int, message: Any, data: Any = ()) -> int:
+    def counting(self: Connections, dst: int, message: Any, data: Any = ()) -> Sending:
         sent.append(message)
         return original(self, dst, message, data=data)
 

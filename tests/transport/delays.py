@@ -11,9 +11,35 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from retrograde.transport.connections import Connections
-from retrograde.transport.line import Line
 from retrograde.transport.mapped.arena import PeerArena
 from retrograde.transport.messages import Message, SharedPlace
+from retrograde.transport.wires import Came, Lost, Sending, Wires
+
+
+class _SlowWires:
+    """What comes from one rank is left lying at random, while what comes from others is taken in."""
+
+    def __init__(self, dice: random.Random, longest: float, chance: float) -> None:
+        self._dice, self._longest, self._chance = dice, longest, chance
+        self._real = Wires.wait
+        self._left_lying: dict[Wires, list[Came]] = {}
+        self._deciding = threading.Lock()
+
+    def wait(self, wires: Wires, seconds: float | None, bulk: bool = True) -> list[Came | Lost]:
+        lying = self._left_lying.get(wires, [])
+        came = [*lying, *self._real(wires, self._dice.random() * self._longest if lying else seconds, bulk)]
+        with self._deciding:
+            senders = sorted({event.src for event in came if isinstance(event, Came)})
+            slow = self._dice.choice(senders) if senders and self._dice.random() < self._chance else None
+            self._left_lying[wires] = [event for event in came if isinstance(event, Came) and event.src == slow]
+        return [event for event in came if not (isinstance(event, Came) and event.src == slow)]
+
+    def finish(self) -> None:
+        """Nothing is left lying any more."""
+        with self._deciding:
+            self._chance = 0.0
+        while any(self._left_lying.values()):
+            time.sleep(self._longest)
 
 
 @contextlib.contextmanager
@@ -22,17 +48,15 @@ def delayed(seed: int, longest: float = 0.002, chance: float = 0.5) -> Iterator[
     left lying while what comes from others is taken in. Messages of one rank keep their order, as they always do. In
     shared memory, it pauses before it leaves a letter, and before it reads."""
     dice = random.Random(seed)
-    send, receive, post, view = Connections.send, Line.receive, Connections.post, PeerArena.view
+    send, wait, post, view = Connections.send, Wires.wait, Connections.post, PeerArena.view
+    slow = _SlowWires(dice, longest, chance)
 
-    def slow_send(self: Connections, dst: int, message: Message, data: Sequence[torch.Tensor] = ()) -> int:
+    def slow_send(self: Connections, dst: int, message: Message, data: Sequence[torch.Tensor] = ()) -> Sending:
         pause()
         return send(self, dst, message, data)
 
-    def slow_receive(self: Line) -> None:
-        if dice.random() < chance:
-            time.sleep(dice.random() * longest)
-            return  # the selector says again that there is something to read
-        receive(self)
+    def slow_wait(self: Wires, seconds: float | None, bulk: bool = True) -> list[Came | Lost]:
+        return slow.wait(self, seconds, bulk)
 
     def pause() -> None:
         if threading.current_thread() is threading.main_thread() and dice.random() < chance:
@@ -46,10 +70,11 @@ def delayed(seed: int, longest: float = 0.002, chance: float = 0.5) -> Iterator[
         pause()
         return view(self, place, numel, dtype)
 
-    Connections.send, Line.receive = slow_send, slow_receive  # type: ignore[method-assign]
+    Connections.send, Wires.wait = slow_send, slow_wait  # type: ignore[method-assign]
     Connections.post, PeerArena.view = slow_post, slow_view  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Connections.send, Line.receive = send, receive  # type: ignore[method-assign]
+        slow.finish()
+        Connections.send, Wires.wait = send, wait  # type: ignore[method-assign]
         Connections.post, PeerArena.view = post, view  # type: ignore[method-assign]

@@ -35,13 +35,13 @@ def group_over_tcp() -> dist.ProcessGroup:
 @contextlib.contextmanager
 def over_connections() -> Iterator[None]:
     """Engines that are made inside share no memory with other ranks, though these are on the same host."""
-    real = ProcessRanks.transport
+    real = ProcessRanks._host_transport
 
     def transport(self: ProcessRanks, shards: ShardServer, streams: Streams, timeout: float) -> OneSidedTransport:
         return OneSidedTransport(self._connections, shards, timeout)
 
-    ProcessRanks.transport = transport  # type: ignore[method-assign]
+    ProcessRanks._host_transport = transport  # type: ignore[method-assign]
     try:
         yield
     finally:
-        ProcessRanks.transport = real  # type: ignore[method-assign]
+        ProcessRanks._host_transport = real  # type: ignore[method-assign]

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 import retrograde as rg
-from retrograde.transport import connecting
-from retrograde.transport.messages import Contact, UnixAddress, decode_contact, encode
+from retrograde.transport import connecting, wires
+from retrograde.transport.messages import decode_contact, encode
+from retrograde.transport.wires import Wires
 from tests.harness import RankError, RankPool
 from tests.small import batch, build, loss_of
 
@@ -57,10 +58,7 @@ def _ends_on_the_way(rank: int, world: int) -> None:
     if rank == 0:
         store = _get_process_group_store(group)
         store.set("retrograde/host/0", connecting.host())
-        with socket.socket(socket.AF_UNIX) as server:
-            server.bind("")
-            address = UnixAddress(server.getsockname())
-        store.set("retrograde/0", encode(Contact(address, bytes(16))))  # type: ignore[arg-type]
+        store.set("retrograde/0", encode(Wires(0, None).contact))  # type: ignore[arg-type]
         os._exit(7)
     try:
         rg.shard(build(), process_group=group, timeout=SOON)
@@ -74,39 +72,45 @@ def test_a_rank_that_ends_in_shard_is_named(ranks: Ranks) -> None:
     assert "exit code 7" in caught.value.failures[0]
     told = [caught.value.failures[rank] for rank in (1, 2)]
     for text in told:
-        assert "seen: DivergenceError: rank" in text and "rank 0 has ended while the ranks were connecting" in text, (
+        assert "seen: DivergenceError: rank" in text and "the connection to rank 0 was lost, so its process" in text, (
             text
         )
 
 
 def _silent_strangers(rank: int, world: int) -> tuple[float, int]:
-    """Two connect to rank 0 and keep silent, one says half of what is expected, one says to be somebody else."""
+    """Some connect to rank 0 and keep silent, some say half of what is expected, some another thing."""
     group = dist.new_group()
     strangers: list[socket.socket] = []
+    usual, wires.HANDSHAKE = wires.HANDSHAKE, 1000  # milliseconds, for this group
     if rank == 1:
         store = _get_process_group_store(group)
         store.set("retrograde/host/1", connecting.host())
         contact = decode_contact(store.get("retrograde/0"))
-        wrong = [b"", b"", b"x" * 10, *(connecting.HELLO.pack(contact.secret, rank) for rank in (0, 7, 2**63))]
-        for hello in wrong:
-            strangers.append(socket.socket(socket.AF_UNIX))
-            strangers[-1].connect(contact.address.name)  # type: ignore[union-attr]
-            strangers[-1].sendall(hello)
+        for address in (contact.control, contact.bulk):
+            for said in (b"", b"\xff\0\0", b"x" * 100):
+                strangers.append(socket.socket(socket.AF_UNIX))
+                strangers[-1].connect("\0" + address.name[1:])  # type: ignore[union-attr]
+                strangers[-1].sendall(said)
     start = time.monotonic()
     model = build()
     rg.shard(model, process_group=group, timeout=SOON)
     loss_of(model, batch(rank)).backward()
     seconds = time.monotonic() - start
-    closed = 0
-    for stranger in strangers:
-        stranger.settimeout(SOON)
-        try:
-            closed += stranger.recv(1) == b""
-        except ConnectionResetError:
-            closed += 1  # with what it had sent unread
-        stranger.close()
+    closed = sum(_hung_up_on(stranger) for stranger in strangers)
     dist.barrier()
+    wires.HANDSHAKE = usual
     return seconds, closed
+
+
+def _hung_up_on(stranger: socket.socket) -> bool:
+    with stranger:
+        stranger.settimeout(2 * SOON)
+        try:
+            while stranger.recv(1024):
+                pass  # a greeting
+        except ConnectionResetError:
+            pass  # with what it had sent unread
+        return True
 
 
 def test_silent_strangers_are_not_waited_for(ranks: Ranks) -> None:
@@ -141,16 +145,15 @@ def test_a_store_that_is_gone_is_named() -> None:
     assert str(caught.value).startswith("rank 1: the process group's store does not answer")
 
 
-def test_many_callers_at_once() -> None:
-    """More than a server's queue holds."""
+def test_many_ranks_at_once() -> None:
+    """Each knows all others, and nothing of it is left."""
     world, store = 24, dist.HashStore()
     found: dict[int, set[int]] = {}
 
     def join(rank: int) -> None:
-        sockets = connecting.connect(store, rank, world, 60.0)
-        found[rank] = {peer for peer, _ in sockets}
-        for _, sock in sockets:
-            sock.close()
+        joined = connecting.connect(store, rank, world, 60.0)
+        found[rank] = set(joined._contacts)
+        joined.close()
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in range(world)]
     for thread in threads:
@@ -158,3 +161,4 @@ def test_many_callers_at_once() -> None:
     for thread in threads:
         thread.join(60.0)
     assert found == {rank: {*range(world)} - {rank} for rank in range(world)}
+    assert {store.get(f"retrograde/{rank}") for rank in range(world)} == {b""}

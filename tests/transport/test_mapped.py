@@ -22,6 +22,7 @@ from retrograde.transport.mapped.arena import Arena, PeerArena, SharedWord
 from retrograde.transport.mapped.mailbox import Mailbox, Outbox, box_length, control_length
 from retrograde.transport.mapped.transport import MappedTransport
 from retrograde.transport.messages import SharedPlace
+from retrograde.transport.wires import Sending
 from tests.harness import Ranks
 from tests.reference import play, same
 from tests.small import backwards, batch, build, loss_of
@@ -188,7 +189,7 @@ def _messages(rank: int, world: int, stage: int) -> tuple[list[str], list[str]]:
     sent: Counter[str] = Counter()
     send = Connections.send
 
-    def counted(self: Connections, dst: int, message: Any, data: Any = ()) -> int:
+    def counted(self: Connections, dst: int, message: Any, data: Any = ()) -> Sending:
         sent[type(message).__name__] += 1
         return send(self, dst, message, data)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import selectors
+import signal
 import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -24,10 +24,25 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 import retrograde as rg
 from retrograde.devices import Stream
-from retrograde.transport import Key, Position, Reason, connecting, leaving
+from retrograde.transport import Key, Position, Reason, connecting, leaving, wires
+from retrograde.transport.arrivals import Arrivals
 from retrograde.transport.connections import Connections
-from retrograde.transport.line import Line, bytes_of
-from retrograde.transport.messages import Fail, Meet, Message, Put, Ready, Start, UnixAddress, decode_contact
+from retrograde.transport.envelope import pieces
+from retrograde.transport.messages import (
+    Fail,
+    Goodbye,
+    Meet,
+    Message,
+    MessageError,
+    Put,
+    Ready,
+    ShardData,
+    Start,
+    TcpAddress,
+    UnixAddress,
+    decode_contact,
+    encode,
+)
 from retrograde.transport.one_sided import OneSidedTransport
 from tests.harness import RankPool
 from tests.multiproc.twin import Twin
@@ -99,23 +114,24 @@ def _stranger(rank: int, world: int, far: bool) -> set[Any]:
     with apart() if far else contextlib.nullcontext():
         if rank == 1:
             store.set("retrograde/host/1", connecting.host())
-            told = decode_contact(store.get("retrograde/0")).address
-            address = told.name if isinstance(told, UnixAddress) else (told.host, told.port)
-            for hello in (b"x" * 24, b"x"):  # a wrong secret, and no secret
+            contact = decode_contact(store.get("retrograde/0"))
+            for told in (contact.control, contact.bulk):
+                address = "\0" + told.name[1:] if isinstance(told, UnixAddress) else (told.host, told.port)
                 with socket.socket(socket.AF_INET if far else socket.AF_UNIX) as call:
                     call.connect(address)
-                    call.sendall(hello)
+                    call.sendall(b"x" * 64)  # not the language of the wires
         model = build()
         engine = rg.shard(model, 3, process_group=group)
     loss_of(model, batch(rank)).backward()
     dist.barrier()
-    return {line.socket.family for line in engine.transport.connections._lines.values()}
+    contact = engine.transport.connections.wires.contact
+    return {type(contact.control), type(contact.bulk)}
 
 
 @pytest.mark.parametrize("far", (False, True))
 def test_strangers_are_turned_away(ranks: Ranks, far: bool) -> None:
-    family = socket.AF_INET if far else socket.AF_UNIX
-    assert ranks(2).run(_stranger, far) == [{family}, {family}]
+    kind = TcpAddress if far else UnixAddress
+    assert ranks(2).run(_stranger, far) == [{kind}, {kind}]
 
 
 def _uneven(rank: int, world: int) -> list[str]:
@@ -203,30 +219,101 @@ def test_a_forked_process_ends_without_its_parents_connections(ranks: Ranks) -> 
     assert ranks(2).run(_forks) == [["rank 0", "rank 1"]] * 2
 
 
+def _falls_silent(rank: int, world: int) -> bool:
+    """A process that is stopped closes no connection, and answers no heartbeat."""
+    usual = wires.HEARTBEAT, wires.SILENCE
+    wires.HEARTBEAT, wires.SILENCE = 50, 300  # milliseconds
+    here, there = socket.socketpair()
+    child = os.fork()
+    made = wires.Wires(0 if child else 1, None)
+    end = here if child else there
+    end.sendall(encode(made.contact))
+    made.admit({1 if child else 0: decode_contact(end.recv(1024))})
+    if not child:
+        while True:
+            if made.wait(None):
+                there.sendall(b".")
+    try:
+        made.send(1, Goodbye())
+        assert here.recv(1) == b"."
+        os.kill(child, signal.SIGSTOP)
+        deadline = time.monotonic() + 20.0
+        while time.monotonic() < deadline:
+            if wires.Lost(1) in made.wait(1.0):
+                return True
+        return False
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        made.close()
+        wires.HEARTBEAT, wires.SILENCE = usual
+
+
+def test_a_process_that_falls_silent_is_lost(ranks: Ranks) -> None:
+    assert ranks(1).run(_falls_silent) == [True]
+
+
 def _references(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
-def test_memory_is_let_go_of_before_it_is_delivered() -> None:
+class _Page:
+    """Reads into a page. Implements `Reader`."""
+
+    def __init__(self, elements: int) -> None:
+        self.page = torch.zeros(elements)
+        self.changed = threading.Condition()
+        self.delivered: list[Message] = []
+        self.references: list[int] = []
+
+    def destination(self, src: int, message: Message, nbytes: int) -> Sequence[torch.Tensor] | None:
+        return [self.page[:]] if isinstance(message, ShardData) else None
+
+    def deliver(self, src: int, message: Message, data: Sequence[torch.Tensor]) -> None:
+        self.delivered.append(message)
+        self.references.append(_references(self.page) - len(data))
+
+
+@pytest.mark.parametrize("elements", (8, LARGE))
+def test_memory_is_let_go_of_when_it_is_delivered(elements: int) -> None:
     """Who is told that a page is there counts the references to it."""
-    page, seen = torch.zeros(8), []
-    before = _references(page)
+    reader = _Page(elements)
+    before = _references(reader.page)
+    arrivals = Arrivals(1, reader)
+    head, part = pieces(ShardData(0, 0), [torch.ones(elements)])
+    if elements == LARGE:
+        arrivals.take_message(head)
+        arrivals.take_chunk(part[: len(part) // 2])
+        arrivals.take_chunk(part[len(part) // 2 :])
+    else:
+        arrivals.take_message(memoryview(bytes(head) + bytes(part)))
+    assert torch.equal(reader.page, torch.ones(elements)) and reader.references == [before]
+    assert _references(reader.page) == before
 
-    def messages() -> Iterator[memoryview]:
-        yield bytes_of(page)
-        seen.append(_references(page))  # where a message is delivered
-        while True:
-            yield memoryview(bytearray(1))
 
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        there = socket.create_connection(server.getsockname())
-        here, _ = server.accept()
-    with here, there:
-        line = Line(1, here, selectors.DefaultSelector(), messages())
-        there.sendall(bytes(torch.ones(8).numpy()))
-        while not seen:
-            line.receive()
-    assert torch.equal(page, torch.ones(8)) and seen == [before]
+def test_what_comes_apart_keeps_its_place() -> None:
+    """Bytes may come before their message, or after messages that were sent after it."""
+    reader, first, second = _Page(LARGE), torch.rand(LARGE), torch.rand(LARGE)
+    arrivals = Arrivals(1, reader)
+    envelopes = [(ShardData(0, unit), pieces(ShardData(0, unit), [data])) for unit, data in enumerate((first, second))]
+    arrivals.take_chunk(envelopes[0][1][1])
+    assert reader.delivered == []
+    arrivals.take_message(envelopes[0][1][0])
+    assert reader.delivered == [ShardData(0, 0)] and torch.equal(reader.page, first)
+    arrivals.take_message(envelopes[1][1][0])
+    arrivals.take_message(pieces(Goodbye())[0])
+    assert reader.delivered == [ShardData(0, 0)]
+    arrivals.take_chunk(envelopes[1][1][1])
+    assert reader.delivered == [ShardData(0, 0), ShardData(0, 1), Goodbye()] and torch.equal(reader.page, second)
+
+
+def test_more_bytes_than_were_announced_are_refused() -> None:
+    arrivals = Arrivals(1, _Page(LARGE))
+    head, part = pieces(ShardData(0, 0), [torch.ones(LARGE)])
+    arrivals.take_message(head)
+    arrivals.take_chunk(part[8:])
+    with pytest.raises(MessageError, match="16 bytes of tensors came where 8 were to come"):
+        arrivals.take_chunk(part[:16])
 
 
 class _Alone:
@@ -250,9 +337,8 @@ class _Alone:
     def tell(self, dst: int, message: Message, data: Any = ()) -> None:
         self.send(dst, message, data)
 
-    def send(self, dst: int, message: Message, data: Any = ()) -> int:
+    def send(self, dst: int, message: Message, data: Any = ()) -> Any:
         self.sent.append(message)
-        return 0
 
 
 def _hears(transport: OneSidedTransport, src: int, message: Message, *data: torch.Tensor) -> None:
@@ -331,12 +417,9 @@ def test_messages_may_take_their_time(ranks: Ranks, seed: int) -> None:
 
 
 def test_addresses_follow_the_store() -> None:
-    here = SimpleNamespace()
-    with connecting.listen(here, False, 2) as server:  # type: ignore[arg-type]
-        assert server.getsockname()[0] in ("127.0.0.1", "::1")
+    assert connecting.own_address(SimpleNamespace()) in ("127.0.0.1", "::1")  # type: ignore[arg-type]
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    with connecting.listen(dist.PrefixStore("a", dist.PrefixStore("b", store)), False, 2) as server:
-        assert server.getsockname()[0] == "127.0.0.1"
+    assert connecting.own_address(dist.PrefixStore("a", dist.PrefixStore("b", store))) == "127.0.0.1"
 
 
 def test_a_host_is_known_where_there_is_a_kernel_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,11 +438,10 @@ def _answering(transport: OneSidedTransport, *messages: Message) -> list[Message
     came = threading.Event()
     send = alone.send
 
-    def sent(dst: int, message: Message, data: Any = ()) -> int:
-        found: int = send(dst, message, data)
+    def sent(dst: int, message: Message, data: Any = ()) -> None:
+        send(dst, message, data)
         if isinstance(message, Meet):
             came.set()
-        return found
 
     alone.send = sent
     with ThreadPoolExecutor(1) as pool:

@@ -72,6 +72,7 @@ class ConnectedChannel:
             raise PipelineError(f"rank {self._connections.rank}, sending to pipeline rank {peer}: {cause}") from error
 
     def receive(self, peer: int, address: Address) -> _Awaited:
+        self._connections.listen_to(peer)
         return _Awaited(self, peer, address)
 
     def take(self, peer: int, address: Address) -> Parts | None:

@@ -8,39 +8,33 @@ gradient *puts* each owner's part there, and the other side is a small service t
 its main thread is doing. Messages carry unit and sequence, so data of two units cannot mix, and no order
 has to be shared. Ranks *meet* (one_sided.py) only where they must agree: at the end of a backward, at a step.
 
-torch.distributed brings the ranks together (connecting.py); from then on each pair has a connection of its own
-(line.py). (gloo's point to point operations must be posted on both sides, cannot be polled, spend a fifth of a
-millisecond on a small message and close the connection when one of them times out.)
+torch.distributed brings the ranks together (connecting.py); from then on they talk by wires of their own (wires.py).
+(gloo's point to point operations must be posted on both sides, cannot be polled, spend a fifth of a millisecond on a
+small message and close the connection when one of them times out.) What comes from a rank is put together and delivered
+in the order in which it was sent (arrivals.py); who is still there, and what went wrong first, is liveness.py's.
 
-[Note: the first cause]
-When a rank dies, others raise because of it and leave, and more raise because of these. All must name the rank that
-died. So a rank that finds a connection lost waits for a moment (`GRACE`), in which it may hear what its other side, or
-anybody, knows to have gone wrong before. Then it decides on a cause, tells all ranks, and only then its own main
-thread, which may raise and leave. Whoever has heard of a cause keeps to it.
-
-Rule 1: nobody waits for another rank in order to send: what the connection does not take at once is sent by the
-        service thread when it can. So the service threads always receive.
-Rule 2: a thread that holds a line's lock does not ask for `changed`.
+Rule 1: nobody waits for another rank in order to send. So the service threads always receive.
+Rule 2: a thread that sends does not ask for `changed` while it does.
 """
 
 import contextlib
 import os
-import selectors
-import socket
 import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import ClassVar, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
 
 from retrograde.torch_internals import store_of
 from retrograde.transport import leaving
+from retrograde.transport.arrivals import Arrivals, take_whole
 from retrograde.transport.connecting import connect
-from retrograde.transport.line import LENGTHS, Line, bytes_of, frame, message_length, unwanted
+from retrograde.transport.envelope import opened, pieces
+from retrograde.transport.liveness import GONE, Cause, Liveness
 from retrograde.transport.mapped.neighbours import Neighbours, neighbours_of
 from retrograde.transport.messages import (
     Ask,
@@ -55,17 +49,15 @@ from retrograde.transport.messages import (
     Share,
     ToRank,
     ToReceiver,
-    decode,
 )
+from retrograde.transport.wires import Came, Lost, Sending, Wires
 
 KEEP = "keep the model until all ranks have read it: delete it after a dist.barrier(), or leave it to the program's end"
 TIMEOUT = 60.0  # seconds
-GRACE = 0.1  # seconds between a lost connection and its being blamed
-_FLUSH = 1.0  # seconds in which a rank that fails says so
+_FLUSH = 1.0  # seconds in which a rank that leaves says its last words
 _CLOSED = 2.0  # seconds after which a connection that takes nothing more is known to be lost
 _EARLY = 4096  # messages for engines and pipelines that this rank has not made yet
 _LETTERS = 0.5  # seconds after which letters that nobody has taken are looked at
-GONE = "so its process ended or gave up; its own output says why"
 
 
 class Receiver(Protocol):
@@ -88,21 +80,6 @@ class Receiver(Protocol):
         """What has gone wrong, if the main thread has not been told by an exception."""
 
 
-class Cause(NamedTuple):
-    """What went wrong first: with which rank, in words, and the error by which it was noticed here."""
-
-    rank: int
-    text: str
-    error: Exception
-
-
-class Suspicion(NamedTuple):
-    """A lost connection that may be the consequence of something else; at `until` it counts as a cause."""
-
-    until: float
-    cause: Cause
-
-
 class Connections:
     """Messages between the ranks of a group. Use `Connections.of(group)`: made once for each group."""
 
@@ -113,12 +90,11 @@ class Connections:
         """The group's connections, made at the first call: all ranks must come to it within `timeout` seconds."""
         if group not in cls._by_group:
             rank, world = dist.get_rank(group), dist.get_world_size(group)
-            sockets = connect(store_of(group), rank, world, timeout) if world > 1 else []
-            together = bool(sockets) and all(sock.family == socket.AF_UNIX for _, sock in sockets)
-            neighbours = neighbours_of(rank, world) if together else None
-            cls._by_group[group] = made = cls(rank, world, sockets, group, neighbours)
+            wires = connect(store_of(group), rank, world, timeout) if world > 1 else None
+            neighbours = neighbours_of(rank, world) if wires is not None and wires.within_host else None
+            cls._by_group[group] = made = cls(rank, world, wires, group, neighbours)
             weakref.finalize(group, made.say_goodbye).atexit = False  # leaving.py has the end of the process
-            if made._lines:
+            if wires is not None:
                 leaving.watch(made, cls._by_group.get)
         return cls._by_group[group]
 
@@ -126,38 +102,32 @@ class Connections:
         self,
         rank: int,
         world: int,
-        sockets: Iterable[tuple[int, socket.socket]],
+        wires: Wires | None,
         group: dist.ProcessGroup | None = None,
         neighbours: Neighbours | None = None,
     ) -> None:
+        """Without wires, this rank is alone."""
         self.rank = rank
         self.world = world
+        self.wires = wires
         self.neighbours = neighbours  # where all ranks are on one host
         self._sleepers = 0  # threads of this rank that wait for letters
         self._group = None if group is None else weakref.ref(group)
         self.changed = threading.Condition()
         self._receivers: list[weakref.ref[Receiver]] = []  # engines and pipelines
         self._early: defaultdict[int, list[tuple[int, ToReceiver]]] = defaultdict(list)
-        self._selector = selectors.DefaultSelector()
         self.process = os.getpid()
-        self.departed: set[int] = set()  # ranks that have said goodbye
+        self._liveness = Liveness(self.peers)
+        self._refused: set[int] = set()  # ranks that sent what could not be taken
+        self._arrivals = {peer: Arrivals(peer, self) for peer in self.peers}
+        self._crowded: set[int] = set()  # ranks whose bytes have come before their messages
         self._leaving = False  # this rank has finished, or failed
         self._said_goodbye = False
         self._gives_up = False  # it waits no longer
         self._heard_at = time.monotonic()  # when somebody last said something
-        self._cause: Cause | None = None
-        self._suspicions: list[Suspicion] = []  # oldest first
-        self._lines: dict[int, Line] = {}
-        for peer, sock in sockets:
-            self._lines[peer] = Line(peer, sock, self._selector, self._incoming(peer))
-        self._connected = set(self._lines)
-        self._ended = not self._lines  # all connections are closed
-        if self._lines:
-            self._bell, self._ear = socket.socketpair()  # to wake the service thread
-            self._bell.setblocking(False)
-            self._ear.setblocking(False)
-            self._selector.register(self._ear, selectors.EVENT_READ)
-            threading.Thread(target=self._serve, name="retrograde-service", daemon=True).start()
+        self._ended = wires is None  # all connections are closed
+        if wires is not None:
+            threading.Thread(target=self._serve, args=(wires,), name="retrograde-service", daemon=True).start()
         if neighbours is not None:
             for peer in self.peers:
                 self.tell(peer, Share(neighbours.process, neighbours.arena.descriptor))
@@ -170,6 +140,11 @@ class Connections:
         """The other ranks, nearest first, so that not everybody asks rank 0 at once."""
         return ((self.rank + step) % self.world for step in range(1, self.world))
 
+    @property
+    def departed(self) -> set[int]:
+        """Ranks that have said goodbye."""
+        return self._liveness.departed
+
     def attach(self, receiver: Receiver) -> None:
         """Number a receiver and deliver what came before it was there. They are created in one order on all ranks, so
         the number is shared.
@@ -181,34 +156,37 @@ class Connections:
             self._receivers.append(weakref.ref(receiver))
             for src, message in self._early.pop(receiver.number, []):
                 receiver.on_message(src, message, ())
-            if self._cause is not None:
-                receiver.on_lost(self._cause.text, self._cause.error)
+            cause = self._liveness.cause
+            if cause is not None:
+                receiver.on_lost(cause.text, cause.error)
 
     # ---- sending
-    def send(self, dst: int, message: Message, data: Sequence[torch.Tensor] = ()) -> int:
-        """Send a message and its tensors to another rank's service thread. Give what it returns to `sent`."""
-        return self._lines[dst].send(frame(message, data))
+    def send(self, dst: int, message: Message, data: Sequence[torch.Tensor] = ()) -> Sending:
+        """Send a message and its tensors to another rank's service thread. Raises OSError if it cannot be reached."""
+        assert self.wires is not None, "this rank is alone"
+        return self.wires.send(dst, message, data)
 
     def tell(self, dst: int, message: Message, data: Sequence[torch.Tensor] = ()) -> None:
-        """Send what needs no answer. That the other side is gone is found when its line is read to the end."""
+        """Send what needs no answer. That the other side is gone, the service thread notices."""
         with contextlib.suppress(OSError):
             self.send(dst, message, data)
+
+    def listen_to(self, src: int) -> None:
+        """Something is to come from a rank: notice if it ends before that."""
+        if self.wires is not None and src != self.rank:
+            self.wires.call(src)
 
     def post(self, dst: int, message: Message, data: Sequence[torch.Tensor] = ()) -> bool:
         """Leave a letter for another rank's main thread; says whether it has a box on this host, and room in it."""
         neighbour = None if self.neighbours is None else self.neighbours.found.get(dst)
-        return neighbour is not None and neighbour.outbox.post(frame(message, data))
-
-    def sent(self, dst: int, mark: int) -> bool:
-        """May the tensors of that message change again?"""
-        return self._lines[dst].sent >= mark
+        return neighbour is not None and neighbour.outbox.post(pieces(message, data))
 
     def why_lost(self, dst: int) -> str:
         """Why nothing can be sent to a rank: it closed the connection, and has perhaps said why before that."""
         with self.changed:
-            self.changed.wait_for(lambda: self._cause is not None or self._ended, _CLOSED)
-            if self._cause is not None:
-                return self._cause.text
+            self.changed.wait_for(lambda: self._liveness.cause is not None or self._ended, _CLOSED)
+            if self._liveness.cause is not None:
+                return self._liveness.cause.text
             if self._ended:
                 return (
                     "all ranks have left this process group (dist.destroy_process_group(), or the end of the program), "
@@ -225,10 +203,12 @@ class Connections:
 
     def wait_until(self, over: Callable[[], bool], timeout: float, look_again: float | None = None) -> None:
         """Wait, with `changed` held once, until `over()` or for `timeout` seconds."""
+        end = time.monotonic() + timeout
         if self.neighbours is None:
-            self.changed.wait_for(over, timeout)
+            while not over() and (left := end - time.monotonic()) > 0:
+                self.changed.wait(left if look_again is None else min(left, look_again))
             return
-        mailbox, end = self.neighbours.mailbox, time.monotonic() + timeout
+        mailbox = self.neighbours.mailbox
         while True:
             heard = mailbox.heard  # before anything is looked at: what changes after that rings again
             self.take_letters()
@@ -250,22 +230,12 @@ class Connections:
         with self.changed:
             for src, letter in self.neighbours.mailbox.letters():
                 try:
-                    self._open(src, memoryview(letter))
+                    came = opened(memoryview(letter))
+                    if isinstance(came.message, ToRank):
+                        raise MessageError(f"a {type(came.message).__name__} in a letter")
+                    take_whole(src, came, self)
                 except Exception as error:  # whatever it is: those who wait are told
-                    self._refuse(self._lines[src], error)
-
-    def _open(self, src: int, letter: memoryview) -> None:
-        size, extra = LENGTHS.unpack(letter[: LENGTHS.size])
-        at = LENGTHS.size + size
-        message = decode(bytes(letter[LENGTHS.size : at]))
-        if isinstance(message, ToRank):
-            raise MessageError(f"a {type(message).__name__} in a letter")
-        data = self._destination(src, message, extra) or ()
-        for tensor in data:
-            if tensor.numel():
-                bytes_of(tensor)[:] = letter[at : at + tensor.nbytes]
-                at += tensor.nbytes
-        self._deliver(src, message, data)
+                    self._refuse(src, error)
 
     # ---- leaving (leaving.py)
     def say_goodbye(self) -> None:
@@ -276,8 +246,8 @@ class Connections:
             leaving.forget(self)
         else:
             self._leaving = True
-            with contextlib.suppress(OSError):  # it is closed, or has been rung often enough
-                self._bell.send(b".")
+            if self.wires is not None:
+                self.wires.ring()
 
     def wait_for_goodbyes(self) -> str | None:
         kept = [reference() for reference in self._receivers]  # models that nobody but readers needs any more
@@ -288,7 +258,7 @@ class Connections:
                 self.changed.wait(left)
             if self._ended:
                 return None
-            missing = sorted(self._connected - self.departed)
+            missing = sorted(self._liveness.present - self.departed)
         self._give_up()
         return (
             f"rank {self.rank} has finished and waited {patience:g} s for rank(s) {', '.join(map(str, missing))}, "
@@ -298,15 +268,13 @@ class Connections:
 
     def abandon(self, why: str) -> None:
         self._decide(Cause(self.rank, why, ConnectionError("this rank has failed")))
-        with self.changed:
-            self.changed.wait_for(lambda: all(line.sent >= line.queued for line in self._lines.values()), _FLUSH)
         self._give_up()
 
     def _give_up(self) -> None:
         self._gives_up = True
         self.say_goodbye()
         with self.changed:
-            self.changed.wait_for(lambda: self._ended, _FLUSH)
+            self.changed.wait_for(lambda: self._ended, 2 * _FLUSH)
 
     def unsaid(self) -> list[str]:
         receivers = [reference() for reference in self._receivers]
@@ -314,18 +282,16 @@ class Connections:
         return list(dict.fromkeys(text for text in texts if text is not None))
 
     # ---- the service thread
-    def _serve(self) -> None:
-        while self._connected or self._suspicions:
-            self._attend(self._patience())
-            if self._suspicions and self._patience() == 0.0:
-                self._attend(0.0)  # has anybody said more in the meantime?
+    def _serve(self, wires: Wires) -> None:
+        while self._liveness.present or self._liveness.in_doubt:
+            self._attend(wires, self._patience())
+            if self._liveness.in_doubt and self._patience() == 0.0:
+                self._attend(wires, 0.0)  # has anybody said more in the meantime?
                 self._blame()
             self.take_letters()  # for an engine that is gone, its main thread takes none
             if self._leaving:
                 self._leave()
-        self._ear.close()
-        self._bell.close()
-        self._selector.close()
+        wires.close(_FLUSH)
         if self._leaving:
             leaving.forget(self)
         with self.changed:
@@ -334,84 +300,86 @@ class Connections:
 
     def _patience(self) -> float | None:
         """Seconds until there is something to do even if nothing comes."""
-        idle = None if self.neighbours is None else _LETTERS
-        if not self._suspicions:
-            return idle
         with self.changed:
-            return max(0.0, self._suspicions[0].until - time.monotonic()) if self._suspicions else idle
+            if self._liveness.in_doubt:
+                return self._liveness.seconds_in_doubt()
+        return None if self.neighbours is None else _LETTERS
 
-    def _blame(self) -> None:
-        with self.changed:
-            if self._suspicions:
-                self._decide(self._suspicions[0].cause)
+    def _attend(self, wires: Wires, patience: float | None) -> None:
+        for event in wires.wait(patience, bulk=not self._crowded):
+            match event:
+                case Lost():
+                    self._lose(event.peer)
+                case Came() if event.src not in self._refused:  # also the last words of a rank that is lost
+                    wires.call(event.src)  # also whom this rank has nothing to say to may end
+                    self._take(event)
+
+    def _take(self, came: Came) -> None:
+        arrivals = self._arrivals[came.src]
+        try:
+            if came.bulk:
+                arrivals.take_chunk(came.data)
+            else:
+                arrivals.take_message(came.data)
+        except Exception as error:  # whatever it is: those who wait are told
+            self._refuse(came.src, error)
+        if arrivals.crowded:
+            self._crowded.add(came.src)
+        else:
+            self._crowded.discard(came.src)
 
     def _leave(self) -> None:
         """Say goodbye, and close all connections when everybody has said it."""
-        if not self._said_goodbye and self._cause is None:
+        if not self._said_goodbye and self._liveness.cause is None:
             self._said_goodbye = True
             if self.neighbours is not None:
                 self.neighbours.mailbox.finish()
             for peer in self.peers:
                 self.tell(peer, Goodbye())
         with self.changed:
-            needless = self._connected <= self.departed or self._cause is not None
-        all_sent = all(line.sent >= line.queued for line in self._lines.values())
-        if self._gives_up or (needless and all_sent):
-            for peer in list(self._connected):
-                self._close(self._lines[peer])
+            self._liveness.trust_the_departed()
+            if self._gives_up or self._liveness.needed_by_nobody:
+                self._liveness.present.clear()
 
-    def _close(self, line: Line) -> None:
-        line.close()
+    # ---- what goes wrong
+    def _lose(self, peer: int) -> None:
         with self.changed:
-            self._connected.discard(line.peer)
+            if peer in self._liveness.present:
+                self._liveness.lose(peer)
+                self.notify()
 
-    def _attend(self, patience: float | None) -> None:
-        for key, ready in self._selector.select(patience):
-            line: Line | None = key.data
-            if line is None:
-                self._ear.recv(4096)
-                continue
-            if line.peer not in self._connected:
-                continue  # closed a moment ago
-            try:
-                if ready & selectors.EVENT_WRITE:
-                    with contextlib.suppress(OSError):  # what came before it was closed is read first
-                        line.send()
-                    with self.changed:
-                        self.notify()  # somebody may wait for this to be sent
-                if ready & selectors.EVENT_READ:
-                    line.receive()
-            except OSError as error:
-                self._close(line)
-                self._suspect(line.peer, error)
-            except Exception as error:  # whatever it is: those who wait are told
-                self._refuse(line, error)
-
-    def _suspect(self, peer: int, error: Exception) -> None:
-        """The connection to `peer` has ended. Why, others may know better."""
+    def _blame(self) -> None:
+        """Nobody has said anything about a lost connection: it is what went wrong."""
         with self.changed:
-            if peer not in self.departed and self._cause is None:
-                cause = Cause(peer, f"the connection to rank {peer} was lost, {GONE}", error)
-                self._suspicions.append(Suspicion(time.monotonic() + GRACE, cause))
+            if not self._liveness.in_doubt:
+                return
+            peer, error = (
+                self._liveness.oldest_doubt(),
+                ConnectionResetError("the other side has closed the connection"),
+            )
+            if peer not in self.departed:
+                self._decide(Cause(peer, f"the connection to rank {peer} was lost, {GONE}", error))
             elif not self._leaving:
                 text = f"rank {peer} had finished and waited as long as its time-out says; raise shard(timeout=...)"
                 self._decide(Cause(peer, text, error), tell=False)
-            self.notify()
 
-    def _refuse(self, line: Line, error: Exception) -> None:
-        """What came by this line cannot be taken."""
+    def _refuse(self, src: int, error: Exception) -> None:
+        """What came from this rank cannot be taken."""
         why = f"could not take what came from there: {type(error).__name__}: {error}"
-        text = f"the connection to rank {line.peer} was closed by rank {self.rank}, which {why}"
-        self._decide(Cause(line.peer, text, error))  # which tells the other side too
-        self._close(line)
+        text = f"the connection to rank {src} was closed by rank {self.rank}, which {why}"
+        self._decide(Cause(src, text, error))  # which tells the other side too
+        self._refused.add(src)
+        self._arrivals[src] = Arrivals(src, self)  # what was half received is forgotten
+        with self.changed:
+            self._liveness.present.discard(src)
+        assert self.wires is not None
+        self.wires.hang_up(src)
 
     def _decide(self, cause: Cause, tell: bool = True) -> None:
         """This is what went wrong first, unless something else is known already."""
         with self.changed:
-            self._suspicions.clear()
-            if self._cause is not None:
+            if not self._liveness.settle(cause):
                 return
-            self._cause = cause
             if tell:  # before the main thread can leave because of it
                 for peer in self.peers:
                     self.tell(peer, FirstCause(cause.rank, cause.text))
@@ -420,41 +388,33 @@ class Connections:
                     receiver.on_lost(cause.text, cause.error)
             self.notify()
 
-    def _incoming(self, src: int) -> Iterator[memoryview]:
-        """Memory to be filled with what comes from `src`, piece by piece; complete messages are delivered."""
-        lengths = bytearray(LENGTHS.size)
-        while True:
-            yield memoryview(lengths)
-            size, extra = LENGTHS.unpack(lengths)
-            body = bytearray(message_length(size))
-            yield memoryview(body)
-            message = decode(body)
-            if isinstance(message, ToRank):
-                self._hear(src, message, extra)
-                continue
-            data = self._destination(src, message, extra)
-            if data is None:
-                yield from unwanted(extra)
-                data = ()
-            else:
-                yield from [bytes_of(tensor) for tensor in data if tensor.numel()]
-            with self.changed:
-                self._deliver(src, message, data)
-                del body, message, data  # nothing is kept: who waits for it may count references to a page
+    # ---- what comes: implements `Reader` for arrivals.py
+    def destination(self, src: int, message: Message, nbytes: int) -> Sequence[torch.Tensor] | None:
+        if isinstance(message, ToRank):
+            found: Sequence[torch.Tensor] | None = ()
+        elif message.receiver >= len(self._receivers):
+            if nbytes:
+                raise MessageError(f"{nbytes} bytes of tensors for receiver {message.receiver}, which is not there yet")
+            found = ()
+        else:
+            receiver = self._receivers[message.receiver]()
+            found = None if receiver is None else receiver.destination(src, message, nbytes)
+        if found is not None and (expected := sum(tensor.nbytes for tensor in found)) != nbytes:
+            raise MessageError(f"{nbytes} bytes of tensors with a {type(message).__name__} that takes {expected}")
+        return found
 
-    def _hear(self, src: int, message: ToRank, nbytes: int) -> None:
-        if nbytes:
-            raise MessageError(f"{nbytes} bytes of tensors with a {type(message).__name__}")
-        if isinstance(message, FirstCause):
-            error = ConnectionError(f"told by rank {src}")
-            self._decide(Cause(message.rank, message.text, error), tell=False)
-            return
-        if isinstance(message, Share | Mapped):
-            self._meet_neighbour(src, message)
-            return
-        with self.changed:
-            self.departed.add(src)
-            self.notify()  # somebody may wait for that rank's main thread
+    def deliver(self, src: int, message: Message, data: Sequence[torch.Tensor]) -> None:
+        match message:
+            case FirstCause():
+                error = ConnectionError(f"told by rank {src}")
+                self._decide(Cause(message.rank, message.text, error), tell=False)
+            case Goodbye():
+                self.departed.add(src)
+                self.notify()  # somebody may wait for that rank's main thread
+            case Share() | Mapped():
+                self._meet_neighbour(src, message)
+            case _:
+                self._hand_on(src, message, data)
 
     def _meet_neighbour(self, src: int, message: Share | Mapped) -> None:
         if self.neighbours is None:
@@ -464,19 +424,7 @@ class Connections:
         elif self.neighbours.find(src, message.process, message.descriptor):
             self.tell(src, Mapped())
 
-    def _destination(self, src: int, message: ToReceiver, nbytes: int) -> Sequence[torch.Tensor] | None:
-        """Where the tensors of a message belong: exactly as many bytes as will come."""
-        if message.receiver >= len(self._receivers):
-            if nbytes:
-                raise MessageError(f"{nbytes} bytes of tensors for receiver {message.receiver}, which is not there yet")
-            return ()
-        receiver = self._receivers[message.receiver]()
-        found = None if receiver is None else receiver.destination(src, message, nbytes)
-        if found is not None and (expected := sum(tensor.nbytes for tensor in found)) != nbytes:
-            raise MessageError(f"{nbytes} bytes of tensors with a {type(message).__name__} that takes {expected}")
-        return found
-
-    def _deliver(self, src: int, message: ToReceiver, data: Sequence[torch.Tensor]) -> None:
+    def _hand_on(self, src: int, message: ToReceiver, data: Sequence[torch.Tensor]) -> None:
         self._heard_at = time.monotonic()
         if message.receiver >= len(self._receivers):
             if sum(map(len, self._early.values())) >= _EARLY:

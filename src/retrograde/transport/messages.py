@@ -3,7 +3,7 @@
 [Note: messages]
 A message comes from another process, which may be broken or may not be a rank at all. So it is never unpickled: it is
 msgpack, and `decode` makes one of a closed set of types from it or raises `MessageError`. No type names code.
-The types do not know how messages are framed or carried (line.py does that today). The bytes of tensors are not in
+The types do not know how messages are carried (envelope.py, wires.py). The bytes of tensors are not in
 a message: they travel beside it, and the message says enough for the receiver to know where they belong.
 
 Rule 1: a field has a type that `decode` checks; counts and indices are not negative.
@@ -313,19 +313,29 @@ Message = ToReceiver | ToRank
 
 # ---- what ranks tell each other in the group's store
 class UnixAddress(Record, frozen=True, tag="unix"):
-    name: bytes
+    name: Annotated[str, Meta(pattern="^@[0-9a-z-]+$")]  # without a file
+
+    @property
+    def endpoint(self) -> str:
+        return f"ipc://{self.name}"
 
 
 class TcpAddress(Record, frozen=True, tag="tcp"):
-    host: str
+    host: Annotated[str, Meta(pattern="^[0-9A-Fa-f.:]+$")]
     port: Annotated[int, Meta(ge=0, le=65535)]
+
+    @property
+    def endpoint(self) -> str:
+        return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
 
 
 class Contact(Record, frozen=True):
-    """Where a rank can be reached, and what it wants to hear first from who reaches it."""
+    """How a rank can be reached, by its two wires (wires.py)."""
 
-    address: UnixAddress | TcpAddress
-    secret: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    key: Annotated[bytes, Meta(min_length=40, max_length=40)]  # public
+    secret: Annotated[bytes, Meta(min_length=32, max_length=32)]  # of the bulk wire
+    control: UnixAddress | TcpAddress
+    bulk: UnixAddress | TcpAddress
 
 
 # ---- to bytes and back
@@ -352,7 +362,7 @@ _texts = msgspec.msgpack.Decoder(list[str])
 encode = _encoder.encode
 
 
-def decode(data: bytes | bytearray) -> Message:
+def decode(data: bytes | memoryview) -> Message:
     return _decoded(_messages, data)  # type: ignore[no-any-return]
 
 
@@ -364,7 +374,7 @@ def decode_texts(data: bytes) -> list[str]:
     return _decoded(_texts, data)  # type: ignore[no-any-return]
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder[Any], data: bytes | bytearray) -> Any:
+def _decoded(decoder: msgspec.msgpack.Decoder[Any], data: bytes | memoryview) -> Any:
     try:
         return decoder.decode(data)
     except (msgspec.MsgspecError, RecursionError) as error:

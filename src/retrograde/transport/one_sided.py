@@ -39,6 +39,9 @@ from retrograde.transport.messages import (
     unpack,
 )
 from retrograde.transport.protocol import Memory, Position, ShardServer, Work
+from retrograde.transport.wires import Sending
+
+_LOOK_AGAIN = 0.002  # seconds between two looks at whether a gradient has been sent
 
 
 class _Request(NamedTuple):
@@ -56,10 +59,11 @@ class _RankWork:
     transport: "OneSidedTransport"
     missing: Callable[[], list[int]]
     what: str
+    look_again: float | None = None  # seconds, where nobody tells that it is done
 
     def wait(self, stream: Stream) -> None:
         """Memory is the host's, so nothing is left to be ordered on a stream when the bytes are there."""
-        self.transport.wait_for(self.missing, self.what)
+        self.transport.wait_for(self.missing, self.what, look_again=self.look_again)
 
     def done(self) -> bool:
         return not self.missing()
@@ -126,14 +130,14 @@ class OneSidedTransport:
 
     # ---- gradients, one by one
     def put(self, key: Key, parts: Mapping[int, Sequence[torch.Tensor]]) -> Work:
-        marks: dict[int, int] = {}
-        for dst, pieces in parts.items():
-            marks[dst] = self._send(dst, Put(self.number, key, pieces[0].dtype), data=pieces)
+        sending = {
+            dst: self._send(dst, Put(self.number, key, pieces[0].dtype), data=pieces) for dst, pieces in parts.items()
+        }
 
         def missing() -> list[int]:
-            return [dst for dst, mark in marks.items() if not self.connections.sent(dst, mark)]
+            return [dst for dst, part in sending.items() if not part.done]
 
-        return _RankWork(self, missing, "taking part of a gradient")
+        return _RankWork(self, missing, "taking part of a gradient", look_again=_LOOK_AGAIN)
 
     def arrived(self, key: Key, src: int) -> bool:
         return (key, src) in self._parts
@@ -210,7 +214,7 @@ class OneSidedTransport:
     def _send_position(self, peer: int, message: Meet, data: Sequence[torch.Tensor]) -> None:
         self._send(peer, message, data)
 
-    def _send(self, dst: int, message: ToReceiver, data: Sequence[torch.Tensor] = ()) -> int:
+    def _send(self, dst: int, message: ToReceiver, data: Sequence[torch.Tensor] = ()) -> Sending:
         try:
             return self.connections.send(dst, message, data=data)
         except OSError as error:
