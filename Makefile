@@ -86,6 +86,10 @@ test-all: test
 	@$(PY) -m tests.fuzz --count 1000 --seed 50 --delays 1
 	@$(PY) -m tests.order --count 10000
 	@$(PY) -m tests.patterns.table
+	@$(PY) -m tests.accelerator.table
+	@$(PY) -m tests.accelerator.table --mode sides --stages 3
+	@$(PY) -m tests.accelerator.table
+	@$(PY) -m tests.accelerator.table --mode sides --stages 3
 	@$(PY) -m tests.pipeline.test_zero
 	@$(PY) -m tests.pipeline.test_shares
 	@$(PY) -m tests.checkpoint.kills --count 200

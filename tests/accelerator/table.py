@@ -1,0 +1,70 @@
+"""Plays the backward matrix on the test device: `python -m tests.accelerator.table [--world 2] [--mode lazy] ...`.
+
+Rows in which ranks do different things, and those with replicas, go one-sidedly; all others by collectives."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import os
+import sys
+
+from tests.harness import WORKER_ENVIRONMENT, Pools, RankError, RankPool, RankTimeout
+
+if __name__ == "__main__":
+    os.environ.update(WORKER_ENVIRONMENT)  # before torch, as tests/patterns/table.py does
+
+import torch
+
+from tests.accelerator import build, device
+from tests.accelerator.matrix import play_late
+from tests.accelerator.ranks import LateSeat
+from tests.patterns.cells import LIMIT
+from tests.patterns.oracle import expected
+from tests.patterns.rows import CASES
+from tests.patterns.trace import differences
+from tests.stages import STAGES
+
+
+def transport_of(case_id: str) -> str:
+    return "one-sided" if CASES[case_id].key.startswith(("11b", "11c", "11d", "11e", "11f")) else "collective"
+
+
+def faults(pool: RankPool, case_id: str, stage: int, mode: str, seed: int) -> list[str]:
+    """What is wrong with a case: nothing, differences, or the end of what its ranks raised."""
+    options = {"exact": True, "transport": transport_of(case_id)}
+    want = expected(case_id, pool.world, stage)
+    try:
+        got = pool.run(play_late, case_id, stage, mode, seed, timeout=LIMIT, **options)
+    except (RankError, RankTimeout) as error:
+        return [str(error)[-600:]]
+    each = zip(got, want, strict=True)
+    return [text for mine, theirs in each for text in differences(mine, theirs, CASES[case_id].rtol)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--world", type=int, default=2)
+    parser.add_argument("--stages", type=int, nargs="+", default=STAGES)
+    parser.add_argument("--mode", default="lazy", choices=sorted({mode for mode, _ in device.MODES}))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("rows", nargs="*", help="parts of names of cases; all by default")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    build.build()
+    chosen = [case_id for case_id in CASES if not asked.rows or any(row in case_id for row in asked.rows)]
+    exact = 0
+    with contextlib.closing(Pools(LateSeat)) as ranks:
+        for stage, case_id in itertools.product(asked.stages, chosen):
+            found = faults(ranks(asked.world), case_id, stage, asked.mode, asked.seed)
+            exact += not found
+            if found:
+                print(f"{case_id}, stage {stage}: " + "\n".join(found[:4]), flush=True)
+    total = len(chosen) * len(asked.stages)
+    print(f"world {asked.world}, {asked.mode}, seed {asked.seed}: {exact} of {total} exact, without a race")
+    return 0 if exact == total else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
