@@ -88,8 +88,6 @@ test-all: test
 	@$(PY) -m tests.patterns.table
 	@$(PY) -m tests.accelerator.table
 	@$(PY) -m tests.accelerator.table --mode sides --stages 3
-	@$(PY) -m tests.accelerator.table
-	@$(PY) -m tests.accelerator.table --mode sides --stages 3
 	@$(PY) -m tests.pipeline.test_zero
 	@$(PY) -m tests.pipeline.test_shares
 	@$(PY) -m tests.checkpoint.kills --count 200

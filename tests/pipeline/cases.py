@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from retrograde.pipeline import ActionKind, Schedule
 from retrograde.pipeline.blocks import Chain
+from retrograde.pipeline.pipeline import Pipeline
 from tests.pipeline import architectures
 from tests.pipeline.architectures import T5, TOKENS, Gpt2, Llama, Vit, VitBlock
 from tests.reference import Grads, in_one_window
@@ -356,3 +357,16 @@ def backward_order(schedule: Schedule) -> list[int]:
     }
     (order,) = orders
     return [number for number in order if number is not None]
+
+
+def compare(name: str, pipe: Pipeline, blocks: list[nn.Module], case: Case) -> list[str]:
+    """Differences between the gradients on this rank and those of the whole plain model."""
+    whole = dict(nn.ModuleList(blocks).named_parameters(remove_duplicate=False))
+    wrong = []
+    for key, parameter in pipe.named_parameters():
+        wanted, found = whole[key].grad, parameter.grad
+        if (wanted is None) != (found is None):
+            wrong.append(f"{name}: {key} has gradient {found is not None}, torch {wanted is not None}")
+        elif wanted is not None and not case.same(found, wanted):
+            wrong.append(f"{name}: {key} differs by {(wanted - found).abs().max()}")
+    return wrong

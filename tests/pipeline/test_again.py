@@ -16,8 +16,7 @@ from retrograde.pipeline.parcel import Parcel
 from retrograde.pipeline.stage import Stage
 from tests.harness import Ranks
 from tests.pipeline.bytes_of_blocks import BLOCKS, PAIRS, TOKEN_WISE
-from tests.pipeline.cases import CASES, backward_order, plain_step
-from tests.pipeline.test_pipeline import compare
+from tests.pipeline.cases import CASES, backward_order, compare, plain_step
 
 MICROBATCHES = 3
 NAMES = (

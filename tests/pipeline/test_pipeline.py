@@ -9,22 +9,9 @@ from torch import nn
 
 from retrograde.pipeline.pipeline import Pipeline
 from tests.harness import RankPool
-from tests.pipeline.cases import CASES, SCHEDULES, Case, backward_order, plain_step
+from tests.pipeline.cases import CASES, SCHEDULES, backward_order, compare, plain_step
 
 Ranks = Callable[[int], RankPool]
-
-
-def compare(name: str, pipe: Pipeline, blocks: list[nn.Module], case: Case) -> list[str]:
-    """Differences between the gradients on this rank and those of the whole plain model."""
-    whole = dict(nn.ModuleList(blocks).named_parameters(remove_duplicate=False))
-    wrong = []
-    for key, parameter in pipe.named_parameters():
-        wanted, found = whole[key].grad, parameter.grad
-        if (wanted is None) != (found is None):
-            wrong.append(f"{name}: {key} has gradient {found is not None}, torch {wanted is not None}")
-        elif wanted is not None and not case.same(found, wanted):
-            wrong.append(f"{name}: {key} differs by {(wanted - found).abs().max()}")
-    return wrong
 
 
 SPLIT = ("zb-h1", "zb-v", "dualpipe-v", "v-half")
