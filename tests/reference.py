@@ -265,6 +265,7 @@ class PlainRanks:
     def reduce(self) -> None:
         """After them: the trained copy has the gradients that it had, and what the programs brought."""
         for name, param in self.params.items():
+            param.requires_grad_(self.models[0].get_parameter(name).requires_grad)  # a program may have frozen it
             param.grad = self._kept[name]
             timelines = [recorder.timelines[name] for recorder in self.recorders]
             replay(param, timelines, self._stage, self._hook, self._divisor, self._replicas, self._rounding)

@@ -208,9 +208,9 @@ def edited_whole(call: Call) -> Any:
     if isinstance(full, Aliased):  # which tells its parameter
         _in_place(call, full, rest)
     elif target.of_weights:  # a copy of masters
-        edited = full.detach()
+        edited = full.detach().requires_grad_(target.requires_grad)  # torch may refuse to edit a leaf
         _in_place(call, edited, rest)
-        with _writing(call.name, [target]), without_torch_function():
+        with torch.no_grad(), _writing(call.name, [target]), without_torch_function():
             target.copy_(target.cut(edited))
     else:
         _in_place(call, full, rest)
