@@ -5,7 +5,7 @@ update. Where both are the same there is one memory for it, as ever. docs/design
 number.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ class Dtypes(NamedTuple):
     master: torch.dtype
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Precision:
     """A dtype is "fp32", "bf16", "fp16" or one of torch's own. None leaves it as it is.
 
@@ -60,15 +60,20 @@ class Precision:
 
     @staticmethod
     def of(value: Any) -> "Precision":
-        """From what `shard()` was given: None, a short name, or one of these."""
+        """From what `shard()` was given: None, a dtype or its short name, or one of these."""
         if value is None:
             return Precision()
         if isinstance(value, Precision):
             return value
-        if isinstance(value, str) and value in _NAMED:
-            return Precision(param=value, master="fp32")
+        if isinstance(value, torch.dtype) or (isinstance(value, str) and value in _NAMED):
+            return Precision(param=value)
         known = ", ".join(f'"{name}"' for name in _NAMED)
         raise wrong("precision", value, "is not known", f"rg.Precision(...), one of {known}, or None")
+
+    def __repr__(self) -> str:
+        """Without what was left out."""
+        given = [field for field in fields(self) if getattr(self, field.name) != field.default]
+        return f"Precision({', '.join(f'{each.name}={getattr(self, each.name)!r}' for each in given)})"
 
     # ---- what was said, as dtypes
     @property
