@@ -160,9 +160,7 @@ WRONG: tuple[Wrong, ...] = (
     Wrong(shard("process_group"), "gloo", ("process_group='gloo'", "give a group of torch.distributed")),
     Wrong(shard("mesh"), 5, ("mesh=5", "give a DeviceMesh of one dimension")),
     Wrong(shard("mesh"), (2,), ("mesh=(2,)", "give a DeviceMesh of one dimension")),
-    Wrong(
-        shard("precision"), "int8", ("precision='int8'", 'give rg.Precision(...), one of "fp32"')
-    ),
+    Wrong(shard("precision"), "int8", ("precision='int8'", 'give rg.Precision(...), one of "fp32"')),
     Wrong(shard("precision"), torch.int8, ("precision.param=torch.int8", "give fp32, bf16, fp16")),
     Wrong(shard("reduce"), "max", ("reduce='max'", 'give "mean" or "sum"')),
     Wrong(shard("reduce"), None, ("reduce=None", 'give "mean" or "sum"')),

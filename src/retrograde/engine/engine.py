@@ -111,6 +111,7 @@ class Engine:
         owner = Owner(unit, self.pager, self.flow, self.coordinator, graph)
         self.units.append(unit)
         self.flow.add(unit, graph)
+        self.saved.watch(unit)
         self._owners.append(owner)
         for place, leaf in enumerate(unit.leaves):
             ShardedParameter.adopt(leaf, owner, place)
