@@ -22,10 +22,12 @@ STEPS = 6
 
 
 # ---- GradScaler
-def _scaled(rank: int, world: int, stage: int) -> tuple[list[float], list[bool]]:
-    """In the third step one rank's gradients overflow, wherever they are owned: no rank updates."""
+def _scaled(rank: int, world: int, stage: int, fused: bool) -> tuple[list[float], list[bool]]:
+    """In the third step one rank's gradients overflow, wherever they are owned: no rank updates.
+
+    A fused optimizer divides by the scale itself, and looks whether it found an overflow."""
     twin = PreciseTwin(rank, world, stage, "fp16")
-    twin.optimize(lambda params: torch.optim.AdamW(params, lr=RATE))
+    twin.optimize(lambda params: torch.optim.AdamW(params, lr=RATE, fused=fused))
     ours, plain = (torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2) for _ in range(2))
     scales, moved = [], []
     for step in range(STEPS):
@@ -41,8 +43,9 @@ def _scaled(rank: int, world: int, stage: int) -> tuple[list[float], list[bool]]
         ours.scale(loss.float()).backward()
         twin.plain_play(program)
         for scaler, optimizer, model in zip((plain, ours), twin.optimizers, twin.both, strict=True):
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_value_(model.parameters(), 2.0**-6)
+            if not fused:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_value_(model.parameters(), 2.0**-6)
             scaler.step(optimizer)
             scaler.update()
         twin.follow()
@@ -58,10 +61,11 @@ def _scaled(rank: int, world: int, stage: int) -> tuple[list[float], list[bool]]
 
 @EACH_WORLD
 @EACH_STAGE
-def test_grad_scaler(ranks: Ranks, stage: int, world: int) -> None:
+@pytest.mark.parametrize("fused", (False, True), ids=("unscaled", "fused"))
+def test_grad_scaler(ranks: Ranks, stage: int, world: int, fused: bool) -> None:
     scales = [2.0**10, 2.0**11, 2.0**10, 2.0**10, 2.0**11, 2.0**11]
     moved = [step != 2 for step in range(STEPS)]
-    assert ranks(world).run(_scaled, stage) == [(scales, moved)] * world
+    assert ranks(world).run(_scaled, stage, fused) == [(scales, moved)] * world
 
 
 # ---- autocast

@@ -11,7 +11,8 @@ from torch import nn
 import retrograde as rg
 from tests.harness import RankPool
 from tests.multiproc.precise import FULL, PreciseTwin
-from tests.stages import EACH_STAGE, EACH_WORLD
+from tests.small import backwards
+from tests.stages import EACH_STAGE, EACH_WORLD, REDUCING_STAGES
 
 Ranks = Callable[[int], RankPool]
 
@@ -58,3 +59,28 @@ def _clip_plainly(model: nn.Module, most: float) -> None:
 def test_training(ranks: Ranks, stage: int, world: int, name: str) -> None:
     wanted = ["torch.float64"] if name == "double masters" else ["torch.float32"]
     assert ranks(world).run(_trained, stage, name) == [wanted] * world
+
+
+def _by_the_backend(rank: int, world: int, stage: int, name: str) -> bool:
+    """`exact=False`: sums in the backend's order, and in the dtype that travels."""
+    twin = PreciseTwin(rank, world, stage, PRECISIONS[name], exact=False)
+    twin.backward(0)
+    with twin.engine.coalesce():
+        backwards(1, 2)(twin.model, rank)
+    twin.plain_play(backwards(1, 2))
+    grads = twin.engine.full_grads()
+    # Two roundings to bf16 that the reference does not make: of the sum, and of the mean.
+    far = [name for name, p in twin.plain.named_parameters() if not _near(grads[name], p.grad)]
+    twin.close()
+    return far == []
+
+
+def _near(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    assert one is not None and other is not None and one.dtype == other.dtype
+    return torch.allclose(one, other, rtol=2**-5, atol=2**-8 * float(other.abs().max()))
+
+
+@REDUCING_STAGES
+@pytest.mark.parametrize("name", ("bf16", "wide sums"))
+def test_sums_of_the_backend(ranks: Ranks, stage: int, name: str) -> None:
+    assert ranks(2).run(_by_the_backend, stage, name) == [True, True]
