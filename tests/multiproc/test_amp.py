@@ -29,6 +29,7 @@ def _scaled(rank: int, world: int, stage: int, fused: bool) -> tuple[list[float]
     twin = PreciseTwin(rank, world, stage, "fp16")
     twin.optimize(lambda params: torch.optim.AdamW(params, lr=RATE, fused=fused))
     ours, plain = (torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2) for _ in range(2))
+    plain.scale(torch.zeros(()))  # it has one when it is first asked; the program below scales by hand
     scales, moved = [], []
     for step in range(STEPS):
         scale = ours.get_scale()

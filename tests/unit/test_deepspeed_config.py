@@ -182,7 +182,9 @@ def test_prefetch_precision_and_reduction() -> None:
     assert _asked("zero_optimization.stage3_prefetch_bucket_size", 5e7).prefetch is True
     assert _asked("communication_data_type", "FP16").precision == rg.Precision(reduce="fp16")
     assert _asked("gradient_allreduce_op", "sum").reduce == "sum"
-    assert Config.of(LEAST, 2).precision is None and Config.of(LEAST, 2).stage == 0
+    assert Config.of(LEAST, 2).precision == rg.Precision() and Config.of(LEAST, 2).stage == 0
+    assert _asked("bf16.enabled", True).precision == rg.Precision(param="bf16")
+    assert _asked("gradient_accumulation_dtype", "fp32").precision == rg.Precision(accumulate="fp32")
 
 
 # ---- marks
