@@ -92,13 +92,13 @@ def _casts_are_known() -> None:
     """Assumes: a saved tensor that autocast has cast has the node `ToCopyBackward0`, or is a view of one that has, and
     that node leads to the one that made what was cast, and says which of its outputs it was."""
     seen: list[Output | None] = []
-    first, second = torch.ones(2, 2, device="cpu", requires_grad=True).unbind()
+    first, second = tiny(4, requires_grad=True).view(2, 2).unbind()
     node: Any = second.grad_fn
     weight = second.view(1, 2)
     with torch.autograd.graph.saved_tensors_hooks(lambda saved: seen.append(what_was_cast(saved)), lambda kept: kept):
         with torch.autocast("cpu", torch.bfloat16):
             # Of nothing: not every machine can multiply in bf16.
-            F.linear(torch.ones(0, 2, device="cpu", requires_grad=True), weight)
+            F.linear(tiny(0, requires_grad=True).view(0, 2), weight)
         torch.exp(first)
     found = [each for each in seen if each is not None and each.node is weight.grad_fn]
     expect([each.number for each in found], [0], "which output of its node was cast")
