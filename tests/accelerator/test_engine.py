@@ -34,14 +34,8 @@ ROWS = (
     ("11e-unequal_backwards-mlp", "one-sided"),
     ("24-tensor_hooks_window-mlp", "one-sided"),
     ("31n-filled_anew-gpt", "one-sided"),
-    "1-plain-gpt",
-    "3-two_losses-mlp",
-    "6b-two_windows-mlp",
-    "11e-unequal_backwards-mlp",
-    "24-tensor_hooks_window-mlp",
-    "31n-filled_anew-gpt",
-    "33-plain-gpt",
-    "33g-edited_leaves-mlp",
+    ("33-plain-gpt", "collective"),
+    ("33g-edited_leaves-mlp", "one-sided"),
 )
 
 
