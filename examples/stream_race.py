@@ -36,7 +36,8 @@ def program(device: SimulatedDevice) -> MemoryCheck:
     layout = Layout([(f"p{i}", torch.Size([SIZE])) for i in range(3)], torch.float32, world=1)
     producers = [device.stream(f"producer {number}") for number in range(3)]
     grads = [device.memory(SIZE) for _ in VALUES]
-    bucket = Bucket("block", layout, BufferPool(Memory.BUCKET, Host(), device, Ledger()), passed={2: grads[2]})
+    pool = BufferPool(Memory.BUCKET, Host(), device, Ledger())
+    bucket = Bucket("block", layout, layout.dtype, pool, passed={2: grads[2]})
     for slot, (stream, grad, value) in enumerate(zip(producers, grads, VALUES, strict=True)):
         stream.run(lambda grad=grad, value=value: grad.fill_(value))
         with device.on(stream):

@@ -69,6 +69,7 @@ QUICK: dict[str, tuple[Choice, ...]] = {
     ),
     "multiproc/test_gradients.py": (USUAL, without("test_empty_pieces")),
     "multiproc/test_idioms.py": (USUAL,),
+    "multiproc/test_masters.py": (USUAL, only("test_edits", "test_what_is_whole")),
     "multiproc/test_nested.py": (at(stage=3, late=0), without("test_four_ranks_that_nest_differently")),
     "multiproc/test_semantics.py": (USUAL,),
     "multiproc/test_state.py": (USUAL,),

@@ -18,6 +18,8 @@ Rule 4  Stage 1 adds up locally and reduces once: a group for everything. So do 
         stage; after `no_sync()` the first backward behind the window belongs to it.
 Rule 5  A leaf with hooks after accumulation is reduced in every backward, at every stage.
 Rule 6  Zeroing forgets what came before it, and groups are counted anew. What is assigned comes before all groups.
+Rule 7  A rank adds up the contributions of a group in one dtype and sends the sum in another (`Rounding`); what is sent
+        is added up in fp32, or in the dtype of the parameter that is trained if that is wider, and reaches its `.grad`.
 
     rank 0 has the contributions a, b, c       Rule 3: grad += (a + d) / 2, grad += (b + e) / 2, grad += c / 2
     rank 1 has the contributions d, e          Rule 4: grad += ((a + b + c) + (d + e)) / 2
@@ -67,6 +69,22 @@ def same(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 @dataclass(frozen=True)
+class Rounding:
+    """Rule 7. None: in the dtype that contributions have."""
+
+    waiting: torch.dtype | None = None
+    wire: torch.dtype | None = None
+
+    def sent(self, contributions: Iterable[Tensor], trained: torch.dtype) -> Tensor | None:
+        """What one rank brings to the sum of a group."""
+        total = _sum(grad if self.waiting is None else grad.to(self.waiting) for grad in contributions)
+        if total is None:
+            return None
+        sent = total if self.wire is None else total.to(self.wire)
+        return sent.to(torch.promote_types(trained, torch.float32))
+
+
+@dataclass(frozen=True)
 class Contribution:
     group: int
     grad: Tensor
@@ -87,6 +105,7 @@ def replay(
     hook: LeafHook | None = None,
     divisor: int | None = None,
     replicas: int = 1,
+    rounding: Rounding = Rounding(),
 ) -> None:
     """Brings `param.grad` from where it was to where the timelines lead.
 
@@ -101,9 +120,9 @@ def replay(
         if stage == 1 and hook is None:  # Rule 4, unless it is Rule 5
             parts = [[Contribution(0, c.grad) for c in part] for part in parts]
         for group in _order(parts):
-            locally = [_sum(c.grad for c in part if c.group == group) for part in parts]
-            total = mean(locally, divisor or len(ranks), replicas)
-            add_grad(param, total)
+            sent = [rounding.sent((c.grad for c in part if c.group == group), param.dtype) for part in parts]
+            total = mean(sent, divisor or len(ranks), replicas)
+            add_grad(param, None if total is None else total.to(param.dtype))
             if hook is not None and total is not None:
                 hook(param)
 
@@ -213,7 +232,9 @@ class Recorder:
 
 # ---- playing
 class PlainRanks:
-    """A plain copy of the model for each rank. The first is also the one that is trained; the others follow it."""
+    """A plain copy of the model for each rank. The first is also the one that is trained; the others follow it.
+
+    `masters`: the one that is trained, where it has other dtypes than those that compute; all copies follow it."""
 
     def __init__(
         self,
@@ -222,10 +243,14 @@ class PlainRanks:
         hook: LeafHook | None = None,
         divisor: int | None = None,
         replicas: int = 1,
+        masters: nn.Module | None = None,
+        rounding: Rounding = Rounding(),
     ) -> None:
         self.models = list(models)
         self.recorders = [Recorder(model) for model in self.models]
-        self.trained = self.models[0]
+        self.trained = self.models[0] if masters is None else masters
+        self._followers = [model for model in self.models if model is not self.trained]
+        self._rounding = rounding
         self.params = dict(self.trained.named_parameters())
         self._stage, self._hook, self._divisor = stage, hook, divisor
         self._replicas = replicas
@@ -240,9 +265,10 @@ class PlainRanks:
     def reduce(self) -> None:
         """After them: the trained copy has the gradients that it had, and what the programs brought."""
         for name, param in self.params.items():
+            param.requires_grad_(self.models[0].get_parameter(name).requires_grad)  # a program may have frozen it
             param.grad = self._kept[name]
             timelines = [recorder.timelines[name] for recorder in self.recorders]
-            replay(param, timelines, self._stage, self._hook, self._divisor, self._replicas)
+            replay(param, timelines, self._stage, self._hook, self._divisor, self._replicas, self._rounding)
 
     @torch.no_grad()
     def follow(self, scope: str = "") -> None:
@@ -250,19 +276,28 @@ class PlainRanks:
 
         Only those: a copy would mark the graphs of the others as modified in place."""
         self._kept = {name: param.grad for name, param in self.params.items()}
-        for model in self.models[1:]:
+        for model in self._followers:
             for name, param in model.named_parameters():
                 if name.startswith(scope):
                     param.copy_(self.params[name])
                     param.requires_grad_(self.params[name].requires_grad)
 
 
-def play(model: nn.Module, world: int, program: Program, stage: int, replicas: int = 1) -> None:
-    """`program(model, rank)` for each rank; what they bring is added to the gradients of `model`.
+def play(
+    model: nn.Module,
+    world: int,
+    program: Program,
+    stage: int,
+    replicas: int = 1,
+    masters: nn.Module | None = None,
+    rounding: Rounding = Rounding(),
+) -> None:
+    """`program(model, rank)` for each rank; what they bring is added to the gradients of `model`, or of `masters`.
 
     One model is all ranks, one after the other: for programs that leave nothing but gradients behind, and that do not
     zero them."""
-    kept = {name: param.grad for name, param in model.named_parameters()}
+    trained = masters or model
+    kept = {name: param.grad for name, param in trained.named_parameters()}
     timelines = []
     with contextlib.closing(Recorder(model)) as recorder:
         for rank in range(world):
@@ -270,9 +305,10 @@ def play(model: nn.Module, world: int, program: Program, stage: int, replicas: i
             recorder.begin()
             program(model, rank)
             timelines.append(recorder.timelines)
-    for name, param in model.named_parameters():
+    for name, param in trained.named_parameters():
         param.grad = kept[name]
-        replay(param, [of_rank[name] for of_rank in timelines], stage, replicas=replicas)
+        ranks = [of_rank[name] for of_rank in timelines]
+        replay(param, ranks, stage, replicas=replicas, rounding=rounding)
 
 
 def in_one_window(make: Callable[[], nn.Module], world: int, program: Program, divisor: int | None = None) -> Grads:

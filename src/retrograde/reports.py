@@ -22,14 +22,15 @@ def explain(units: Sequence[Unit], policy: Policy, grid: Grid) -> str:
     gathers = "1" if policy.keeps_pages else "1 to 2"
     rows = []
     for unit in units:
-        shard = human(unit.layout.shard_bytes)
+        shard = human(unit.shard.nbytes + (unit.source.nbytes if unit.has_masters and not unit.stays else 0))
         page = human(unit.layout.page_bytes)
-        gradient, reductions = (shard, "1") if any(unit.trained) else (human(0), "0 (frozen)")
+        gradient, reductions = (human(unit.shard.nbytes), "1") if any(unit.trained) else (human(0), "0 (frozen)")
         rows.append((unit.name, f"{unit.layout.numel:,}", shard, page, gradient, gathers, reductions))
     largest = sorted((unit.layout.page_bytes for unit in units), reverse=True)
     total = sum(largest)
     pages = total if policy.keeps_pages else min(total, sum(largest[: 2 if policy.prefetch else 1]) + policy.resident)
-    window = sum(unit.layout.page_bytes for unit in units if any(unit.trained))
+    waiting = [(unit.layout.padded_numel, policy.waiting(unit.layout.dtype)) for unit in units if any(unit.trained)]
+    window = sum(numel * dtype.itemsize for numel, dtype in waiting)
     when = "per step, however many backwards" if policy.until_step else "per backward"
     ranks = f"{grid.world} rank(s)" + f", {grid.replicas} replicas of {grid.shards} shard(s)" * (grid.replicas > 1)
     return _table(f"stage {_stage(policy)}, {ranks}", columns, rows) + (

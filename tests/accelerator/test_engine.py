@@ -34,6 +34,8 @@ ROWS = (
     ("11e-unequal_backwards-mlp", "one-sided"),
     ("24-tensor_hooks_window-mlp", "one-sided"),
     ("31n-filled_anew-gpt", "one-sided"),
+    ("33-plain-gpt", "collective"),
+    ("33g-edited_leaves-mlp", "one-sided"),
 )
 
 

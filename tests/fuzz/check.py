@@ -41,6 +41,7 @@ class EngineSide:
             resident=recipe.resident,
             reduce=reduce,
             mesh=mesh_of(recipe.replicas, recipe.world),
+            precision=recipe.dtypes,
             timeout=TIMEOUT,
         )
         self.engine.gradient_divisor = recipe.parts

@@ -34,6 +34,8 @@ def recipe(seed: int) -> Recipe:
         replicas=_replicas(seed, world),
         parts=random.Random(f"parts {seed}").choice((1, 1, 1, 2)),
     )
+    if not exact and not shape.in_backward:  # whole numbers are in double precision
+        shape = replace(shape, precision=random.Random(f"precision {seed}").choice((None, "bf16", "wide")))
     phases = tuple(_phase(chance, shape, alike) for _ in range(chance.randint(1, 4)))
     return replace(shape, phases=_touched(shape, phases))
 

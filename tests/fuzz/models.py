@@ -103,7 +103,7 @@ def batch(recipe: Recipe, rank: int, number: int) -> Tensor:
     if recipe.exact:
         x = torch.randint(-1, 2, (BATCH, FEATURES), generator=generator).double()
     else:
-        x = torch.randn(BATCH, FEATURES, generator=generator)
+        x = torch.randn(BATCH, FEATURES, generator=generator).to(recipe.dtypes.page or torch.float32)
     return x.requires_grad_()
 
 

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from tests.fuzz.models import Model, build
-from tests.fuzz.play import RATE, TOGETHER, Player, install_hooks, nothing, sgd
+from tests.fuzz.play import RATE, TOGETHER, Player, edit_weights, install_hooks, nothing, sgd
 from tests.fuzz.recipes import Act, Phase, Recipe
 from tests.fuzz.touches import Toucher
 from tests.fuzz.traces import Trace, copies
-from tests.reference import Contribution, PlainRanks, Recorder
+from tests.multiproc.precise import computing
+from tests.reference import Contribution, PlainRanks, Recorder, Rounding
 
 
 class PlainSide:
@@ -47,13 +48,18 @@ def play(recipe: Recipe) -> list[Trace]:
     """What each rank should see."""
     models = [build(recipe) for _ in range(recipe.world)]
     hook = step_in_backward if recipe.in_backward else None
-    ranks = PlainRanks(models, recipe.stage, hook, divisor(recipe), recipe.replicas)
+    masters = None
+    if recipe.precision is not None:
+        masters = build(recipe)
+        models = [computing(model, recipe.dtypes) for model in models]
+    rounding = Rounding(recipe.dtypes.waiting, recipe.dtypes.wire)
+    ranks = PlainRanks(models, recipe.stage, hook, divisor(recipe), recipe.replicas, masters, rounding)
     for model, recorder in zip(models, ranks.recorders, strict=True):
         install_hooks(recipe, model)
         recorder.divisor = recipe.parts
     sides = [PlainSide(rank, model, ranks.recorders[rank]) for rank, model in enumerate(models)]
     players = [Player(recipe, side) for side in sides]
-    trained = models[0]
+    trained = ranks.trained
     optimizer, toucher = sgd(trained, recipe), Toucher(trained)
     grads, backwards = [], []
     for phase in recipe.phases:
@@ -69,10 +75,25 @@ def play(recipe: Recipe) -> list[Trace]:
             for side in sides:
                 side.records += seen
         for name in phase.then:
-            TOGETHER[name](recipe, trained, optimizer)
+            if name == "edit weights" and masters is not None:
+                _edit_pages(ranks)
+            else:
+                TOGETHER[name](recipe, trained, optimizer)
         ranks.follow()
     weights = copies(trained.state_dict())
     return [Trace(grads, weights, side.records, backwards=backwards) for side in sides]
+
+
+@torch.no_grad()
+def _edit_pages(ranks: PlainRanks) -> None:
+    """An edit of what computes reaches the masters of the elements that it has changed."""
+    ranks.follow()
+    low = ranks.models[0]
+    before = copies(dict(low.named_parameters()))
+    edit_weights(low)
+    for name, param in low.named_parameters():
+        master = ranks.params[name]
+        master.copy_(torch.where(param == before[name], master, param.to(master.dtype)))
 
 
 def _backwards(recorder: Recorder) -> dict[str, set[int]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from retrograde.layout import Precision
+
 # Kinds of blocks (models.py says what they are).
 KINDS = ("linear", "mlp", "lora", "frozen", "norm", "scalar", "empty", "unused", "nested", "tied", "twice")
 
@@ -78,6 +80,13 @@ class Recipe:
     in_backward: bool = False
     replicas: int = 1  # of the sharded model, each on a run of neighbouring ranks
     parts: int = 1  # by which what a backward adds to `.grad` is divided
+    precision: str | None = None  # of pages, with masters in fp32; "wide": bf16, with gradients that add up in fp32
+
+    @property
+    def dtypes(self) -> Precision:
+        if self.precision == "wide":
+            return Precision(param="bf16", reduce="fp32", accumulate="fp32")
+        return Precision.of(self.precision)
 
     @property
     def possible(self) -> bool:

@@ -160,8 +160,8 @@ WRONG: tuple[Wrong, ...] = (
     Wrong(shard("process_group"), "gloo", ("process_group='gloo'", "give a group of torch.distributed")),
     Wrong(shard("mesh"), 5, ("mesh=5", "give a DeviceMesh of one dimension")),
     Wrong(shard("mesh"), (2,), ("mesh=(2,)", "give a DeviceMesh of one dimension")),
-    Wrong(shard("precision"), "bf16", ("precision='bf16'", "give rg.Precision(reduce=...) or None")),
-    Wrong(shard("precision"), torch.bfloat16, ("precision=torch.bfloat16", "give rg.Precision(reduce=...) or None")),
+    Wrong(shard("precision"), "int8", ("precision='int8'", 'give rg.Precision(...), one of "fp32"')),
+    Wrong(shard("precision"), torch.int8, ("precision.param=torch.int8", "give fp32, bf16, fp16")),
     Wrong(shard("reduce"), "max", ("reduce='max'", 'give "mean" or "sum"')),
     Wrong(shard("reduce"), None, ("reduce=None", 'give "mean" or "sum"')),
     Wrong(shard("reduce"), np.zeros(2), ("reduce=array", 'give "mean" or "sum"')),
@@ -180,10 +180,14 @@ WRONG: tuple[Wrong, ...] = (
     Wrong(shard("timeout"), 0, ("timeout=0", SECONDS)),
     Wrong(shard("timeout"), True, ("timeout=True", SECONDS)),
     # ---- Precision
-    Wrong(lambda scene, value: rg.Precision(value), 5, ("precision.reduce=5", "give fp32, bf16, fp16")),
-    Wrong(lambda scene, value: rg.Precision(value), "int8", ("precision.reduce='int8'", "give fp32, bf16, fp16")),
-    Wrong(lambda scene, value: rg.Precision(value), torch.int8, ("precision.reduce=torch.int8", "give fp32, bf16")),
-    Wrong(lambda scene, value: rg.Precision(value), [], ("precision.reduce=[]", "give fp32, bf16, fp16")),
+    Wrong(lambda scene, value: rg.Precision(reduce=value), 5, ("precision.reduce=5", "give fp32, bf16, fp16")),
+    Wrong(
+        lambda scene, value: rg.Precision(reduce=value), "int8", ("precision.reduce='int8'", "give fp32, bf16, fp16")
+    ),
+    Wrong(
+        lambda scene, value: rg.Precision(reduce=value), torch.int8, ("precision.reduce=torch.int8", "give fp32, bf16")
+    ),
+    Wrong(lambda scene, value: rg.Precision(reduce=value), [], ("precision.reduce=[]", "give fp32, bf16, fp16")),
     # ---- Engine
     Wrong(coalesce, "much", ("coalesce(budget)='much'", SIZE)),
     Wrong(coalesce, -5, ("coalesce(budget)=-5", "give 0 or more bytes")),
@@ -351,7 +355,7 @@ def scalars(rank: int, world: int) -> tuple[bool, ...]:
         exact=np.bool_(True),
         prefetch=False,
         timeout=np.float32(20),
-        precision=rg.Precision(torch.float32),
+        precision=rg.Precision(reduce=torch.float32),
     )
     loss_of(model, batch(rank)).backward()
     with engine.coalesce(np.int64(100)):

@@ -106,7 +106,7 @@ DIFFERENT: dict[str, tuple[Any, Any, str]] = {
     "prefetch": (False, True, "prefetch=False on rank 0, prefetch=True on rank 1"),
     "resident": ("1KiB", 2048, "resident='1KiB' on rank 0, resident=2048 on rank 1"),
     "precision": (
-        rg.Precision("bf16"),
+        rg.Precision(reduce="bf16"),
         None,
         "precision=Precision(reduce='bf16') on rank 0, precision=None on rank 1",
     ),
@@ -138,7 +138,7 @@ def equal_in_other_words(rank: int, world: int) -> None:
     """1 KiB is 1024 bytes; residency means nothing at stage 2; fp32 is torch.float32."""
     rg.shard(build(), resident="1KiB" if rank else 1024)
     rg.shard(build(), 2, resident="1KiB" if rank else 0)
-    rg.shard(build(), precision=rg.Precision("bf16" if rank else torch.bfloat16))
+    rg.shard(build(), precision=rg.Precision(reduce="bf16" if rank else torch.bfloat16))
     dist.barrier()
 
 

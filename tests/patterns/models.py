@@ -344,6 +344,15 @@ class Spec:
     def batch(self, rank: int, step: int) -> Batch:
         return self.make_batch(torch.Generator().manual_seed(1000 * step + rank + 1))
 
+    def in_dtype(self, dtype: torch.dtype | None) -> Spec:
+        """With inputs in this dtype."""
+
+        def cast(generator: torch.Generator) -> Batch:
+            batch = self.make_batch(generator)
+            return batch._replace(x=batch.x.to(dtype)) if batch.x.is_floating_point() else batch
+
+        return Spec(self.build, cast)
+
     def loss(self, out: Any, y: Tensor) -> Tensor:
         logits = logits_of(out)
         return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), y.reshape(-1))

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from retrograde.layout import Precision
+from tests.multiproc.precise import computing
 from tests.patterns.context import NaturalContext
 from tests.patterns.driver import build, optimizers, seed_phase, snapshot
 from tests.patterns.models import Spec
@@ -39,20 +41,26 @@ class OracleContext(NaturalContext):
         return self.recorder.window(joins_next=True)
 
 
+def _set_up(case: Case) -> tuple[nn.Module, dict[str, Any]]:
+    model = build(case)
+    context = NaturalContext(case.spec, model)
+    if case.setup is not None:
+        case.setup(model, context)
+    return model, context.memo
+
+
 class Oracle:
     """Plays a case for all ranks of a world."""
 
     def __init__(self, case: Case, world: int, stage: int) -> None:
         self.case, self.world = case, world
-        models, memos = [], []
-        for _ in range(world):
-            # The recorder needs the parameters that setup may add, and setup a context: so in two steps.
-            models.append(build(case))
-            context = NaturalContext(case.spec, models[-1])
-            if case.setup is not None:
-                case.setup(models[-1], context)
-            memos.append(context.memo)
-        self.ranks = PlainRanks(models, stage, case.leaf_hook, replicas=case.replicas(world))
+        # The recorder needs the parameters that setup may add, and setup a context: so in two steps.
+        models, memos = zip(*(_set_up(case) for _ in range(world)), strict=True)
+        masters = None
+        if case.precision is not None:
+            masters, _ = _set_up(case)
+            models = [computing(model, Precision.of(case.precision)) for model in models]
+        self.ranks = PlainRanks(models, stage, case.leaf_hook, replicas=case.replicas(world), masters=masters)
         self.contexts: list[OracleContext] = []
         for rank, model in enumerate(models):
             self.contexts.append(OracleContext(case.spec, model, rank, world, self.ranks.recorders[rank]))
@@ -68,7 +76,8 @@ class Oracle:
                 grads.append(self._phase(step, index))
         traces = []
         for model, context in zip(self.ranks.models, self.contexts, strict=True):
-            traces.append(Trace(grads, snapshot(model.state_dict()), context.records, []))
+            state = model if self.case.precision is None else self.ranks.trained
+            traces.append(Trace(grads, snapshot(state.state_dict()), context.records, []))
         return traces
 
     def _phase(self, step: int, index: int) -> Grads:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from retrograde.layout import Precision
 from tests.patterns.context import Context
 from tests.patterns.models import SPECS, Batch, Spec
 from tests.reference import LeafHook
@@ -63,6 +64,7 @@ class Case:
     keep_grads: bool = False  # no zero_grad between steps
     rtol: float = 0.0  # whoever sets it says why
     principal: bool = True  # the others are left out where time is short: at world 4 in the test suite
+    precision: str | None = None  # that of `rg.shard`; the data are in it too
     most_replicas: int = 1  # of the sharded model, as far as the world can be divided by them
     steps: int = 3  # enough to compare a step's memory with the step before it, momentum included
 
@@ -75,7 +77,8 @@ class Case:
 
     @property
     def spec(self) -> Spec:
-        return SPECS[self.model]
+        spec = SPECS[self.model]
+        return spec if self.precision is None else spec.in_dtype(Precision.of(self.precision).page)
 
 
 CASES: dict[str, Case] = {}

@@ -13,7 +13,7 @@ from tests.patterns.rows import CASES
 from tests.patterns.trace import Trace, differences
 
 
-@pytest.mark.parametrize("case_id", CASES)
+@pytest.mark.parametrize("case_id", [case_id for case_id, case in CASES.items() if case.precision is None])
 def test_world_one_is_torch(case_id: str) -> None:
     """On one rank torch itself is the truth, whatever the row does."""
     case = CASES[case_id]

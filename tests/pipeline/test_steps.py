@@ -206,7 +206,7 @@ def cut_by_time(rank: int, world: int, zero: bool) -> tuple[list[str], bool]:
     )
     same = torch.equal(before, torch.get_rng_state())
     for name, p in pipe.named_parameters():
-        whole = p if pipe.engine is None else p.full()
+        whole = p if pipe.engine is None else p.shown()
         same = same and torch.equal(whole, state[name]) and p.grad is None
     calls = [b for module in pipe.modules() for b in module.buffers()]
     names = sorted({name.split(".")[0] for name, _ in pipe.named_parameters()})

@@ -82,7 +82,7 @@ class Rank:
         return Unit(index, f"unit {index}", self.layout, leaves, shard, self.grid, self.pages, self.peer)  # type: ignore[arg-type]
 
     def bucket(self, passed: dict[int, Tensor]) -> Bucket:
-        return Bucket("a unit", self.layout, self.pool, passed)
+        return Bucket("a unit", self.layout, self.layout.dtype, self.pool, passed)
 
     def gradient(self, stream: SimulatedStream, slot: int, value: float) -> Tensor:
         """Computed on `stream`."""

@@ -39,7 +39,8 @@ def _asked(key: str, value: Any) -> Config:
 def test_every_key_is_there_once() -> None:
     keys = [word.key for word in WORDS]
     assert len(set(keys)) == len(keys)
-    assert set(SYNONYMS.values()) <= set(keys) and not set(SYNONYMS) & set(keys)
+    sections = {key.partition(".")[0] for key in keys}
+    assert set(SYNONYMS.values()) <= {*keys, *sections} and not set(SYNONYMS) & {*keys, *sections}
 
 
 def test_the_table_in_the_docs_is_this_one() -> None:
@@ -62,8 +63,9 @@ def test_what_is_not_there_yet_is_refused_by_name(word: Word) -> None:
 @pytest.mark.parametrize(
     ("key", "off"),
     [
-        ("bf16", {"enabled": False}),
-        ("fp16", {"loss_scale": 0, "initial_scale_power": 8}),
+        ("bf16.enabled", False),
+        ("bf16.bf16_optimizer_states", False),
+        ("data_types.param_dtype", "fp32"),
         ("zero_optimization.offload_optimizer", {"device": "none", "pin_memory": True}),
         ("zero_optimization.offload_param", None),
         ("zero_optimization.cpu_offload", False),
@@ -103,6 +105,11 @@ def test_keys_without_effect_are_known() -> None:
         ({"gradient_clipping": "auto"}, r"gradient_clipping='auto' has another type; give a number, 0 or more"),
         ({"gradient_clipping": -1}, r"gradient_clipping=-1 has another type"),
         ({"communication_data_type": "int8"}, r"communication_data_type='int8' is not known; give \"fp32\""),
+        ({"gradient_accumulation_dtype": "int8"}, r"data_types\.grad_accum_dtype='int8' is not known; give \"fp32\""),
+        (
+            {"fp16": {"enabled": True}, "bfloat16": {"enabled": True}},
+            r"fp16\.enabled: bf16\.enabled is there too; leave",
+        ),
         ({"gradient_allreduce_op": "max"}, r"gradient_allreduce_op='max' is not known"),
         ({"optimizer": {"params": {}}}, r"optimizer\.type=None is not a name"),
         ({"scheduler": {"type": "WarmupLR", "params": 3}}, r"scheduler\.params=3 has another type"),
@@ -175,7 +182,9 @@ def test_prefetch_precision_and_reduction() -> None:
     assert _asked("zero_optimization.stage3_prefetch_bucket_size", 5e7).prefetch is True
     assert _asked("communication_data_type", "FP16").precision == rg.Precision(reduce="fp16")
     assert _asked("gradient_allreduce_op", "sum").reduce == "sum"
-    assert Config.of(LEAST, 2).precision is None and Config.of(LEAST, 2).stage == 0
+    assert Config.of(LEAST, 2).precision == rg.Precision() and Config.of(LEAST, 2).stage == 0
+    assert _asked("bf16.enabled", True).precision == rg.Precision(param="bf16")
+    assert _asked("gradient_accumulation_dtype", "fp32").precision == rg.Precision(accumulate="fp32")
 
 
 # ---- marks

@@ -133,7 +133,7 @@ def test_a_load_that_raises_leaves_the_page_absent() -> None:
 
 # ---- gradients
 def gradient() -> Gradient:
-    return Gradient(unit(), Bucket("a unit", LAYOUT, pool(), {}))
+    return Gradient(unit(), Bucket("a unit", LAYOUT, LAYOUT.dtype, pool(), {}))
 
 
 def sent() -> Gradient:

@@ -164,6 +164,10 @@ BROKEN: dict[str, list[Break]] = {
         becomes(functions, "body_of", lambda function: function),
         becomes(functions, "grouped_mm", torch.mm),
     ],
+    "casts in a graph": [
+        becomes(functions, "_CAST", "CastBackward0"),
+        becomes(functions, "what_was_cast", lambda tensor: None),
+    ],
     "where autocast shares its casts": [
         becomes(functions, "autocast_region", lambda device: object()),
         becomes(functions, "autocast_region", lambda device: None),

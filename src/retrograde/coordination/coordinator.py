@@ -28,7 +28,7 @@ from typing import TypeVar
 
 import torch
 
-from retrograde.coordination.fences import WriteFence, WritePhase
+from retrograde.coordination.fences import MASTERS, WriteFence, WritePhase
 from retrograde.coordination.meetings import Meetings
 from retrograde.gradients import GradientFlow
 from retrograde.layout import Grid
@@ -139,15 +139,25 @@ class Coordinator:
 
     # ---- weights
     def read(self, unit: Unit, page: torch.Tensor, alone: bool) -> Work:
-        """Start reading the page as this rank sees it now. Reading ends a step, in whose hooks it may be done."""
+        """Start reading the page as this rank sees it now."""
+        self._come_to_rest()
+        if self._gathering is not None and not alone and self._fence.is_at_rest(self._fence.stamp(unit)):
+            return self._gathering.gather(unit, page)
+        return self._read(unit.index, unit, page)
+
+    def read_masters(self, unit: Unit, flat: torch.Tensor) -> Work:
+        self._come_to_rest()
+        return self._read(MASTERS + unit.index, unit, flat)
+
+    def _come_to_rest(self) -> None:
+        """Reading ends a step, in whose hooks it may be done."""
         if self._fence.phase is WritePhase.STEPPED:
             self._fence.come_to_rest()
         self._transport.shards_changed()
-        stamp = self._fence.stamp(unit)
-        if self._gathering is not None and not alone and self._fence.is_at_rest(stamp):
-            return self._gathering.gather(unit, page)
-        missing = {owner.rank: page[unit.layout.span(owner.shard)] for owner in self._grid.other_owners}
-        return self._transport.read(unit.index, unit.name, stamp, missing)
+
+    def _read(self, number: int, unit: Unit, flat: torch.Tensor) -> Work:
+        missing = {owner.rank: flat[unit.layout.span(owner.shard)] for owner in self._grid.other_owners}
+        return self._transport.read(number, unit.name, self._fence.stamp(unit), missing)
 
     def take_part(self, unit: Unit) -> None:
         if self._gathering is not None and self._fence.is_at_rest(self._fence.stamp(unit)):

@@ -39,6 +39,8 @@ from retrograde.pages import Unit
 from retrograde.torch_internals import version_of
 from retrograde.transport import Rest, Stamp
 
+MASTERS = 2**20  # unit 3's masters are read under the number MASTERS + 3: to a transport they are one more unit
+
 
 class WritePhase(Enum):
     """What may happen to the shards of this rank."""
@@ -65,8 +67,9 @@ class WriteFence:
     def add(self, unit: Unit) -> None:
         """Its shard may be asked for from now on."""
         with self._lock:
-            self._written = self._streams.current().record()
             self._units.append(unit)
+            self._make_sources()
+            self._written = self._streams.current().record()
 
     # ---- the main thread
     def stamp(self, unit: Unit) -> Stamp:
@@ -129,7 +132,13 @@ class WriteFence:
         """The step has ended; or, in a hook after a step, once more: it has read the new weights."""
         with self._lock:
             self._stepped = self._began
+            self._make_sources()
             self._enter(WritePhase.READ)
+
+    def _make_sources(self) -> None:
+        """Other ranks read them where they lie (pages/source.py, Rule 1)."""
+        for unit in self._units:
+            _ = unit.source
 
     def _enter(self, phase: WritePhase) -> None:
         self.phase = phase
@@ -145,23 +154,27 @@ class WriteFence:
             edited = self.phase is WritePhase.EDITED or any(unit.edits.made for unit in self._units)
             return self.clock, Rest.ASK if edited or self._exposed else Rest.AT_REST
 
-    def shard_numel(self, unit: int) -> int:
-        return self._units[unit].layout.shard_numel
+    def shard_numel(self, number: int) -> int:
+        return self._units[number % MASTERS].layout.shard_numel
 
-    def shard_for(self, unit: int, stamp: Stamp) -> torch.Tensor | str:
-        """The unit's shard as the reader needs it, else why it is not to be had (yet)."""
+    def shard_for(self, number: int, stamp: Stamp) -> torch.Tensor | str:
+        """A unit's source, or its masters, as the reader needs it, else why it is not to be had (yet)."""
+        of_masters, index = divmod(number, MASTERS)
         serving = self._streams.serving
         with self._lock:
             serving.wait(self._written)
-            wanted = self._units[unit]
+            wanted = self._units[index]
+            dtype = wanted.shard.dtype if of_masters else wanted.layout.dtype
             why_not = self._why_not(wanted, stamp)
             if why_not is not None:
                 return why_not
             if self.phase is WritePhase.EDITED or wanted.edits.made > stamp.edits:
-                return wanted.shard_after(stamp.edits, serving)
+                return wanted.shard_after(stamp.edits, dtype, serving)
             if wanted.version - wanted.version_at_rest != stamp.stray:
                 return "its weights were not edited in the same way as the reader's"
-            return wanted.shard
+            if of_masters:
+                return wanted.shard
+            return wanted.source if wanted.source_is_current else wanted.shard_after(stamp.edits, dtype, serving)
 
     def _why_not(self, unit: Unit, stamp: Stamp) -> str | None:
         if stamp.clock < self.clock:

@@ -12,13 +12,17 @@ from typing import Any
 from torch import nn
 
 from retrograde.compiling import without_regions
+from retrograde.layout import Precision
 from retrograde.parameters import ShardedParameter
 from retrograde.parameters.access import original_class
 from retrograde.torch_internals import forget_weight_references
 
 
 def copied(
-    model: nn.Module, memo: dict[int, Any], shard: Callable[[nn.Module, Mapping[int, ShardedParameter]], object]
+    model: nn.Module,
+    memo: dict[int, Any],
+    precision: Precision,
+    shard: Callable[[nn.Module, Mapping[int, ShardedParameter]], object],
 ) -> nn.Module:
     """`shard(copy, sources)` makes the copy a sharded model. `sources`: by the identity of a parameter on the meta
     device, the one whose value it gets."""
@@ -26,7 +30,8 @@ def copied(
     stand_ins = []  # alive, so that their identities are theirs alone
     for leaf in model.parameters():
         if isinstance(leaf, ShardedParameter):
-            stand_in = nn.Parameter(leaf.blank(), leaf.requires_grad)
+            as_given = leaf.unit.layout.dtype if precision.page is None else leaf.dtype
+            stand_in = nn.Parameter(leaf.blank().to(as_given), leaf.requires_grad)
             stand_ins.append(stand_in)
             sources[id(stand_in)] = leaf
             memo[id(leaf)] = stand_in

@@ -23,6 +23,7 @@ from retrograde.ledger import Ledger
 from retrograde.pages import BufferPool, PageGathering, Pager, SavedTensors, Unit
 from retrograde.pages.full_tensor import FullTensor
 from retrograde.parameters import Owner, ShardedParameter
+from retrograde.parameters.casting import CastAround, cast_around
 from retrograde.parameters.part import together
 from retrograde.parameters.wholes import plain
 from retrograde.reports import explain, report
@@ -89,21 +90,36 @@ class Engine:
             self._enlist(memory)
         sizes = sorted((unit.layout.page_bytes for unit in self.units), reverse=True)
         self.pages.limit = sum(sizes[: 2 if self.policy.prefetch else 1]) + self.policy.resident
-        self.buckets.limit = sum(sizes[:2])
+        self.buckets.limit = sum(sorted(map(self.flow.waiting_bytes, self.units))[-2:])
         self.coordinator.values("shard() is done", lambda: None)  # from here on others may read our shards
 
     def _enlist(self, made: UnitMemory) -> None:
         index = len(self.units)
         leaves = [param for _, param in made.spec.params]
-        unit = Unit(index, made.spec.name, made.layout, leaves, made.memory, self.grid, self.pages, self.coordinator)
+        unit = Unit(
+            index,
+            made.spec.name,
+            made.layout,
+            leaves,
+            made.memory,
+            self.grid,
+            self.pages,
+            self.coordinator,
+            made.masters,
+        )
         graph = UnitGraph(unit, self.pager, self.flow, self.coordinator)
         owner = Owner(unit, self.pager, self.flow, self.coordinator, graph)
         self.units.append(unit)
         self.flow.add(unit, graph)
+        self.saved.watch(unit)
         self._owners.append(owner)
         for place, leaf in enumerate(unit.leaves):
             ShardedParameter.adopt(leaf, owner, place)
         self._fence.add(unit)
+
+    def cast_around(self, module: nn.Module) -> CastAround | None:
+        """In which dtypes this module takes its arguments and gives its results, if that is not its own affair."""
+        return cast_around(module, module is self.model, self.policy.precision)
 
     # ---- users
     @contextlib.contextmanager
@@ -162,7 +178,7 @@ class Engine:
         wanted = {id(p) for module in self._own(modules) for p in module.parameters()}
         chosen = [(name, p) for name, p in self.model.named_parameters() if id(p) in wanted]
         with torch.set_grad_enabled(torch.is_grad_enabled() and not write):
-            held = {name: leaf.full() for name, leaf in chosen if isinstance(leaf, ShardedParameter)}
+            held = {name: leaf.shown() for name, leaf in chosen if isinstance(leaf, ShardedParameter)}
             with contextlib.ExitStack() as manners:
                 if writer is not None:
                     manners.enter_context(self._edited_by(writer, held))

@@ -6,7 +6,7 @@ give each unit its memory and values on this rank, `Engine.enlist` makes units w
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
@@ -34,6 +34,8 @@ from retrograde.transport import ProcessRanks, Ranks
 from retrograde.transport.collective import CollectiveTransport
 from retrograde.transport.groups import grid_of, group_of_replicas, process_group_of
 
+FindUnits = Callable[..., list[UnitSpec]]  # `find_units` of one model, and how it is sharded
+
 _preparing = threading.Lock()
 HOST = torch.device("cpu")
 TRANSPORTS = ("auto", "collective", "one-sided")
@@ -48,7 +50,7 @@ def shard(
     join: int | str = 0,
     process_group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
-    precision: Precision | None = None,
+    precision: Precision | str | None = None,
     reduce: str = "mean",
     exact: bool | None = None,
     resident: int | str = 0,
@@ -59,10 +61,11 @@ def shard(
     """Shard `model` over the ranks of a process group, in place. Collective: every rank calls it.
 
     `units`: "auto" (repeated blocks), module classes, or a predicate; `join`: those of fewer bytes become one unit with
-    the next. `precision`: the dtype in which gradients travel; `exact=False`, the default on accelerators: the backend
-    adds them up in its own order. `transport`: "collective", the default on accelerators: by collectives of
-    torch.distributed, for ranks that do the same between two steps; "one-sided": whatever each rank does.
-    `resident`: bytes of pages that may stay at stage 3 beyond the one in use and the one being prefetched.
+    the next. `precision`: "bf16" or "fp16" (modules compute in it, the optimizer updates fp32 masters), or an
+    `rg.Precision`, which says more. `exact=False`, the default on accelerators: the backend adds gradients up in its
+    own order. `transport`: "collective", the default on accelerators: by collectives of torch.distributed, for ranks
+    that do the same between two steps; "one-sided": whatever each rank does. `resident`: bytes of pages that may stay
+    at stage 3 beyond the one in use and the one being prefetched.
     `mesh`: of one dimension, or of two, (replicate, shard): each replica has all of the model, sharded over its ranks.
     `timeout`: seconds after which waiting for a rank that never comes, here or later, becomes a `DivergenceError` on
     every rank that waits.
@@ -80,7 +83,7 @@ class Options(NamedTuple):
     stage: int = 3
     units: Units = "auto"
     join: int | str = 0
-    precision: Precision | None = None
+    precision: Precision | str | None = None
     reduce: str = "mean"
     exact: bool | None = None
     resident: int | str = 0
@@ -105,7 +108,7 @@ class Options(NamedTuple):
             said("reduce", self.reduce, policy.mean),
             said("exact", self.exact, policy.exact),
             said("transport", self.transport, str(self.transport)),
-            said("precision", self.precision, policy.wire),
+            said("precision", self.precision, policy.precision.meaning),
             said("resident", self.resident, float(policy.resident)),
             said("prefetch", self.prefetch, policy.prefetch),
         ]
@@ -132,9 +135,11 @@ def shard_over(
         arguments = options.said(policy, grid)
         _check_sums(policy, grid, transport)
         least = parse_bytes(options.join, "join")
-        specs = _units_of(model, options.units, least, streams.device)
+        find = partial(find_units, model, options.units, least, precision=policy.precision)
+        specs = _units_of(model, find, streams.device)
         _prepare_torch()
-        added = partial(_added, model, options.units, least, streams.device)
+        added = partial(_added, model, find, streams.device)
+        shard_copy = partial(_shard_copy, ranks, options, grid)
         engine = Engine(
             model,
             policy,
@@ -143,7 +148,7 @@ def shard_over(
             grid,
             fence,
             lambda engine: _enlist(engine, added()),
-            lambda memo: copied(model, memo, lambda made, sources: shard_over(ranks, made, options, grid, sources)),
+            lambda memo: copied(model, memo, policy.precision, shard_copy),
         )
     _enlist(engine, specs, arguments, sources)
     return engine
@@ -162,12 +167,18 @@ def _device_of(model: nn.Module) -> torch.device:
     return device if can_compute(device) else HOST
 
 
-def _units_of(model: nn.Module, units: Units, least: float, device: torch.device) -> list[UnitSpec]:
+def _shard_copy(
+    ranks: Ranks, options: Options, grid: Grid, made: nn.Module, sources: Mapping[int, ShardedParameter]
+) -> Engine:
+    return shard_over(ranks, made, options, grid, sources)
+
+
+def _units_of(model: nn.Module, find: FindUnits, device: torch.device) -> list[UnitSpec]:
     """The units of a model that can be sharded; raises if it cannot."""
     check_module("model", model)
     _check_unsharded(model)
     check_unwrapped(model)
-    specs = find_units(model, units, least)
+    specs = find()
     if not specs:
         raise ShardingError(f"{type(model).__name__} has no parameters to shard")
     _check_plain(specs, device)
@@ -214,7 +225,7 @@ def _enlist(
         _make_same_replicas(engine, drawn)
         engine.enlist(made)
     for module in engine.model.modules():
-        if unpatched(module) or (module is engine.model and at_first):
+        if unpatched(module) or (at_first and (module is engine.model or engine.cast_around(module))):
             patch(module, engine)
     services = Services(engine.saved, engine.grow, engine.coordinator.pass_fence)
     mark_regions(engine.model, specs, services)
@@ -237,10 +248,10 @@ def _make_same_replicas(engine: Engine, made: Sequence[UnitMemory]) -> None:
         make_same(shards, engine.coordinator, engine.transport.rank, engine.grid.first_holder)
 
 
-def _added(model: nn.Module, units: Units, least: float, device: torch.device) -> list[UnitSpec]:
+def _added(model: nn.Module, find: FindUnits, device: torch.device) -> list[UnitSpec]:
     """Parameters that came after `shard()` (LoRA adapters, a new head)."""
     check_no_dtensors(model)
-    fresh = find_units(model, units, least, lambda param: not isinstance(param, ShardedParameter))
+    fresh = find(wanted=lambda param: not isinstance(param, ShardedParameter))
     _check_plain(fresh, device)
     return [spec._replace(name=f"{spec.name}+{len(spec.params)} added") for spec in fresh]
 

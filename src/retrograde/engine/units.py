@@ -21,14 +21,18 @@ from retrograde.transport import Memory, Transport
 class UnitMemory(NamedTuple):
     """A unit that is about to be: which parameters, where each will lie, and the memory for it on this rank.
 
-    `memory` is the shard, or the whole page with the shard inside it when pages stay (or there is one shard)."""
+    `memory` is the shard, or the whole page with the shard inside it when pages stay (or there is one shard).
+    `masters` are the shard instead, where they are of another dtype than the page (pages/source.py)."""
 
     spec: UnitSpec
     layout: Layout
     memory: torch.Tensor
+    masters: torch.Tensor | None
 
     def shard(self, number: int) -> torch.Tensor:
         """The memory of this rank's shard, which is the one with this number."""
+        if self.masters is not None:
+            return self.masters
         return self.memory[self.layout.span(number)] if self._whole else self.memory
 
     def piece(self, place: int, shard: int) -> torch.Tensor:
@@ -48,11 +52,14 @@ def allocate(
     for spec in specs:
         strides = [strides_of(param) for _, param in spec.params]
         shapes = [(name, param.shape) for name, param in spec.params]
-        layout = Layout(shapes, spec.params[0][1].dtype, grid.shards, strides)
+        layout = Layout(shapes, spec.dtypes.page, grid.shards, strides)
         stays = policy.keeps_pages or grid.shards == 1
         numel = layout.padded_numel if stays else layout.shard_numel
-        memory = transport.allocate(Memory.SHARD, numel, layout.dtype, pool.streams.current())
-        made.append(UnitMemory(spec, layout, memory.zero_()))
+        stream = pool.streams.current()
+        memory = transport.allocate(Memory.SHARD, numel, layout.dtype, stream)
+        apart = spec.dtypes.master != spec.dtypes.page
+        masters = stream.empty(layout.shard_numel, spec.dtypes.master).zero_() if apart else None
+        made.append(UnitMemory(spec, layout, memory.zero_(), masters))
     return made
 
 

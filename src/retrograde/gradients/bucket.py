@@ -31,8 +31,12 @@ class _Producer(NamedTuple):
 
 
 class Bucket:
-    def __init__(self, name: str, layout: Layout, pool: BufferPool, passed: Mapping[int, torch.Tensor]) -> None:
-        """`name`: the unit's. `passed`: gradients that are sent from where they are, by slot."""
+    def __init__(
+        self, name: str, layout: Layout, dtype: torch.dtype, pool: BufferPool, passed: Mapping[int, torch.Tensor]
+    ) -> None:
+        """`name`: the unit's. `dtype`: in which gradients lie, and are added up, in it. `passed`: gradients that are
+        sent from where they are, by slot."""
+        self.dtype = dtype
         self.present = [False] * len(layout.slots)
         self._name = name
         self._layout = layout
@@ -40,7 +44,7 @@ class Bucket:
         self._passed = {index: layout.slots[index].flatten(grad) for index, grad in sorted(passed.items())}
         self._producers: list[_Producer] = []
         numel = layout.padded_numel - sum(grad.numel() for grad in passed.values())
-        loan = pool.take(numel, layout.dtype)
+        loan = pool.take(numel, dtype)
         self._free = loan.free
         self._store: torch.Tensor | None = loan.data
 

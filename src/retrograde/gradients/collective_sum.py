@@ -54,7 +54,7 @@ class CollectiveSum:
     def launch(self, gradient: Gradient) -> None:
         while len(self._sending) >= MOST_IN_FLIGHT:
             self._finish_first()
-        wire = self._policy.on_the_wire(gradient.own.dtype)
+        wire = self._policy.on_the_wire(self._policy.waiting(gradient.unit.layout.dtype))
         stream = self._streams.reducing
         sent = gradient.bucket.store
         if sent.dtype != wire:
@@ -101,8 +101,9 @@ class CollectiveSum:
 
     def total_of_others(self, unit: Unit, key: Key, offers: Contributors) -> torch.Tensor:
         stream = self._streams.reducing
-        own = self._streams.empty_for_user(unit.layout.shard_numel, unit.layout.dtype)
-        nothing = stream.empty(unit.layout.padded_numel, self._policy.on_the_wire(own.dtype))
+        own = self._streams.empty_for_user(unit.layout.shard_numel, unit.shard.dtype)
+        wire = self._policy.on_the_wire(self._policy.waiting(unit.layout.dtype))
+        nothing = stream.empty(unit.layout.padded_numel, wire)
         stream.run(nothing.zero_)
         self._start(unit, key, (), nothing, None)
         return self._total(key, unit, own)

@@ -29,7 +29,7 @@ from retrograde.gradients.gradient import Gradient, GradientState, uses_of
 from retrograde.gradients.keys import Keys
 from retrograde.gradients.strategy import Strategy
 from retrograde.gradients.window import Windows
-from retrograde.layout import Grid, Layout, Policy
+from retrograde.layout import Grid, Policy
 from retrograde.ledger import Activity, Ledger
 from retrograde.pages import BufferPool, Unit
 from retrograde.torch_internals import at_end_of_backward, current_backward
@@ -133,12 +133,12 @@ class GradientFlow:
     def _send_now(self, unit: Unit, grads: Grads, uses: Uses, divisor: float) -> Gradient:
         self._strategy.finish_sending()  # its memory is free before more is taken
         may_pass = self._strategy.passes_through and divisor == 1  # autograd's memory is not ours to divide
-        gradient = self._empty(unit, huge(grads) if may_pass else {})
+        gradient = self._empty(unit, unit.layout.dtype, huge(grads) if may_pass else {})
         gradient.bucket.add(grads, divisor)
         return self._send(gradient, self._keys.next(unit), uses)
 
-    def _empty(self, unit: Unit, passed: Mapping[int, torch.Tensor]) -> Gradient:
-        return Gradient(unit, Bucket(unit.name, unit.layout, self._pool, passed))
+    def _empty(self, unit: Unit, dtype: torch.dtype, passed: Mapping[int, torch.Tensor]) -> Gradient:
+        return Gradient(unit, Bucket(unit.name, unit.layout, dtype, self._pool, passed))
 
     def _send_pending(self, index: int, makes_room: bool = False) -> Gradient:
         """What was kept goes with this backward."""
@@ -155,18 +155,19 @@ class GradientFlow:
         return gradient
 
     def _launch(self, gradient: Gradient, key: Key, uses: Uses) -> None:
-        layout, stream = gradient.unit.layout, self._pool.streams.reducing
-        gradient.send(key, uses, self._pool.streams.empty_for_user(layout.shard_numel, layout.dtype))
+        unit, stream = gradient.unit, self._pool.streams.reducing
+        own = self._pool.streams.empty_for_user(unit.layout.shard_numel, unit.shard.dtype)
+        gradient.send(key, uses, own)
         gradient.bucket.close(stream)
         self._strategy.launch(gradient)
-        elements = layout.padded_numel - layout.shard_numel
-        nbytes = elements * self._policy.on_the_wire(layout.dtype).itemsize
-        self._ledger.record(Activity.REDUCE, gradient.unit.name, nbytes + self._bytes_to_replicas(layout))
+        elements = unit.layout.padded_numel - unit.layout.shard_numel
+        nbytes = elements * self._policy.on_the_wire(gradient.bucket.dtype).itemsize
+        self._ledger.record(Activity.REDUCE, unit.name, nbytes + self._bytes_to_replicas(unit))
 
-    def _bytes_to_replicas(self, layout: Layout) -> int:
+    def _bytes_to_replicas(self, unit: Unit) -> int:
         """Of the sum that this rank sends to the other holders of its shard."""
-        elements = layout.shard_numel * (self._grid.replicas - 1)
-        return elements * self._policy.between_replicas(layout.dtype).itemsize
+        elements = unit.layout.shard_numel * (self._grid.replicas - 1)
+        return elements * self._policy.between_replicas(unit.shard.dtype).itemsize
 
     def _to_pack(self, gradient: Gradient, fates: Uses) -> torch.Tensor:
         """What Gather hands on; Pack gets it when the ranks' parts have been added up in it."""
@@ -263,7 +264,7 @@ class GradientFlow:
 
     def _sum_of_others(self, unit: Unit, key: Key, ranks: Mapping[int, Uses]) -> torch.Tensor:
         here = self._grid.replica in self._grid.replicas_of(ranks)
-        self._ledger.record(Activity.JOIN, unit.name, self._bytes_to_replicas(unit.layout) if here else 0)
+        self._ledger.record(Activity.JOIN, unit.name, self._bytes_to_replicas(unit) if here else 0)
         return self._strategy.total_of_others(unit, key, ranks)
 
     def _check_in_time(self, gradient: Gradient) -> None:
@@ -337,7 +338,11 @@ class GradientFlow:
     @property
     def held(self) -> dict[int, int]:
         """Bytes of unreduced gradients that wait, by unit."""
-        return {index: self._units[index].layout.page_bytes for index in self._pending}
+        return {index: self.waiting_bytes(self._units[index]) for index in self._pending}
+
+    def waiting_bytes(self, unit: Unit) -> int:
+        """What a gradient of this unit takes while it waits."""
+        return unit.layout.padded_numel * self._policy.waiting(unit.layout.dtype).itemsize
 
     @property
     def at_rest(self) -> bool:
@@ -355,7 +360,7 @@ class GradientFlow:
 
     def _make_space(self, unit: Unit) -> bool:
         """Can the gradient of `unit` wait within the budget? Others may have to go first."""
-        early = self.windows.admit(unit.index, unit.layout.page_bytes, self.held)
+        early = self.windows.admit(unit.index, self.waiting_bytes(unit), self.held)
         if early is None:
             return False
         for index in early:
@@ -366,7 +371,7 @@ class GradientFlow:
         """Add to what waits for this unit."""
         if unit.index not in self._pending:
             self._strategy.finish_sending()  # its memory is free before more is taken
-            self._pending[unit.index] = self._empty(unit, {})
+            self._pending[unit.index] = self._empty(unit, self._policy.waiting(unit.layout.dtype), {})
         self._pending[unit.index].bucket.add(grads, divisor)
 
     def waiting_for(self, unit: Unit, slot: int) -> torch.Tensor | None:

@@ -138,7 +138,8 @@ class UnitGraph:
         uses = tuple(Use.CAPTURED if index == slot else Use.NONE for index in range(len(self.unit.leaves)))
         grads = [grad.to_dense() if use else None for use in uses]
         shard = _Reduce.apply(self, uses, None, *grads)  # type: ignore[no-untyped-call]
-        return _Regather.apply(self, uses, shard)[slot]  # type: ignore[no-any-return, no-untyped-call]
+        whole: torch.Tensor = _Regather.apply(self, uses, shard)[slot]  # type: ignore[no-untyped-call]
+        return whole.to(grad.dtype)  # the full tensor's, which may be another than the leaf's
 
     # ---- outside of a backward
     def deliver(self, total: torch.Tensor, wanted: tuple[bool, ...]) -> None:

@@ -138,7 +138,7 @@ class OrderedSum:
         self.finish_sending()
         bucket, own = gradient.bucket, gradient.own
         stream = self._streams.reducing
-        wire = self._policy.on_the_wire(own.dtype)
+        wire = self._policy.on_the_wire(bucket.dtype)
         mine = bucket.parts(self._grid.shard)
         theirs = {owner.rank: bucket.parts(owner.shard) for owner in self._grid.other_owners}
         works: list[Work] = []
@@ -223,7 +223,7 @@ class OrderedSum:
 
     def total_of_others(self, unit: Unit, key: Key, offers: Contributors) -> torch.Tensor:
         stream = self._streams.reducing
-        own = self._streams.empty_for_user(unit.layout.shard_numel, unit.layout.dtype)
+        own = self._streams.empty_for_user(unit.layout.shard_numel, unit.shard.dtype)
         return self._complete(_ShardSum(unit, key, own, stream), offers)
 
     def _complete(self, shard: _ShardSum, offers: Contributors) -> torch.Tensor:
@@ -305,7 +305,8 @@ class BackendSum:
     def _start(self, key: Key) -> None:
         gradient = self._waiting.pop(key)
         stream = self._streams.reducing
-        wire = self._policy.on_the_wire(gradient.own.dtype)
+        # The same on all ranks, of which some may have waited in a window and others not.
+        wire = self._policy.on_the_wire(self._policy.waiting(gradient.unit.layout.dtype))
         part = stream.empty(gradient.own.numel(), wire)
         works: list[Work] = []
         with labelled("reduce-scatter of", gradient.unit.name):

@@ -2,12 +2,12 @@
 
 import math
 import re
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from retrograde.arguments import flag, instance, integer, number, one_of, wrong
+from retrograde.arguments import flag, integer, number, one_of, wrong
+from retrograde.layout.precision import AS_IT_IS, Precision
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
@@ -24,28 +24,6 @@ def parse_bytes(value: int | float | str, argument: str) -> float:
     if size < 0:
         raise wrong(argument, value, "is negative", "0 or more bytes")
     return size
-
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(frozen=True)
-class Precision:
-    """`reduce`: the dtype in which gradients travel (their own, if None). They are added up in fp32 or wider; with
-    `exact=False` the backend adds them up in that dtype."""
-
-    reduce: str | torch.dtype | None = None
-
-    def __post_init__(self) -> None:
-        wire = _DTYPES.get(self.reduce) if isinstance(self.reduce, str) else self.reduce
-        if self.reduce is None or wire in (*_DTYPES.values(), torch.float64):
-            return
-        known = ", ".join(_DTYPES)
-        raise wrong("precision.reduce", self.reduce, "is not known", f"{known}, their dtypes or torch.float64")
-
-    @property
-    def wire(self) -> torch.dtype | None:
-        return _DTYPES[self.reduce] if isinstance(self.reduce, str) else self.reduce
 
 
 def check_stage(value: Any) -> int:
@@ -72,7 +50,7 @@ class Policy(NamedTuple):
     until_step: bool
     mean: bool = True
     prefetch: bool = True
-    wire: torch.dtype | None = None  # in which gradients travel, if not in their own dtype
+    precision: Precision = AS_IT_IS
     exact: bool = True  # added up in rank order, not as the backend likes
 
     @property
@@ -81,11 +59,17 @@ class Policy(NamedTuple):
 
     def on_the_wire(self, dtype: torch.dtype) -> torch.dtype:
         """In which a gradient of this dtype travels; there is no narrow complex number."""
-        return dtype if self.wire is None or dtype.is_complex else self.wire
+        wire = self.precision.wire
+        return dtype if wire is None or dtype.is_complex else wire
+
+    def waiting(self, dtype: torch.dtype) -> torch.dtype:
+        """In which gradients of this dtype are added up before they are sent."""
+        waiting = self.precision.waiting
+        return dtype if waiting is None or dtype.is_complex else waiting
 
     def between_replicas(self, dtype: torch.dtype) -> torch.dtype:
         """In which sums of gradients of this dtype travel: unless told otherwise, as they were added up."""
-        if self.exact and self.wire is None:
+        if self.exact and self.precision.wire is None:
             return torch.promote_types(dtype, torch.float32)
         return self.on_the_wire(dtype)
 
@@ -95,7 +79,7 @@ class Policy(NamedTuple):
         resident: float | str,
         reduce: str,
         prefetch: bool,
-        precision: Precision | None = None,
+        precision: Precision | str | None = None,
         exact: bool = True,
     ) -> "Policy":
         """What the arguments of `shard()` come to."""
@@ -106,8 +90,4 @@ class Policy(NamedTuple):
             kept = math.inf
         prefetch = flag("prefetch", prefetch)
         exact = flag("exact", exact)
-        wire = None
-        if precision is not None:
-            fix = "rg.Precision(reduce=...) or None"
-            wire = instance("precision", precision, Precision, "is not known", fix).wire
-        return Policy(kept, stage == 1, mean, prefetch, wire, exact)
+        return Policy(kept, stage == 1, mean, prefetch, Precision.of(precision), exact)

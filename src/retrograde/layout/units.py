@@ -14,6 +14,7 @@ from torch import nn
 
 from retrograde.arguments import shown, wrong
 from retrograde.errors import ShardingError
+from retrograde.layout.precision import AS_IT_IS, Dtypes, Precision
 from retrograde.torch_internals import own_parameters
 
 Units = str | type[nn.Module] | tuple[type[nn.Module], ...] | list[type[nn.Module]] | Callable[[nn.Module], bool]
@@ -29,31 +30,48 @@ class UnitSpec(NamedTuple):
     name: str
     modules: tuple[nn.Module, ...]
     params: tuple[Named, ...]
+    dtypes: Dtypes
+
+    @property
+    def device(self) -> torch.device:
+        return self.params[0][1].device
+
+
+class _Found(NamedTuple):
+    """A parameter, and the dtypes that it is to have."""
+
+    named: Named
+    dtypes: Dtypes
 
 
 def find_units(
-    model: nn.Module, units: Units, join: float = 0, wanted: Callable[[nn.Parameter], bool] = lambda param: True
+    model: nn.Module,
+    units: Units,
+    join: float = 0,
+    wanted: Callable[[nn.Parameter], bool] = lambda param: True,
+    precision: Precision = AS_IT_IS,
 ) -> list[UnitSpec]:
     """Partition the model's parameters (those `wanted`), in module order; the root unit comes first."""
     chosen = _chosen(model, units)
-    members: dict[str, tuple[nn.Module, list[Named]]] = {ROOT: (model, [])}
+    members: dict[str, tuple[nn.Module, list[_Found]]] = {ROOT: (model, [])}
     seen: set[int] = set()
 
-    def walk(module: nn.Module, prefix: str, home: list[Named]) -> None:
+    def walk(module: nn.Module, prefix: str, home: list[_Found], kept: bool) -> None:
+        kept = kept or precision.keeps(module)
         for name, param in own_parameters(module).items():
             if param is not None and id(param) not in seen and wanted(param):
                 seen.add(id(param))
-                home.append((prefix + name, param))
+                home.append(_Found((prefix + name, param), precision.dtypes(param.dtype, kept)))
         for name, child in module.named_children():
             path = prefix + name
             if child in chosen:
                 _, own = members.setdefault(path, (child, []))
-                walk(child, path + ".", own)
+                walk(child, path + ".", own, kept)
             else:
-                walk(child, path + ".", home)
+                walk(child, path + ".", home, kept)
 
-    walk(model, "", members[ROOT][1])
-    specs = [part for name, (module, params) in members.items() for part in _by_dtype(name, module, params)]
+    walk(model, "", members[ROOT][1], kept=False)
+    specs = [part for name, (module, found) in members.items() for part in _by_dtype(name, module, found)]
     return _joined(specs, join)
 
 
@@ -63,7 +81,8 @@ def _joined(specs: list[UnitSpec], least: float) -> list[UnitSpec]:
     for spec in specs:
         if found and _joins(found[-1], spec, least):
             last = found.pop()
-            found.append(UnitSpec(f"{last.name}+{spec.name}", last.modules + spec.modules, last.params + spec.params))
+            name = f"{last.name}+{spec.name}"
+            found.append(UnitSpec(name, last.modules + spec.modules, last.params + spec.params, last.dtypes))
         else:
             found.append(spec)
     return found
@@ -76,18 +95,23 @@ def _joins(one: UnitSpec, other: UnitSpec, least: float) -> bool:
     """
     if one.name.startswith(ROOT):
         return False
-    kinds = {(param.dtype, param.device) for _, param in one.params + other.params}
-    return len(kinds) == 1 and sum(param.nbytes for _, param in one.params) < least
+    alike = one.dtypes == other.dtypes and one.device == other.device
+    return alike and sum(param.numel() for _, param in one.params) * one.dtypes.page.itemsize < least
 
 
-def _by_dtype(name: str, module: nn.Module, params: list[Named]) -> Iterator[UnitSpec]:
-    """A flat buffer has one dtype and device, so a mixed unit becomes one unit for each."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[Named]] = {}
-    for item in params:
-        kinds.setdefault((item[1].dtype, item[1].device), []).append(item)
-    for (dtype, device), part in kinds.items():
-        label = name if len(kinds) == 1 else f"{name}[{str(dtype).removeprefix('torch.')}@{device}]"
-        yield UnitSpec(label, (module,), tuple(part))
+def _by_dtype(name: str, module: nn.Module, found: list[_Found]) -> Iterator[UnitSpec]:
+    """A flat buffer has one dtype and device, and so have the masters: a mixed unit becomes one unit for each."""
+    kinds: dict[tuple[Dtypes, torch.device], list[Named]] = {}
+    for each in found:
+        kinds.setdefault((each.dtypes, each.named[1].device), []).append(each.named)
+    for (dtypes, device), part in kinds.items():
+        label = name if len(kinds) == 1 else f"{name}[{_called(dtypes)}@{device}]"
+        yield UnitSpec(label, (module,), tuple(part), dtypes)
+
+
+def _called(dtypes: Dtypes) -> str:
+    names = [str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(dtypes)]
+    return " of ".join(names)
 
 
 def check_units(units: Units) -> None:

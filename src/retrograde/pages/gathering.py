@@ -14,7 +14,7 @@ class PageGathering:
 
     def gather(self, unit: Unit, page: torch.Tensor) -> Work:
         """Start reading all shards of a unit, which are at rest, into the memory of a page."""
-        return self._transport.gather(unit.index, unit.name, unit.shard, page)
+        return self._transport.gather(unit.index, unit.name, unit.source, page)
 
     def take_part(self, unit: Unit) -> None:
         """In a gather whose page this rank has already: what comes is thrown away."""

@@ -17,6 +17,7 @@ Rule 2: else when another page needs the room, and at the latest when the backwa
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -27,6 +28,14 @@ from retrograde.pages.unit import Unit
 from retrograde.torch_internals import NO_BACKWARD, at_end_of_backward, current_backward, outside_transforms
 
 HORIZON = 256  # how far ahead of now the forecast is followed when choosing what to evict
+
+
+class _Masters(NamedTuple):
+    """All masters of a unit, as they were when its leaves' counters were at `version`."""
+
+    unit: Unit
+    version: int
+    flat: torch.Tensor
 
 
 class Pager:
@@ -43,6 +52,7 @@ class Pager:
         self._resident: dict[Unit, None] = {}  # in the order of their coming
         self._shown: dict[int, Unit] = {}  # storage of a page that is ready -> its unit
         self._held: set[Unit] = set()  # were to be dropped, and are here because somebody holds them
+        self._masters: _Masters | None = None  # the last that were read, until a page is
 
     def full(self, unit: Unit, slot: int) -> torch.Tensor:
         """The full tensor of a parameter, paged in if need be. Hot. A page belongs to no torch.func transform."""
@@ -56,6 +66,7 @@ class Pager:
         backward = current_backward()
         if unit is self._current and backward == self._backward and unit.page.ready and unit.valid:
             return
+        self._masters = None
         self._note_use(unit, backward)  # may drop pages, so it comes before this one is used
         self._load(unit)
         self._finish_loading(unit)
@@ -64,6 +75,17 @@ class Pager:
             self._forecast.use(unit, backward != NO_BACKWARD)
             self._current = unit
             self._prefetch()
+
+    def masters(self, unit: Unit, slot: int) -> torch.Tensor:
+        """A copy of all of a parameter's masters. A state dict asks for one after the other, so a unit is read once."""
+        self._entered()
+        with outside_transforms(), torch.no_grad():
+            unit.write_back_edits()
+            if self._masters is None or self._masters.unit is not unit or self._masters.version != unit.version:
+                self._masters = None  # before others take their place in memory
+                self._masters = _Masters(unit, unit.version, unit.whole_masters())
+            place = unit.layout.slots[slot]
+            return place.full(self._masters.flat[place.offset : place.end].clone())
 
     def unit_of(self, storage: int) -> Unit | None:
         """Whose page this memory is."""
@@ -150,6 +172,7 @@ class Pager:
     def release(self) -> None:
         """Let go of every page that is not kept: after a step they are stale, after a failure they are leftovers."""
         self._current = None
+        self._masters = None
         for unit in list(self._resident):
             if unit.page.ready and not unit.valid:
                 unit.page.outdate()

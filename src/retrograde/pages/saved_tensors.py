@@ -8,7 +8,10 @@ graph, a second backward, a backward by hand, an exception or a skipped frame ne
 Rule 1: hooks that were active outside (checkpointing, save_on_cpu, the user's own) keep seeing every tensor
         that is not of a page: ours call theirs.
 Rule 2: hooks replace autograd's version check, so ours make that check themselves.
-Rule 3: where torch forbids hooks (torch.func.grad) there are none; the graph then holds the page itself.
+Rule 3: a weight that was cast to a lower precision, as autocast does, is found again by its page and the dtype: no
+        cast of a trained weight stays between forward and backward. (That of a frozen one is in no graph, and is not
+        known.)
+Rule 4: where torch forbids hooks (torch.func.grad) there are none; the graph then holds the page itself.
 """
 
 import bisect
@@ -27,8 +30,10 @@ from retrograde.torch_internals import (
     storage_id,
     top_saved_tensor_hooks,
     version_of,
+    what_was_cast,
 )
 
+_LOWER = (torch.bfloat16, torch.float16)
 # torch's own words, so that what searches for them finds them
 _MODIFIED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -41,7 +46,14 @@ class SavedTensors:
 
     def __init__(self, pager: Pager) -> None:
         self._pager = pager
+        self._gathers: dict[object, Unit] = {}  # of wide units, by the nodes whose outputs their full tensors are
         self.compiled = False  # compiled code is running: it edits full tensors without telling their unit
+
+    def watch(self, unit: Unit) -> None:
+        """Casts of its full tensors, which are in their graph by now, are known from now on."""
+        node = unit.page.full_tensors[0].grad_fn
+        if node is not None and unit.layout.dtype not in _LOWER:
+            self._gathers[node] = unit
 
     def enter(self) -> bool:
         """Activate the hooks; False (and nothing to leave) where they are active, useless or forbidden."""
@@ -63,11 +75,21 @@ class SavedTensors:
     def _handle(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
         """For a tensor that aliases a page: where to find it again."""
         unit = self.unit_of(tensor)
-        if unit is None or tensor.dtype is not unit.layout.dtype:
+        if unit is None:
+            return self._handle_of_cast(tensor) if tensor.dtype in _LOWER and self._gathers else None
+        if tensor.dtype is not unit.layout.dtype:
             return None
         if self.compiled:
             unit.write_back_edits()
         return Handle(self._pager, unit, tensor)
+
+    def _handle_of_cast(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+        """For a cast of a full tensor, or a view of one."""
+        source = what_was_cast(tensor)
+        unit = None if source is None else self._gathers.get(source.node)
+        if source is None or unit is None or unit.page.full_tensors[source.number].device != tensor.device:
+            return None
+        return CastHandle(self._pager, unit, tensor, source.number)
 
     def unit_of(self, tensor: torch.Tensor) -> Unit | None:
         """The unit whose page a tensor lies in."""
@@ -79,13 +101,14 @@ class Handle:
 
     __slots__ = ("__weakref__", "_offset", "_pager", "_size", "_slot", "_stride", "_unit", "_version")
 
-    def __init__(self, pager: Pager, unit: Unit, tensor: torch.Tensor) -> None:
+    def __init__(self, pager: Pager, unit: Unit, tensor: torch.Tensor, slot: int | None = None) -> None:
+        """`slot`: of which parameter, if its place in the page does not say so."""
         self._pager = pager
         self._unit = unit
         self._size = tensor.size()
         self._stride = tensor.stride()
         self._offset = int(tensor.storage_offset())
-        self._slot = bisect.bisect_right(unit.layout.offsets, self._offset) - 1
+        self._slot = bisect.bisect_right(unit.layout.offsets, self._offset) - 1 if slot is None else slot
         self._version = version_of(unit.pieces[self._slot])
         if not unit.trained[self._slot]:
             unit.frozen_handles.add(self)
@@ -100,7 +123,26 @@ class Handle:
             )
         self._pager.open(unit)
         with torch.no_grad():
-            return unit.page.memory.as_strided(self._size, self._stride, self._offset)
+            return self._memory().as_strided(self._size, self._stride, self._offset)
+
+    def _memory(self) -> torch.Tensor:
+        """What it was a view of, in a page that is ready."""
+        return self._unit.page.memory
+
+
+class CastHandle(Handle):
+    """Where a cast of a full tensor, or a view of that cast, is found again: it is cast again."""
+
+    __slots__ = ("_dtype",)
+
+    def __init__(self, pager: Pager, unit: Unit, tensor: torch.Tensor, slot: int) -> None:
+        super().__init__(pager, unit, tensor, slot)
+        self._dtype = tensor.dtype
+
+    def _memory(self) -> torch.Tensor:
+        """In the order in which the parameter lies in memory, as the first cast was."""
+        place = self._unit.layout.slots[self._slot]
+        return self._unit.page.memory[place.offset : place.end].to(self._dtype)
 
 
 def _keep(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -20,6 +20,7 @@ from retrograde.pages.edit_log import EditLog
 from retrograde.pages.full_tensor import FullTensor
 from retrograde.pages.page import Page
 from retrograde.pages.pool import BufferPool
+from retrograde.pages.source import CastCopy, masters_after_edit
 from retrograde.torch_internals import has_hooks, version_of
 from retrograde.transport import Work
 
@@ -33,6 +34,9 @@ class Coherence(Protocol):
 
     def take_part(self, unit: "Unit") -> None:
         """The others may be reading a page that this rank still has."""
+
+    def read_masters(self, unit: "Unit", flat: torch.Tensor) -> Work:
+        """The same for masters, which no page is made of, into a tensor in the unit's layout. At this rank's pace."""
 
     def writing(self, what: str, unit: "Unit", slot: int) -> AbstractContextManager[None]:
         """Around an edit of a parameter's piece in place: no other rank reads what it was before."""
@@ -58,8 +62,11 @@ class Unit:
         grid: Grid,
         pool: BufferPool,
         coherence: Coherence,
+        masters: torch.Tensor | None = None,
     ) -> None:
-        """`memory` is the shard, or the whole page with the shard inside it when pages stay (or there is one shard)."""
+        """`memory` is the shard, or the whole page with the shard inside it when pages stay (or there is one shard).
+
+        With `masters`, these are the shard, in another dtype, and `memory` has their source (source.py)."""
         self.index = index
         self.name = name
         self.layout = layout
@@ -77,10 +84,13 @@ class Unit:
         self.version_at_rest = self.version  # when the weights last were as all ranks know (coordination/fences.py)
         self.frozen_handles: weakref.WeakSet[object] = weakref.WeakSet()  # of frozen parameters, in graphs
         at_home = memory.numel() == layout.padded_numel
-        self.shard = memory[layout.span(self.rank)] if at_home else memory
+        own = memory[layout.span(self.rank)] if at_home else memory
+        self.shard = own if masters is None else masters
+        self._cast = None if masters is None else CastCopy(masters, own)
         self.page = Page(name, layout, self.rank, self._full_tensors(), memory if at_home else None, pool)
         self._coherence = coherence
         self._read_at: int | None = None  # the leaves' version that the page has, once it was read
+        self._streams = pool.streams
 
     def _full_tensors(self) -> tuple[FullTensor, ...]:
         """Each with a version counter of its own. The page gives them memory."""
@@ -107,6 +117,21 @@ class Unit:
         return (self.page.ready or self.page.loading) and self._read_at == self.version
 
     @property
+    def source(self) -> torch.Tensor:
+        """The shard as it is now, in the page's dtype: what pages are made of, here and on other ranks."""
+        return self.shard if self._cast is None else self._cast.at(self.version)
+
+    @property
+    def source_is_current(self) -> bool:
+        """Would `source` have nothing to do?"""
+        return self._cast is None or self._cast.is_at(self.version)
+
+    @property
+    def has_masters(self) -> bool:
+        """Are the leaves of another dtype than the page?"""
+        return self._cast is not None
+
+    @property
     def hooked(self) -> bool:
         """Does somebody wait for the gradients of this unit in the backward that brings them?"""
         return any(map(has_hooks, self.leaves))
@@ -125,7 +150,7 @@ class Unit:
         if self.page.loading:
             self.page.finish()
         self._read_at = self.version
-        self.page.load(self.shard, lambda memory: self._coherence.read(self, memory, alone))
+        self.page.load(self.source, lambda memory: self._coherence.read(self, memory, alone))
 
     def take_part(self) -> None:
         """In the others' reading of a page that is here because somebody holds it."""
@@ -134,6 +159,16 @@ class Unit:
     @_for_all_modes
     def finish_loading(self) -> None:
         self.page.finish()
+
+    @_for_all_modes
+    def whole_masters(self) -> torch.Tensor:
+        """The masters of all ranks that hold the unit together, in its layout."""
+        layout = self.layout
+        stream = self._streams.current()
+        flat = stream.empty(layout.padded_numel, self.shard.dtype)
+        flat[layout.span(self.rank)].copy_(self.shard)
+        self._coherence.read_masters(self, flat).wait(stream)
+        return flat
 
     def drop_unless_held(self) -> bool:
         """Let go of the page, which is not under way, if nobody else refers to it; says whether it did."""
@@ -160,8 +195,9 @@ class Unit:
 
     def write_back(self, slot: int) -> None:
         """A full tensor was edited: its part on this rank goes into the shard. The page stays valid."""
+        piece, edited = self.pieces[slot], self.page.own_part(slot)
         # Where the page stays both are the same memory: nothing is copied, and the version moves all the same.
-        self.pieces[slot].copy_(self.page.own_part(slot))
+        piece.copy_(masters_after_edit(piece, edited) if self.has_masters else edited)
         self._read_at = self.version
         self.page.note_edits()
 
@@ -189,10 +225,10 @@ class Unit:
             return self.layout.slots[stray[0]].name
         return f"of unit {self.name}" if edits.of_frozen and self.edits.empty else None
 
-    def shard_after(self, edits: int, stream: Stream) -> torch.Tensor:
-        """A copy, made on `stream`, of the shard as it was after so many edits. What was edited since, or is being
-        edited now, is not read."""
-        old = stream.empty(self.layout.shard_numel, self.layout.dtype)
+    def shard_after(self, edits: int, dtype: torch.dtype, stream: Stream) -> torch.Tensor:
+        """A copy, made on `stream` in this dtype, of the shard as it was after so many edits. What was edited since, or
+        is being edited now, is not read."""
+        old = stream.empty(self.layout.shard_numel, dtype)
         before = dict(self.edits.later_than(edits))
 
         def copy() -> None:

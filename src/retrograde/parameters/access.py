@@ -15,6 +15,7 @@ from torch import nn
 from retrograde.errors import UnsupportedError
 from retrograde.pages.full_tensor import FullTensor
 from retrograde.pages.saved_tensors import SavedTensors
+from retrograde.parameters.casting import CastAround
 from retrograde.parameters.leaf import ShardedParameter
 from retrograde.torch_internals import ReadsWeightsAnew, own_parameters
 
@@ -35,6 +36,9 @@ class Sharding(Protocol):
     @property
     def grow(self) -> Callable[[], None]:
         """Shards parameters that have joined the model."""
+
+    def cast_around(self, module: nn.Module) -> CastAround | None:
+        """In which dtypes a module takes its arguments and gives its results, if that is not its own affair."""
 
 
 def leaves(module: nn.Module) -> dict[str, ShardedParameter]:
@@ -74,7 +78,7 @@ class Sharded(nn.Module):
             return
         for name, leaf in sharded.items():
             if prefix + name in destination:
-                destination[prefix + name] = leaf.full() if keep_vars else leaf.copy_for(destination)
+                destination[prefix + name] = leaf.shown() if keep_vars else leaf.copy_for(destination)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: Any, *rest: Any) -> None:
         errors: list[str] = rest[-1]
@@ -143,8 +147,11 @@ def patch(module: nn.Module, engine: Sharding) -> None:
     """
     names = tuple(leaves(module))
     forward = _forward(type(module), engine.saved if names else None, engine.grow)
+    casts = engine.cast_around(module)
+    if casts is not None:
+        forward = casts.around(forward)
     body = {name: _property(name) for name in names} | {"forward": forward, "_retrograde_engine": engine}
-    specialize(module, body, id(engine), *names)
+    specialize(module, body, id(engine), casts, *names)
 
 
 def original_class(cls: type[nn.Module]) -> type[nn.Module]:
@@ -172,7 +179,7 @@ def _property(name: str) -> property:
         own = own_parameters(self)
         if name in own:
             leaf = own[name]
-            return leaf.full() if isinstance(leaf, ShardedParameter) else leaf
+            return leaf.shown() if isinstance(leaf, ShardedParameter) else leaf
         return self.__dict__[name] if name in self.__dict__ else nn.Module.__getattr__(self, name)
 
     # nn.Module takes Parameters itself; this is `del m.w; m.w = tensor`, as torch's old weight_norm does.

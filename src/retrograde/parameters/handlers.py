@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from retrograde.errors import UnsupportedError
-from retrograde.pages import FullTensor, edits, views
+from retrograde.pages import Aliased, FullTensor, edits, views
 from retrograde.parameters.part import Part, parts_in
 from retrograde.parameters.reductions import reduced, reduced_lists, unscaled
 from retrograde.parameters.routes import Call, Route, route
@@ -56,7 +56,7 @@ def on_held_pages(call: Call) -> Any:
 
 
 def _held(part: Part) -> torch.Tensor:
-    return whole(part, "a parameter that is held") if part.stands_for_whole else part
+    return part.shown() if part.stands_for_whole else part
 
 
 def on_memory(call: Call) -> Any:
@@ -170,7 +170,8 @@ def _is_view(found: Any, of: torch.Tensor) -> bool:
 
 def _view_of_weights(call: Call) -> Any:
     """A view of the full tensor, which tells the parameter of edits."""
-    full, *rest = wholes(call.args, call.name)
+    full = call.args[0].shown()
+    rest = wholes(call.args[1:], call.name)
     if call.name == "__get__":
         return getattr(full, call.func.__self__.__name__)  # type: ignore[attr-defined]
     return getattr(full, call.name, functools.partial(call.func, full))(*rest, **call.kwargs)
@@ -204,8 +205,15 @@ def edited_whole(call: Call) -> Any:
     """Where an element is in the whole matters."""
     target = call.args[0]
     full, *rest = wholes(call.args, call.name)
-    _in_place(call, full, rest)
-    if not target.of_weights:  # otherwise the full tensor has told its parameter
+    if isinstance(full, Aliased):  # which tells its parameter
+        _in_place(call, full, rest)
+    elif target.of_weights:  # a copy of masters
+        edited = full.detach().requires_grad_(target.requires_grad)  # torch may refuse to edit a leaf
+        _in_place(call, edited, rest)
+        with torch.no_grad(), _writing(call.name, [target]), without_torch_function():
+            target.copy_(target.cut(edited))
+    else:
+        _in_place(call, full, rest)
         with torch.no_grad(), without_torch_function():
             target.copy_(target.cut(full))
     return None if call.name == "__setitem__" else target
@@ -335,7 +343,7 @@ def _gradient(grad: torch.Tensor | None, of: Any) -> torch.Tensor | None:
     if isinstance(of, FullTensor):
         leaf = of.leaf
         assert isinstance(leaf, Part)
-        return whole(leaf.derive(grad), "the gradient")
+        return whole(leaf.derive(grad), "the gradient").to(of.dtype)
     return of.derive(grad) if isinstance(of, Part) else grad
 
 

@@ -11,6 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from retrograde.errors import UnsupportedError
 from retrograde.parameters.copies import StateDictCopies
 from retrograde.parameters.handlers import USED_TOGETHER
+from retrograde.parameters.masters import with_values_of
 from retrograde.parameters.owner import Owner
 from retrograde.parameters.sharded_tensor import ParameterView, ShardedGradient, ShardedTensor, become, turn
 from retrograde.torch_internals import (
@@ -52,10 +53,19 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
         return self.unit.pieces[self.place]
 
     def full_tensor(self) -> torch.Tensor:
-        """The whole, in the graph of the parameter."""
-        return self.full()
+        """The whole, in the graph of the parameter and in its dtype. Where masters are not the page it is a copy."""
+        if not self.unit.has_masters:
+            return self.shown()
+        whole = self.whole_masters()
+        return with_values_of(whole, self.shown()) if torch.is_grad_enabled() and self.requires_grad else whole
 
-    def full(self) -> torch.Tensor:
+    def whole_masters(self) -> torch.Tensor:
+        """A copy of them, in no graph."""
+        self.check_copies()
+        owner = self.owner
+        return owner.pager.masters(owner.unit, self.place)
+
+    def shown(self) -> torch.Tensor:
         if self.copies is not None:
             self.copies.check()
         owner = self.owner
@@ -162,7 +172,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
     @torch.inference_mode(mode=False)
     def copy_for(self, destination: Mapping[str, object]) -> torch.Tensor:
         """What `state_dict()` has of it (copies.py)."""
-        full = self.full()
+        full = self.whole_masters() if self.unit.has_masters else self.shown()
         if self.copies is None:
             self.copies = StateDictCopies(self.slot.name, self.unit.grid.rank, full.dtype, full.device)
         return self.copies.copy(full, version_of(self.unit.pieces[self.place]), destination)

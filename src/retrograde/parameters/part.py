@@ -118,6 +118,10 @@ class Part(torch.Tensor):
         """The whole, on every rank. All ranks ask together."""
         raise NotImplementedError
 
+    def shown(self) -> torch.Tensor:
+        """Of weights: the whole as modules see it, in the page's dtype and memory. An edit of it reaches the shard."""
+        raise NotImplementedError
+
     def cut(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's piece of a plain tensor in the whole's shape."""
         layout = self.unit.layout

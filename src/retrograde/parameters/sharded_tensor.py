@@ -140,6 +140,11 @@ class ParameterView(ShardedTensor):
     of_weights = True
 
     def full_tensor(self) -> torch.Tensor:
+        if not self.unit.has_masters:
+            return self.shown()
+        return self.owner.pager.masters(self.unit, self.place).reshape(self._shape)
+
+    def shown(self) -> torch.Tensor:
         full = self.owner.pager.full(self.unit, self.place)
         return full.detach().reshape(self._shape)
 

@@ -183,7 +183,7 @@ class Stage:
     def gather(self) -> None:
         """GATHER: pages of a sharded stage come, and stay until DROP. Without, each comes and goes with its use."""
         leaves = [leaf for leaf in self.module.parameters() if isinstance(leaf, ShardedParameter)]
-        self.pages = {leaf.owner: leaf.full() for leaf in leaves}
+        self.pages = {leaf.owner: leaf.shown() for leaf in leaves}
 
     def drop(self) -> None:
         owners = list(self.pages)

@@ -46,7 +46,7 @@ from retrograde.torch_internals.compiler import (
     is_untraced,
     keep_sizes,
 )
-from retrograde.torch_internals.functions import autocast_region, body_of, grouped_mm
+from retrograde.torch_internals.functions import autocast_region, body_of, grouped_mm, what_was_cast
 from retrograde.torch_internals.groups import (
     PrefixStore,
     Store,
@@ -216,6 +216,7 @@ __all__ = [
     "version_of",
     "watch_optimizer_states",
     "what_ends_this_process",
+    "what_was_cast",
     "with_torch_function",
     "without_modes_or_torch_function",
     "without_torch_function",

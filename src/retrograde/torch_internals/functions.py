@@ -1,8 +1,8 @@
-"""torch's functions: their bodies, those without a public name, and where autocast's casts are shared."""
+"""torch's functions: their bodies, those without a public name, what was cast, and where autocast shares casts."""
 
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -59,6 +59,51 @@ def _functions_have_bodies() -> None:
         many = tiny(64).bfloat16()
         F.grouped_mm(many.view(8, 8), many.view(1, 8, 8), offs=torch.tensor([8], dtype=torch.int32, device="cpu"))
     expect(grouped_mm.__name__ in names.seen, True, "whether a mode sees the grouped product")
+
+
+# ---- casts
+_CAST = "ToCopyBackward0"
+
+
+class Output(NamedTuple):
+    """One of those of a node."""
+
+    node: Any
+    number: int
+
+
+def what_was_cast(tensor: torch.Tensor) -> Output | None:
+    """Of a tensor that is a cast, or a view of one, in a graph: what the cast was made of."""
+    base = tensor if tensor._base is None else tensor._base
+    node: Any = base.grad_fn
+    if node is None or node.name() != _CAST:
+        return None
+    return Output(*node.next_functions[0])
+
+
+@probe(
+    "casts in a graph",
+    "what_was_cast",
+    needed_for="weights that autocast has cast: they are not kept between forward and backward",
+    otherwise="casts of weights stay in memory as long as their graph",
+    when=When.FIRST_USE,
+)
+def _casts_are_known() -> None:
+    """Assumes: a saved tensor that autocast has cast has the node `ToCopyBackward0`, or is a view of one that has, and
+    that node leads to the one that made what was cast, and says which of its outputs it was."""
+    seen: list[Output | None] = []
+    first, second = tiny(4, requires_grad=True).view(2, 2).unbind()
+    node: Any = second.grad_fn
+    weight = second.view(1, 2)
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: seen.append(what_was_cast(saved)), lambda kept: kept):
+        with torch.autocast("cpu", torch.bfloat16):
+            # Of nothing: not every machine can multiply in bf16.
+            F.linear(tiny(0, requires_grad=True).view(0, 2), weight)
+        torch.exp(first)
+    found = [each for each in seen if each is not None and each.node is weight.grad_fn]
+    expect([each.number for each in found], [0], "which output of its node was cast")
+    expect(what_was_cast(second.to(torch.bfloat16)), Output(node, 1), "what a cast of the second output was made of")
+    expect(seen[-1], None, "what a tensor that is no cast was made of")
 
 
 # ---- autocast

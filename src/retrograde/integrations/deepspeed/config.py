@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import retrograde as rg
+from retrograde.integrations.deepspeed.loss_scale import LossScale
 from retrograde.integrations.deepspeed.refusals import ConfigError, wrong
 from retrograde.integrations.deepspeed.words import Word, checked, without_effect
 
@@ -122,7 +123,7 @@ class Config:
 
     def check(self) -> None:
         """Read everything that can be wrong."""
-        _ = self.stage, self.reduce, self.precision, self.optimizer, self.scheduler
+        _ = self.stage, self.reduce, self.precision, self.loss_scale, self.optimizer, self.scheduler
 
     def with_batch(self, batch: BatchSizes) -> "Config":
         return replace(self, batch=batch)
@@ -153,13 +154,32 @@ class Config:
         return reduce
 
     @property
-    def precision(self) -> rg.Precision | None:
-        wire = self.asked.get("communication_data_type")
-        if wire is None:
+    def precision(self) -> rg.Precision:
+        wire = self._dtype("communication_data_type")
+        accumulate = self._dtype("data_types.grad_accum_dtype")
+        wanted = [kind for kind in ("bf16", "fp16") if self.asked.get(f"{kind}.enabled")]
+        if len(wanted) > 1:
+            raise ConfigError("fp16.enabled: bf16.enabled is there too; leave one of them out")
+        return rg.Precision(param=wanted[0] if wanted else None, reduce=wire, accumulate=accumulate)
+
+    def _dtype(self, key: str) -> str | None:
+        said = self.asked.get(key)
+        if said is not None and said.lower() not in ("fp32", "fp16", "bf16"):
+            raise wrong(key, said, "is not known", '"fp32", "fp16" or "bf16"')
+        return None if said is None else said.lower()
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """Of fp16; None in other dtypes, which need none."""
+        if not self.asked.get("fp16.enabled"):
             return None
-        if wire.lower() not in ("fp32", "fp16", "bf16"):
-            raise wrong("communication_data_type", wire, "is not known", '"fp32", "fp16" or "bf16"')
-        return rg.Precision(reduce=wire.lower())
+        power, window = self.asked.get("fp16.initial_scale_power"), self.asked.get("fp16.loss_scale_window")
+        return LossScale(
+            fixed=float(self.asked.get("fp16.loss_scale") or 0),
+            first=2.0 ** (16 if power is None else int(power)),
+            window=1000 if window is None else int(window),
+            least=float(self.asked.get("fp16.min_loss_scale") or 1),
+        )
 
     @property
     def residency(self) -> ResidentLimits:

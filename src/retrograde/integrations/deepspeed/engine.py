@@ -58,6 +58,8 @@ class DeepSpeedEngine(nn.Module):
         self._backwards = 0  # of this engine since the last update
         self._norm: float | None = None
         self._compiled = False
+        said = config.loss_scale
+        self._scaler = None if said is None else said.scaler(sharded.device)
         self._set_batch(config.batch)
 
     def __getattr__(self, name: str) -> Any:
@@ -78,16 +80,21 @@ class DeepSpeedEngine(nn.Module):
         self._backwards += 1
         self.sharded.gradient_divisor = divisor
         try:
-            loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            self.scale(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         finally:
             self.sharded.gradient_divisor = self.gradient_accumulation_steps()
         return loss.detach() / divisor
 
     def scale(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
-        """For a backward by hand: `engine.scale(loss).backward()`. In fp32 there is nothing to scale.
+        """For a backward by hand: `engine.scale(loss).backward()`. Only in fp16 is there something to scale.
 
         Whether the graph is kept is said to `backward()`, as in torch; nothing here needs to know."""
-        return loss
+        return loss if self._scaler is None else self._scaler.scaled(loss)
+
+    @property
+    def loss_scale(self) -> float:
+        """1 but in fp16."""
+        return 1.0 if self._scaler is None else self._scaler.scale
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -144,21 +151,30 @@ class DeepSpeedEngine(nn.Module):
 
     def _update(self, optimizer: Optimizer, lr_kwargs: Mapping[str, Any]) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if self._scaler is not None:
+            self._scaler.unscale(optimizer)
         if self._config.clipping:
             self._norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._config.clipping))
-        optimizer.step()
+        self._applied = self._step_of(optimizer)
         if not self._config.clipping:
             # Only now has a rank the gradients of others that did more backwards, so that all have the same ones.
             grads = [p.grad for p in parameters if p.grad is not None]
             self._norm = float(torch.nn.utils.get_total_norm(grads))
         optimizer.zero_grad()
-        if self.lr_scheduler is not None:
+        if self.lr_scheduler is not None and self._applied:
             self.lr_scheduler.step(**lr_kwargs)
-        self._applied = True
+        self.skipped_steps += not self._applied
         self.global_steps += 1
         micro_batches = self._config.batch.accumulation if self._config.managed else self._backwards
         self.global_samples += self._config.batch.micro * self.world_size * micro_batches
         self._backwards = 0
+
+    def _step_of(self, optimizer: Optimizer) -> bool:
+        """Says whether it has updated the weights: not after an overflow."""
+        if self._scaler is not None:
+            return self._scaler.step(optimizer)
+        optimizer.step()
+        return True
 
     def was_step_applied(self) -> bool:
         """Has the last `step()` updated the weights?"""

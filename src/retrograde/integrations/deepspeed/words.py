@@ -65,7 +65,9 @@ _SAME = "one flat buffer for each unit, always"
 _OVERLAP = "gradients are sent while backward goes on, always; nothing waits before its end"
 _WATCHING = "only says what happens: see `engine.sharded.report()` and torch's profiler"
 _CHECKPOINTS = "checkpoints on disk"
-_MASTERS = "precision with fp32 masters"
+_NARROW_MASTERS = "a master that is not fp32"
+_BF16 = "bf16."
+_FP16 = "fp16."
 _RESIDENT = "part of the resident budget, with the elements' size: `rg.shard(resident=...)`"
 _ZERO = "zero_optimization."
 
@@ -136,15 +138,25 @@ WORDS: tuple[Word, ...] = (
     _not_yet(_ZERO + "zeropp_loco_param", Kind.SECTION, "quantization"),
     Word(_ZERO + "mics_shard_size", Kind.ANYTHING, Standing.NOT_YET, "replicas by config", off=(None, -1, 0)),
     # ---- precision
-    _not_yet("bf16", Kind.SECTION, _MASTERS, "enabled"),
-    _not_yet("bfloat16", Kind.SECTION, _MASTERS, "enabled"),
-    _not_yet("fp16", Kind.SECTION, _MASTERS, "enabled"),
-    _not_yet("amp", Kind.SECTION, _MASTERS, "enabled"),
-    _not_yet("torch_autocast", Kind.SECTION, _MASTERS, "enabled"),
-    Word("data_types.grad_accum_dtype", Kind.TEXT, Standing.NOT_YET, _MASTERS, off=(None, "fp32")),
-    Word("gradient_accumulation_dtype", Kind.TEXT, Standing.NOT_YET, _MASTERS, off=(None, "fp32")),
-    Word("data_types.param_dtype", Kind.TEXT, Standing.NOT_YET, _MASTERS, off=(None, "fp32")),
-    Word("data_types.buffer_dtype", Kind.TEXT, Standing.NOT_YET, _MASTERS, off=(None, "fp32")),
+    _used(_BF16 + "enabled", Kind.BOOL, '`rg.Precision(param="bf16")`, with fp32 masters'),
+    _idle(_BF16 + "immediate_grad_update", Kind.BOOL, "masters have their gradients when the backward ends, always"),
+    _idle(_BF16 + "check_grad_overflow", Kind.BOOL, "bf16 has the range of fp32"),
+    _not_yet(_BF16 + "bf16_master_weights_and_grads", Kind.BOOL, _NARROW_MASTERS),
+    _not_yet(_BF16 + "bf16_optimizer_states", Kind.BOOL, _NARROW_MASTERS),
+    _used(_FP16 + "enabled", Kind.BOOL, '`rg.Precision(param="fp16")`, with fp32 masters and torch\'s `GradScaler`'),
+    _used(_FP16 + "loss_scale", Kind.NUMBER, "a scale that stays; 0: one that follows overflows"),
+    _used(_FP16 + "initial_scale_power", Kind.WHOLE, "the first scale is 2 to the power of it"),
+    _used(_FP16 + "loss_scale_window", Kind.WHOLE, "updates without an overflow until the scale is doubled"),
+    _idle(_FP16 + "hysteresis", Kind.WHOLE, "an overflow halves the scale, as in torch"),
+    _idle(_FP16 + "consecutive_hysteresis", Kind.BOOL, "an overflow halves the scale, as in torch"),
+    _used(_FP16 + "min_loss_scale", Kind.NUMBER, "the scale goes no lower"),
+    _idle(_FP16 + "auto_cast", Kind.BOOL, "the model's arguments are cast, always"),
+    _not_yet(_FP16 + "fp16_master_weights_and_grads", Kind.BOOL, _NARROW_MASTERS),
+    _not_yet("amp", Kind.SECTION, "apex", "enabled"),
+    _not_yet("torch_autocast", Kind.SECTION, "autocast by config", "enabled"),
+    _used("data_types.grad_accum_dtype", Kind.TEXT, "`rg.Precision(accumulate=...)`, in windows and at stage 1"),
+    Word("data_types.param_dtype", Kind.TEXT, Standing.NOT_YET, "a dtype besides bf16 and fp16", off=(None, "fp32")),
+    Word("data_types.buffer_dtype", Kind.TEXT, Standing.NOT_YET, "casting of buffers", off=(None, "fp32")),
     # ---- compiling
     _used("compile.deepcompile", Kind.BOOL, "`engine.compile()` compiles by units (`rg.compile`)"),
     _idle("compile.free_activation", Kind.BOOL, "what lives, and when, follows autograd"),
@@ -198,6 +210,8 @@ WORDS: tuple[Word, ...] = (
 
 # Older names, and those that DeepSpeed's own classes have.
 SYNONYMS = {
+    "bfloat16": "bf16",
+    "gradient_accumulation_dtype": "data_types.grad_accum_dtype",
     _ZERO + "max_live_parameters": _ZERO + "stage3_max_live_parameters",
     _ZERO + "max_reuse_distance": _ZERO + "stage3_max_reuse_distance",
     _ZERO + "param_persistence_threshold": _ZERO + "stage3_param_persistence_threshold",

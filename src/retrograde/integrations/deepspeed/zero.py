@@ -32,14 +32,16 @@ class Init:
     ) -> None:
         if remote_device not in (None, "none", "cpu"):
             raise not_yet("zero.Init(remote_device)", "offload", "leave it out")
-        if dtype not in (None, torch.float32):
-            raise not_yet("zero.Init(dtype)", "precision with fp32 masters", "leave it out")
+        self._dtype = dtype if enabled else None
+        self._before: list[torch.dtype] = []
 
     def __enter__(self) -> None:
-        pass
+        """With `dtype`, what is made inside is made in it."""
+        self._before.append(torch.get_default_dtype())
+        torch.set_default_dtype(self._dtype or self._before[-1])
 
     def __exit__(self, *raised: object) -> None:
-        pass
+        torch.set_default_dtype(self._before.pop())
 
 
 class GatheredParameters:

@@ -1,0 +1,50 @@
+"""What modules compute with beside their parameters: arguments and results in the dtype that `Precision` gives them.
+
+| module                       | its floating-point arguments become | its floating-point results become |
+|------------------------------|-------------------------------------|-----------------------------------|
+| the model itself             | `param`, unless `inputs=False`      | `output`, if it is given          |
+| one of a class in `keep`     | the dtype of its masters            | `param`                           |
+
+Everything else is the model's own affair, and buffers are never cast. These casts are part of the graph, as
+`x.to(dtype)` in `forward` would be. A hook of the module sees what its caller gave and what its caller gets.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from retrograde.layout import Precision
+from retrograde.torch_internals import tree_map_only
+
+
+class CastAround(NamedTuple):
+    arguments: torch.dtype | None
+    results: torch.dtype | None
+
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def cast(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            args, kwargs = in_dtype((args, kwargs), self.arguments)
+            return in_dtype(forward(module, *args, **kwargs), self.results)
+
+        return cast
+
+
+def in_dtype(tree: Any, dtype: torch.dtype | None) -> Any:
+    """Every floating-point tensor in it; what is of that dtype already stays the object that it is."""
+    if dtype is None:
+        return tree
+    return tree_map_only(torch.Tensor, lambda found: found.to(dtype) if found.is_floating_point() else found, tree)
+
+
+def cast_around(module: nn.Module, is_model: bool, precision: Precision) -> CastAround | None:
+    if is_model:
+        casts = CastAround(precision.page if precision.inputs else None, precision.result)
+        return None if casts == (None, None) else casts
+    if precision.page is None or not precision.keeps(module):
+        return None
+    kept = (param.dtype for param in module.parameters() if param.dtype.is_floating_point)
+    return CastAround(next(kept, precision.dtypes(torch.float32).master), precision.page)
