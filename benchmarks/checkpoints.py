@@ -27,20 +27,10 @@ from torch.distributed.fsdp import fully_shard
 
 import retrograde as rg
 from benchmarks import meters
+from benchmarks.blocks import Block
 
 WORLD = 2
 WIDTH, BLOCKS = 768, 6
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
 @dataclass(frozen=True)
@@ -61,7 +51,7 @@ def _trained(model: nn.Module) -> torch.optim.Optimizer:
 
 def _build() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(BLOCKS)))
+    return nn.Sequential(*(Block(WIDTH) for _ in range(BLOCKS)))
 
 
 def _retrograde() -> Contender:

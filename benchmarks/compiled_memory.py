@@ -17,6 +17,7 @@ from torch._dynamo.utils import counters
 
 import retrograde as rg
 from benchmarks import gather_operator
+from benchmarks.blocks import Block
 
 WIDTH = 64
 BLOCKS = 6
@@ -25,23 +26,12 @@ WORLD = 2
 STEPS = 3
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
         self.last = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(BLOCKS))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)

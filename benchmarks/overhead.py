@@ -11,7 +11,6 @@ every engine, in another order each time, and a ratio is one between measurement
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -27,7 +26,7 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks import meters
-from benchmarks.crew import ENVIRONMENT, Crew, CrewError
+from benchmarks.crew import Crew
 from benchmarks.overhead_rank import (
     ENGINES,
     PLAIN,
@@ -39,8 +38,9 @@ from benchmarks.overhead_rank import (
     OverheadRank,
     SmallParameters,
 )
-from benchmarks.report import Grid, doubt, ranged, wide_console
-from benchmarks.run import RESULTS, machine, versions
+from benchmarks.report import Grid, doubt, ranged
+from benchmarks.rounds import Tables, options_of, publish, table_of
+from benchmarks.run import machine, versions
 from benchmarks.stats import Spread
 
 _WORLD = 2
@@ -171,11 +171,6 @@ def notes(costs: Costs) -> list[str]:
     ]
 
 
-def markdown(costs: Costs) -> str:
-    parts = [grid.markdown() for grid in grids(costs)]
-    return "\n\n".join([*parts, "\n".join(f"- {note}" for note in notes(costs))]) + "\n"
-
-
 def as_json(costs: Costs) -> str:
     found = [
         {
@@ -191,33 +186,21 @@ def as_json(costs: Costs) -> str:
     return json.dumps({"setting": costs.setting, "other_load": round(costs.other_load, 4), "costs": found}, indent=1)
 
 
+def tables(costs: Costs) -> Tables:
+    return Tables(grids(costs), notes(costs), as_json(costs))
+
+
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15, help="in each of which everything is measured once")
-    parser.add_argument("--tiny", action="store_true", help="a few parameters, two rounds: a smoke test")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
-    parser.add_argument("--patience", type=float, default=120.0, help="seconds a rank may take to answer")
+    parser = options_of("overhead", __doc__, rounds=15, patience=120.0)
     parser.add_argument("--limit", type=float, default=1200.0, help="seconds after which no round is begun")
     options = parser.parse_args(argv)
-    os.environ.update(ENVIRONMENT)
-    console = wide_console()
     rounds = 2 if options.tiny else options.rounds
-    try:
-        work = SMOKE if options.tiny else SmallParameters()
-        costs = measure(work, rounds, options.patience, options.limit, console)
-    except CrewError as error:
-        console.print(f"FAILED {error}", markup=False, highlight=False)
-        return 1
-    for grid in grids(costs):
-        console.print(grid.rich())
-    for note in notes(costs):
-        console.print(note, markup=False, highlight=False)
-    options.out.mkdir(parents=True, exist_ok=True)
-    table = options.out / f"{'tiny' if options.tiny else 'latest'}-overhead.md"
-    table.write_text(markdown(costs))
-    table.with_suffix(".json").write_text(as_json(costs) + "\n")
-    console.print(f"written: {table} and .json beside", highlight=False)
-    return 0
+    work = SMOKE if options.tiny else SmallParameters()
+
+    def run(console: Console) -> Tables:
+        return tables(measure(work, rounds, options.patience, options.limit, console))
+
+    return publish(run, table_of("overhead", options))
 
 
 if __name__ == "__main__":

@@ -4,11 +4,13 @@ An MLP in bf16 on two ranks, with 2, 4 and 8 backwards a step at stages 1, 2 and
 remains after it, what goes over the wire, and the step's time beside that of the same step without a window. In a
 round every case is timed once on every engine, in another order each time, and ratios are between steps of one round.
 DeepSpeed takes part if it is installed, a stage at a time: each of its ranks holds a bucket of a gigabyte.
+
+It takes half an hour. `--engines retrograde-1`, then `--engines retrograde-2 --add` and so on measure a part each, and
+give the same tables: ratios are between steps of one engine.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -18,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import median
 
@@ -26,9 +28,10 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks import meters
-from benchmarks.crew import ENVIRONMENT, Crew, CrewError
-from benchmarks.report import Grid, doubt, wide_console
-from benchmarks.run import RESULTS, machine, versions
+from benchmarks.crew import Crew, CrewError
+from benchmarks.report import Grid, doubt, ranged
+from benchmarks.rounds import Tables, options_of, publish, table_of
+from benchmarks.run import machine, versions
 from benchmarks.stats import Spread
 from benchmarks.window_rank import SMOKE, Case, Look, Manner, Mlp, Seen, Time, Timed, WindowRank
 
@@ -38,6 +41,7 @@ _MIB = 2**20
 _RETROGRADE = ("retrograde-1", "retrograde-2", "retrograde-3")
 # Engines that are alive together, and take turns.
 _GROUPS = (_RETROGRADE, ("deepspeed-1",), ("deepspeed-2",), ("deepspeed-3",))
+_OF_SEEN = [field.name for field in fields(Seen)]
 
 
 @dataclass
@@ -49,12 +53,31 @@ class Windows:
     seconds: dict[str, dict[Case, list[float]]] = field(default_factory=dict)
     seen: dict[str, dict[Case, Seen]] = field(default_factory=dict)
     absent: list[str] = field(default_factory=list)
-    other_load: list[float] = field(default_factory=list)  # per step, share of the machine used by others
+    other_load: dict[str, list[float]] = field(default_factory=dict)  # per step, share of the machine used by others
 
     def over_each(self, engine: str, case: Case) -> Spread:
         """The step's time, as a share of that of the same step without a window."""
         apart = self.seconds[engine][Case(Manner.EACH, case.backwards)]
         return Spread.of([mine / other for mine, other in zip(self.seconds[engine][case], apart, strict=True)])
+
+    @property
+    def load(self) -> float:
+        return median(load for loads in self.other_load.values() for load in loads)
+
+    def add(self, earlier: Path) -> None:
+        """What an earlier run has found with other engines."""
+        stored = json.loads(earlier.read_text())
+        if stored["setting"] != self.setting:
+            raise CrewError(f"{earlier} is of another setting: {stored['setting']}")
+        measured = [*self.seen, *self.absent]
+        self.absent += [engine for engine in stored["absent"] if engine not in measured]
+        for found in stored["cases"]:
+            engine = found["engine"]
+            if engine not in measured:
+                case = Case(Manner(found["manner"]), found["backwards"])
+                self.seen.setdefault(engine, {})[case] = Seen(**{name: found[name] for name in _OF_SEEN})
+                self.seconds.setdefault(engine, {})[case] = found["seconds"]
+                self.other_load[engine] = stored["other_load"][engine]
 
 
 def measure(work: Mlp, groups: Sequence[Sequence[str]], rounds: int, patience: float, console: Console) -> Windows:
@@ -100,18 +123,20 @@ def _take_turns(crews: dict[str, Crew], rounds: int, windows: Windows, console: 
         seen[engine][case] = crews[engine].ask(Look(case))[0]
     for number in track(range(rounds), "rounds", console=console, transient=True):
         for engine, case in random.Random(number).sample(cases, len(cases)):
-            seconds[engine].setdefault(case, []).append(_timed(crews[engine], case, windows))
+            taken, others = _timed(crews[engine], case)
+            seconds[engine].setdefault(case, []).append(taken)
+            windows.other_load.setdefault(engine, []).append(others)
     windows.seen |= seen
     windows.seconds |= seconds
 
 
-def _timed(crew: Crew, case: Case, windows: Windows) -> float:
-    """A step ends when its last rank ends it."""
+def _timed(crew: Crew, case: Case) -> tuple[float, float]:
+    """Seconds of a step, which ends when its last rank ends it, and the share of the machine that others used."""
     busy, began = meters.machine_busy_seconds(), time.monotonic()
     ranks: list[Timed] = crew.ask(Time(case))
     others = meters.machine_busy_seconds() - busy - sum(rank.cpu_seconds for rank in ranks)
-    windows.other_load.append(max(0.0, others / (time.monotonic() - began) / (os.cpu_count() or 1)))
-    return max(rank.seconds for rank in ranks)
+    share = others / (time.monotonic() - began) / (os.cpu_count() or 1)
+    return max(rank.seconds for rank in ranks), max(0.0, share)
 
 
 def _setting(work: Mlp) -> str:
@@ -125,7 +150,7 @@ def _setting(work: Mlp) -> str:
 
 # ---- results
 def grids(windows: Windows) -> list[Grid]:
-    return [_grid(windows, engine) for engine in windows.seen]
+    return [_grid(windows, engine) for group in _GROUPS for engine in group if engine in windows.seen]
 
 
 def _grid(windows: Windows, engine: str) -> Grid:
@@ -134,7 +159,7 @@ def _grid(windows: Windows, engine: str) -> Grid:
         seen = windows.seen[engine][case]
         taken = median(windows.seconds[engine][case])
         ratio = windows.over_each(engine, case)
-        spread = "1.00" if case.manner is Manner.EACH else f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+        spread = "1.00" if case.manner is Manner.EACH else ranged(ratio)
         memory = [f"{each / _MIB:.0f}" for each in (seen.waiting, seen.peak, seen.after)]
         counts = (str(case.backwards), str(case.manner), _communication(seen), f"{seen.sent / _MIB:.0f}")
         rows.append((*counts, *memory, f"{taken:.2f}", spread))
@@ -156,14 +181,8 @@ def notes(windows: Windows) -> list[str]:
         f"and {whole / _WORLD:.0f} MiB of it remain. Memory is what is resident on rank 0 beyond what was there before "
         f"the step.",
     ]
-    load = median(windows.other_load)
-    said.append(f"Others used {load:.0%} of the machine in a median step{doubt(load)}.")
+    said.append(f"Others used {windows.load:.0%} of the machine in a median step{doubt(windows.load)}.")
     return said + [f"Not installed, or failed: {', '.join(windows.absent)}."] * bool(windows.absent)
-
-
-def markdown(windows: Windows) -> str:
-    parts = [grid.markdown() for grid in grids(windows)]
-    return "\n\n".join([*parts, "\n".join(f"- {note}" for note in notes(windows))]) + "\n"
 
 
 def as_json(windows: Windows) -> str:
@@ -178,42 +197,34 @@ def as_json(windows: Windows) -> str:
         for engine, cases in windows.seen.items()
         for case, seen in cases.items()
     ]
-    load = round(median(windows.other_load), 4)
+    load = {engine: [round(each, 4) for each in loads] for engine, loads in windows.other_load.items()}
     return json.dumps(
         {"setting": windows.setting, "absent": windows.absent, "other_load": load, "cases": found}, indent=1
     )
 
 
+def tables(windows: Windows) -> Tables:
+    return Tables(grids(windows), notes(windows), as_json(windows))
+
+
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.window", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3, help="in each of which every case is timed once")
+    parser = options_of("window", __doc__, rounds=3, patience=180.0)
     parser.add_argument("--engines", default="", help="some of them, with commas between; all if it is empty")
-    parser.add_argument("--tiny", action="store_true", help="a small model, one round: a smoke test")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
-    parser.add_argument("--patience", type=float, default=180.0, help="seconds a rank may take to answer")
+    parser.add_argument("--add", action="store_true", help="to what earlier runs have found with other engines")
     options = parser.parse_args(argv)
-    os.environ.update(ENVIRONMENT)
-    console = wide_console()
+    rounds = 1 if options.tiny else options.rounds
     work = SMOKE if options.tiny else Mlp()
-    if meters.available_bytes() < 24 * work.gradient_bytes:
-        console.print(f"this takes {24 * work.gradient_bytes / _MIB:.0f} MiB of memory", highlight=False)
-        return 1
-    try:
-        rounds = 1 if options.tiny else options.rounds
+    table = table_of("window", options)
+
+    def run(console: Console) -> Tables:
+        if meters.available_bytes() < 24 * work.gradient_bytes:
+            raise CrewError(f"this takes {24 * work.gradient_bytes / _MIB:.0f} MiB of memory")
         windows = measure(work, _chosen(options.engines), rounds, options.patience, console)
-    except CrewError as error:
-        console.print(f"FAILED {error}", markup=False, highlight=False)
-        return 1
-    for grid in grids(windows):
-        console.print(grid.rich())
-    for note in notes(windows):
-        console.print(note, markup=False, highlight=False)
-    options.out.mkdir(parents=True, exist_ok=True)
-    table = options.out / f"{'tiny' if options.tiny else 'latest'}-window.md"
-    table.write_text(markdown(windows))
-    table.with_suffix(".json").write_text(as_json(windows) + "\n")
-    console.print(f"written: {table} and .json beside", highlight=False)
-    return 0
+        if options.add:
+            windows.add(table.with_suffix(".json"))
+        return tables(windows)
+
+    return publish(run, table)
 
 
 if __name__ == "__main__":

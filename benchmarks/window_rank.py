@@ -162,7 +162,7 @@ class WindowRank(Member):
     def _look(self, command: Look) -> Seen:
         seen: dict[str, int] = {}
         counts = self._exchanges()
-        sent = meters.bytes_sent()
+        sent = self._sent()
 
         def step() -> None:
             before = _resident()
@@ -175,7 +175,7 @@ class WindowRank(Member):
         calls = meters.collectives_during(step)
         dist.barrier()
         exchanges = dict(Counter(self._exchanges()) - Counter(counts))
-        return Seen(**seen, sent=meters.bytes_sent() - sent, calls=calls, exchanges=exchanges)
+        return Seen(**seen, sent=self._sent() - sent, calls=calls, exchanges=exchanges)
 
     def _run(self, case: Case, at_end_of_window: Callable[[], object] = lambda: None) -> None:
         inside = case.backwards - (case.manner is Manner.NO_SYNC)
@@ -200,6 +200,12 @@ class WindowRank(Member):
     def _backward(self, last: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(last)  # DeepSpeed's stage 1 reduces there
         self._engine.backward(self._engine(self._x))
+
+    def _sent(self) -> int:
+        """Bytes of sockets. Within one host retrograde needs none: what its ledger has of pages and gradients."""
+        if self._ledger is None:
+            return meters.bytes_sent()
+        return int(self._ledger.bytes("gather") + self._ledger.bytes("reduce"))
 
     def _exchanges(self) -> dict[str, int]:
         if self._ledger is None:

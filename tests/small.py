@@ -75,6 +75,23 @@ def backward_that_raises(model: Small, ids: Tensor, raises: bool = True) -> None
     hidden.sum().backward()
 
 
+class Tiled(torch.autograd.Function):
+    """A loss that runs its backward inside its forward: `Tiled.apply(x, head)`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, head: nn.Module) -> Tensor:
+        inside = x.detach().requires_grad_()
+        with torch.enable_grad():
+            loss = head(inside).square().mean()
+            loss.backward()
+        ctx.save_for_backward(inside.grad)
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.saved_tensors[0] * grad, None
+
+
 class Raises(torch.autograd.Function):
     """What it is applied to, until backward comes to it."""
 

@@ -19,7 +19,7 @@ from tests.deepspeed.models import checkpointed_models, inputs, two_layers
 from tests.deepspeed.pair import Pair, build_with_loss, config
 from tests.harness import Ranks
 from tests.reference import Program, mean, play, same
-from tests.small import batch
+from tests.small import Tiled, batch
 from tests.stages import EACH_STAGE
 
 Engine = deepspeed.DeepSpeedEngine
@@ -138,29 +138,12 @@ def part_of_a_graph(engine: Any, rank: int) -> None:
         engine(batch(rank)).backward(create_graph=True)
 
 
-class _Tiled(torch.autograd.Function):
-    """A loss that runs its backward inside its forward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, head: nn.Module) -> Tensor:
-        inside = x.detach().requires_grad_()
-        with torch.enable_grad():
-            loss = head(inside).square().mean()
-            loss.backward()
-        ctx.save_for_backward(inside.grad)
-        return loss.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.saved_tensors[0] * grad, None
-
-
 @words
 def tiled_loss(engine: Any, rank: int) -> None:
     x = engine.module.embed(batch(rank))
     for block in engine.module.blocks:
         x = block(x)
-    engine.backward(_Tiled.apply(x, engine.module.head))
+    engine.backward(Tiled.apply(x, engine.module.head))
 
 
 @words

@@ -249,25 +249,9 @@ def buffers(at: Toucher) -> None:
 
 
 # ---- optimizers
-class RowScaled(Optimizer):
-    """Nobody knows it. Each row by the sign of its largest element."""
+class OneByOne(Optimizer):
+    """Goes through its parameters."""
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        if closure is not None:
-            closure()
-        for param in self.param_groups[0]["params"]:
-            if param.grad is not None and param.numel() > 0:
-                largest = param.grad.amax(dim=-1, keepdim=True) if param.dim() > 1 else param.grad.max()
-                self.state[param]["largest"] = largest
-                param.sub_(param.grad * largest.sign(), alpha=RATE)
-
-
-@rg.elementwise
-class Signed(Optimizer):
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
 
@@ -277,9 +261,28 @@ class Signed(Optimizer):
             closure()
         for param in self.param_groups[0]["params"]:
             if param.grad is not None:
-                state = self.state[param]
-                state["average"] = state.get("average", torch.zeros_like(param)).lerp(param.grad, 0.5)
-                param.sub_(state["average"].sign())
+                self.update(param, param.grad)
+
+    def update(self, param: Tensor, grad: Tensor) -> None:
+        raise NotImplementedError
+
+
+class RowScaled(OneByOne):
+    """Nobody knows it. Each row by the sign of its largest element."""
+
+    def update(self, param: Tensor, grad: Tensor) -> None:
+        if param.numel() > 0:
+            largest = grad.amax(dim=-1, keepdim=True) if param.dim() > 1 else grad.max()
+            self.state[param]["largest"] = largest
+            param.sub_(grad * largest.sign(), alpha=RATE)
+
+
+@rg.elementwise
+class Signed(OneByOne):
+    def update(self, param: Tensor, grad: Tensor) -> None:
+        state = self.state[param]
+        state["average"] = state.get("average", torch.zeros_like(param)).lerp(grad, 0.5)
+        param.sub_(state["average"].sign())
 
 
 # Those that divide move weights by less than a half, which is rounded away: only that they run is seen of them.

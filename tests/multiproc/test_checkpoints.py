@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.optim import Optimizer
 
 import retrograde as rg
 from tests.harness import Ranks
@@ -88,6 +89,13 @@ def _saved(rank: int, world: int, path: str, kind: str, stage: int) -> State:
     return states(model, optimizer)
 
 
+def _load(model: rg.Engine | nn.Module, optimizer: Optimizer, path: str) -> None:
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.load(state, checkpoint_id=path)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+
+
 def _loaded(rank: int, world: int, path: str, kind: str, stage: int, **options: Any) -> State:
     """Into another model of the same shapes, whose optimizer has stepped once, by which it has a state."""
     model = make(kind, 5)
@@ -96,10 +104,7 @@ def _loaded(rank: int, world: int, path: str, kind: str, stage: int, **options: 
     engine = rg.shard(model, stage, **options)
     optimizer = adam(model)
     stepped(model, optimizer)
-    state = {"model": engine.state_dict(), "optimizer": optimizer.state_dict()}
-    dcp.load(state, checkpoint_id=path)
-    engine.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+    _load(engine, optimizer, path)
     found = states(model, optimizer)
     stepped(model, optimizer)  # goes on
     dist.barrier()
@@ -126,10 +131,7 @@ def _loaded_plain(rank: int, world: int, path: str, kind: str) -> State:
     model = make(kind, 5)
     optimizer = adam(model)
     stepped(model, optimizer)
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    dcp.load(state, checkpoint_id=path)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+    _load(model, optimizer, path)
     return states(model, optimizer)
 
 
@@ -147,10 +149,7 @@ def _loaded_by_fsdp(rank: int, world: int, path: str) -> State:
     fully_shard(model)
     optimizer = adam(model)
     stepped(model, optimizer)
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    dcp.load(state, checkpoint_id=path)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+    _load(model, optimizer, path)
     return {"model": whole(model.state_dict()), "state": whole(optimizer.state_dict()["state"])}
 
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import retrograde as rg
 from tests.harness import RankPool, Ranks
 from tests.reference import Grads, Program, add_grad, in_one_window, same
-from tests.small import BLOCKS, Small, backwards, batch, build, loss_of
+from tests.small import BLOCKS, Small, Tiled, backwards, batch, build, loss_of
 from tests.stages import EACH_STAGE
 
 BODIES: dict[str, Program] = {}
@@ -57,30 +56,13 @@ def grad_cache(model: Small, rank: int) -> None:
         model(ids).mean(1).backward(grad)
 
 
-class _Inner(torch.autograd.Function):
-    """A tiled loss: the backward runs inside the forward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, model: Small) -> Tensor:
-        inside = x.detach().requires_grad_()
-        with torch.enable_grad():
-            loss = model.head(inside).square().mean()
-            loss.backward()
-        ctx.save_for_backward(inside.grad)
-        return loss.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.saved_tensors[0] * grad, None
-
-
 @body
 def inner_backward(model: Small, rank: int) -> None:
     for step in range(2):
         x = model.embed(batch(rank, step))
         for block in model.blocks:
             x = block(x)
-        _Inner.apply(x, model).backward()
+        Tiled.apply(x, model.head).backward()
 
 
 @body

@@ -60,6 +60,14 @@ class Twin:
 
         self.plain_play(program)
 
+    def backwards_and_a_window(self, step: int) -> None:
+        """Two backwards, and a third in a window, on both models."""
+        for number in (step, step + 10):
+            loss_of(self.model, batch(self.rank, number)).backward()
+        with self.engine.coalesce():
+            loss_of(self.model, batch(self.rank, step + 20)).backward()
+        self.plain_backward(step, step + 10, step + 20)
+
     def plain_play(self, program: Program) -> None:
         """`program(model, rank)` of every rank, on the plain side."""
         play(self.plain, self.world, program, self.stage, self.replicas)

@@ -49,6 +49,17 @@ def run(rows: Rows, program: Callable[[ReplicaTwin], Any], stage: int, **options
     return threads.run(world, on_rank)
 
 
+def _a_step_of(backwards: Callable[[nn.Module, int], None]) -> Callable[[ReplicaTwin], None]:
+    def program(twin: ReplicaTwin) -> None:
+        twin.optimize()
+        backwards(twin.model, twin.rank)
+        twin.plain_play(backwards)
+        twin.step()
+        twin.check()
+
+    return program
+
+
 # ---- exactness
 @SHAPES
 @EACH_STAGE
@@ -58,11 +69,7 @@ def test_training_is_exact(stage: int, rows: Rows) -> None:
     def program(twin: ReplicaTwin) -> dict[str, Tensor]:
         twin.optimize()
         for step in range(2):
-            for number in (step, step + 10):
-                loss_of(twin.model, batch(twin.rank, number)).backward()
-            with twin.engine.coalesce():
-                loss_of(twin.model, batch(twin.rank, step + 20)).backward()
-            twin.plain_backward(step, step + 10, step + 20)
+            twin.backwards_and_a_window(step)
             twin.check_grads()
             twin.step()
             twin.zero_grad()
@@ -97,14 +104,7 @@ def test_a_rank_of_any_replica_may_differ(stage: int, which: int) -> None:
         for step in range(3 if rank == which else (rank + 1) % 2):
             loss_of(model, batch(rank, step)).backward()
 
-    def program(twin: ReplicaTwin) -> None:
-        twin.optimize()
-        backwards(twin.model, twin.rank)
-        twin.plain_play(backwards)
-        twin.step()
-        twin.check()
-
-    run(SQUARE, program, stage)
+    run(SQUARE, _a_step_of(backwards), stage)
 
 
 @EACH_STAGE
@@ -113,14 +113,7 @@ def test_a_replica_may_be_idle(stage: int) -> None:
         if rank > 1:
             loss_of(model, batch(rank)).backward()
 
-    def program(twin: ReplicaTwin) -> None:
-        twin.optimize()
-        backwards(twin.model, twin.rank)
-        twin.plain_play(backwards)
-        twin.step()
-        twin.check()
-
-    run(SQUARE, program, stage)
+    run(SQUARE, _a_step_of(backwards), stage)
 
 
 @EACH_STAGE

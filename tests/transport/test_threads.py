@@ -49,11 +49,7 @@ def test_training_is_exact(stage: int, world: int, exact: bool) -> None:
         twin = ThreadTwin(ranks, stage, made[ranks.rank].__next__, exact=exact)
         twin.optimize()
         for step in range(3):
-            for number in (step, step + 10):
-                loss_of(twin.model, batch(ranks.rank, number)).backward()
-            with twin.engine.coalesce():
-                loss_of(twin.model, batch(ranks.rank, step + 20)).backward()
-            twin.plain_backward(step, step + 10, step + 20)
+            twin.backwards_and_a_window(step)
             twin.step()
             twin.zero_grad()
         if exact or world == 2:  # of more ranks the sum of a "backend" may be in another order

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from benchmarks.overhead import Costs, as_json, grids, markdown
+from benchmarks.overhead import Costs, grids, tables
 from benchmarks.overhead_rank import WHOLE_STEP, Case, Model, Training
 from benchmarks.stats import Spread
 
@@ -65,11 +65,12 @@ def test_operations_are_told_per_parameter_and_steps_whole() -> None:
 
 
 def test_results_are_written_as_tables_and_as_json() -> None:
-    written = markdown(_costs())
+    found = tables(_costs())
+    written = found.markdown()
     assert "| operation | parameters | plain, µs | ours, µs | ours ÷ plain |" in written
     assert "- a setting; 2 interleaved rounds." in written
     assert "do not trust these figures" in written
-    stored = json.loads(as_json(_costs()))
+    stored = json.loads(found.json)
     assert [(cost["engine"], cost["operation"]) for cost in stored["costs"]] == [
         ("plain", "step"),
         ("plain", WHOLE_STEP),

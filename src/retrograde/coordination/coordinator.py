@@ -37,6 +37,7 @@ from retrograde.torch_internals import NO_BACKWARD, current_backward
 from retrograde.transport import Position, Reason, Transport, Value, Work
 
 V = TypeVar("V", bound=Value)
+_URGENCY = {reason: place for place, reason in enumerate(Reason)}
 
 
 class Coordinator:
@@ -82,7 +83,7 @@ class Coordinator:
             self._pager.finish_reads()  # at this meeting another rank may get leave to write
             mine = Position(reason, label, flow.sent_offers(), flow.pending_offers(), value())
             positions = self._meetings.meet(mine)
-            first = min((position.reason for position in positions), key=tuple(Reason).index)
+            first = min([position.reason for position in positions], key=_URGENCY.__getitem__)
             if first in (Reason.STEP, Reason.VALUE):
                 self._require_same(positions)
             flow.sum_sent({rank: position.sent for rank, position in enumerate(positions)})

@@ -143,6 +143,8 @@ class WriteFence:
     def _enter(self, phase: WritePhase) -> None:
         self.phase = phase
         self._written = self._streams.current().record()
+        if phase is WritePhase.STEPPED:
+            return  # nobody is served until it comes to rest
         for unit in self._units:
             unit.version_at_rest = unit.version
 

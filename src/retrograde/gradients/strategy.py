@@ -66,6 +66,7 @@ class RunningSum:
         """`own`: where the result belongs. It may be one of the parts."""
         self.own = own
         self.sources: list[int] = []  # ranks, or replicas
+        self.finished = False
         self._stream = stream
         self._sum: torch.Tensor | None = None
 
@@ -86,13 +87,19 @@ class RunningSum:
             self._sum = self._stream.empty(part.numel(), wide)
             self._stream.run(partial(self._sum.copy_, part))
 
-    def finish(self, divisor: int) -> torch.Tensor:
+    def finish(self, divisor: int) -> None:
+        """Nothing more will be added: the result takes its place."""
         own, total = self.own, self.sum
         if divisor != 1:
             self._stream.run(lambda: total.div_(divisor))
         if total is not own:
             self._stream.run(lambda: own.copy_(total))
-        return own
+        self.forget()
+
+    def forget(self) -> None:
+        """What it was added up in is let go of: it may be as large as the result, or twice as large."""
+        self._sum = None
+        self.finished = True
 
 
 class _ShardSum:
@@ -106,6 +113,15 @@ class _ShardSum:
         self.over_ranks = RunningSum(own, stream)
         self.over_replicas = RunningSum(own, stream)
         self.mine: torch.Tensor | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.over_replicas.finished
+
+    def finish(self, divisor: int) -> None:
+        self.over_replicas.finish(divisor)
+        self.over_ranks.forget()
+        self.mine = None
 
 
 class _Sending(NamedTuple):
@@ -126,6 +142,7 @@ class OrderedSum:
         self._transport = transport
         self._grid = grid
         self._policy = policy
+        self._divisor = grid.world if policy.mean else 1
         self._streams = pool.streams
         self._sending: _Sending | None = None
         self._sums: dict[Key, _ShardSum] = {}
@@ -163,8 +180,8 @@ class OrderedSum:
     def advance(self, gradients: Sequence[Gradient]) -> None:
         for gradient in gradients:
             shard = self._sums[gradient.key]
-            if self._fold_ranks(shard):
-                self._fold_replicas(shard)
+            if not shard.finished and self._fold_ranks(shard) and self._fold_replicas(shard):
+                shard.finish(self._divisor)  # not at the end of the backward: all units' would be held till then
 
     def _fold_ranks(self, shard: _ShardSum) -> bool:
         """Returns whether this replica's sum is complete."""
@@ -174,12 +191,14 @@ class OrderedSum:
             self._add_rank(shard, rank)
         return True
 
-    def _fold_replicas(self, shard: _ShardSum) -> None:
+    def _fold_replicas(self, shard: _ShardSum) -> bool:
+        """Returns whether the sum over all ranks is complete."""
         self._tell_replicas(shard)
         for replica in range(len(shard.over_replicas.sources), self._grid.replicas):
             if not self._is_here(shard.key, self._grid.holders[replica]):
-                return
+                return False
             self._add_replica(shard, replica)
+        return True
 
     def _is_here(self, key: Key, rank: int) -> bool:
         return rank == self._transport.rank or self._transport.arrived(key, rank)
@@ -233,14 +252,18 @@ class OrderedSum:
                 if rank in offers and rank not in shard.over_ranks.sources:
                     self._add_rank(shard, rank)
             self._check_nothing_given_up(shard, offers, replicas)
-            if shard.over_ranks.sources:
-                self._tell_replicas(shard)
-            for replica in replicas:
-                if replica not in shard.over_replicas.sources:
-                    self._add_replica(shard, replica)
-        total = shard.over_replicas.finish(self._grid.world if self._policy.mean else 1)
+            if not shard.finished:
+                self._finish(shard, replicas)
         self._streams.current().wait(self._streams.reducing.record())
-        return total
+        return shard.over_ranks.own
+
+    def _finish(self, shard: _ShardSum, replicas: Collection[int]) -> None:
+        if shard.over_ranks.sources:
+            self._tell_replicas(shard)
+        for replica in replicas:
+            if replica not in shard.over_replicas.sources:
+                self._add_replica(shard, replica)
+        shard.finish(self._divisor)
 
     def _check_nothing_given_up(self, shard: _ShardSum, offers: Contributors, replicas: Collection[int]) -> None:
         """What has been added up already is still on offer."""

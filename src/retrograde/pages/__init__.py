@@ -7,6 +7,7 @@ from retrograde.pages.pager import Pager
 from retrograde.pages.pool import BufferPool
 from retrograde.pages.saved_tensors import SavedTensors
 from retrograde.pages.unit import Coherence, Unit
+from retrograde.pages.watched import Watched
 
 __all__ = [
     "RESHAPES",
@@ -20,6 +21,7 @@ __all__ = [
     "Pager",
     "SavedTensors",
     "Unit",
+    "Watched",
     "alive",
     "edits",
     "views",

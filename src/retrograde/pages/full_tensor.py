@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from retrograde.errors import UnsupportedError
+from retrograde.pages.watched import Watched
 from retrograde.torch_internals import (
     NO_TORCH_FUNCTION,
     get_requires_grad,
@@ -47,7 +48,7 @@ def alive(reference: "weakref.ref[T]") -> T:
     return found
 
 
-class Aliased(torch.Tensor):
+class Aliased(Watched):
     """Memory of a page. Operations on it give plain tensors, but for two kinds:
 
     An edit (`w.clamp_()`, `w.data.fill_()`) is written back to the shard, where torch's own parameter would have it.
@@ -70,22 +71,6 @@ class Aliased(torch.Tensor):
         alias._unit = self._unit
         alias._slot = self._slot
         return alias
-
-    @property
-    def data(self) -> torch.Tensor:
-        """Shares the version counter, unlike torch's, so that no edit goes unseen."""
-        return self.detach()
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        with torch.no_grad():
-            self.copy_(value)
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """An array to which numpy refuses to write: no counter would move, and the shard would not know."""
-        array = super().numpy(force=force)
-        array.flags.writeable = False
-        return array
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return self.detach().clone().requires_grad_(self.requires_grad)

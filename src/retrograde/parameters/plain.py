@@ -1,6 +1,7 @@
 """Leaves and their gradients as plain tensors, for a while: [Note: plain for a while] in updates.py."""
 
 import contextlib
+import types
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -10,7 +11,10 @@ from retrograde.coordination import Coordinator
 from retrograde.parameters.leaf import ShardedParameter
 from retrograde.parameters.owner import Owner
 from retrograde.parameters.sharded_tensor import ShardedGradient, ShardedTensor
+from retrograde.parameters.state import OptimizerState
 from retrograde.torch_internals import raw_grad, without_torch_function
+
+_AS_AUTOGRAD_LEAVES_THEM = {torch.Tensor, types.NoneType}  # gradients that nobody has looked at
 
 
 def leaves_in(params: Iterable[torch.Tensor]) -> tuple[list[ShardedParameter], list[Owner]]:
@@ -40,19 +44,32 @@ def bring_gradients_of(params: Iterable[torch.Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def plain_for_a_while(leaves: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """For a while leaves and their gradients are plain tensors. Gives those leaves that have a gradient."""
+def plain_for_a_while(
+    leaves: Sequence[torch.Tensor], states: Sequence[torch.Tensor] = ()
+) -> Iterator[Sequence[torch.Tensor]]:
+    """For a while leaves, their gradients and what an optimizer keeps for them are plain tensors. Gives those leaves
+    that have a gradient."""
+    plain, parameter = torch.Tensor, nn.Parameter  # looked up once: there are many
     grads: list[torch.Tensor] = []
     try:
+        for state in states:
+            state.__class__ = plain
         for leaf in leaves:
-            leaf.__class__ = nn.Parameter
+            leaf.__class__ = parameter
         found = [leaf.grad for leaf in leaves]
-        grads += [grad for grad in found if isinstance(grad, ShardedTensor)]
-        for grad in grads:
-            grad.__class__ = torch.Tensor
-        yield [leaf for leaf, grad in zip(leaves, found, strict=True) if grad is not None]
+        kinds = set(map(type, found))
+        if not kinds <= _AS_AUTOGRAD_LEAVES_THEM:
+            grads += [grad for grad in found if isinstance(grad, ShardedTensor)]
+            for grad in grads:
+                grad.__class__ = plain
+        if types.NoneType in kinds:
+            yield [leaf for leaf, grad in zip(leaves, found, strict=True) if grad is not None]
+        else:
+            yield leaves
     finally:
         for grad in grads:
             grad.__class__ = ShardedGradient
         for leaf in leaves:
             leaf.__class__ = ShardedParameter
+        for state in states:
+            state.__class__ = OptimizerState

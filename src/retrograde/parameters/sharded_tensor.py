@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from retrograde.errors import UnsupportedError
+from retrograde.pages import Watched
 from retrograde.parameters.checkpointing import Checkpointable
 from retrograde.parameters.handlers import serve
 from retrograde.parameters.owner import Owner
@@ -24,7 +25,7 @@ from retrograde.parameters.wholes import plain, whole
 from retrograde.torch_internals import clip_together, set_data, without_torch_function
 
 
-class ShardedTensor(Checkpointable):
+class ShardedTensor(Checkpointable, Watched):
     """A tensor of which each rank holds a piece."""
 
     @classmethod
@@ -39,21 +40,6 @@ class ShardedTensor(Checkpointable):
 
     def reshaped(self, data: torch.Tensor, shape: torch.Size) -> "ShardedTensor":
         return become(data, type(self), self._owner, self.place, shape)
-
-    @property
-    def data(self) -> torch.Tensor:
-        return self.detach()
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        with torch.no_grad():
-            self.copy_(value)
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """The whole, to which numpy refuses to write: it would not reach the piece."""
-        array = super().numpy(force=force)
-        array.flags.writeable = False
-        return array
 
     def __array__(self, dtype: Any = None) -> Any:
         return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)

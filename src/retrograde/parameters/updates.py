@@ -12,10 +12,7 @@ Updates of other optimizers (Muon, Adafactor, LAMB, one that nobody knows) run o
 
 import contextlib
 import functools
-import itertools
-import operator
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +23,8 @@ from retrograde.errors import UnsupportedError
 from retrograde.parameters.clipping import clip_norm
 from retrograde.parameters.elementwise import is_elementwise
 from retrograde.parameters.handlers import USED_TOGETHER
+from retrograde.parameters.holding import Holding, holding_of
 from retrograde.parameters.plain import bring_gradients_of, coordinators_of, leaves_in, plain_for_a_while
-from retrograde.parameters.state import OptimizerState, adopt_new, sharded_states
 from retrograde.torch_internals import (
     around_clipping,
     around_updates,
@@ -83,7 +80,7 @@ def _refuse_hidden(optimizer: Optimizer) -> None:
 
 def _updating(step: Callable[..., Any], optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """Around what an optimizer's `step()` does between the hooks."""
-    holding = _holding_of(optimizer)
+    holding = holding_of(optimizer)
     if not holding.leaves:
         return step(optimizer, *args, **kwargs)
     update = (_PlainUpdate if is_elementwise(type(optimizer), step) else _Update)(optimizer, holding)
@@ -93,92 +90,32 @@ def _updating(step: Callable[..., Any], optimizer: Optimizer, args: Any, kwargs:
         return step(optimizer, *args, **kwargs)
 
 
-class _Holding:
-    """What an optimizer holds that is sharded. Looked for once, and again when any of it has changed."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._params = list(_params_of(optimizer))
-        self._types = list(map(type, self._params))
-        self.leaves, owners = leaves_in(self._params)
-        self._owners = [weakref.ref(owner) for owner in owners]
-        self._values: list[Any] = []
-        self._states: list[torch.Tensor] = []
-
-    def holds(self, optimizer: Optimizer) -> bool:
-        """Has it still the same parameters? Compared by identity, which takes less time than to look again."""
-        params = list(_params_of(optimizer))
-        same = _same(params, self._params) and list(map(type, params)) == self._types
-        return same and all(owner() is not None for owner in self._owners)
-
-    def states(self, optimizer: Optimizer) -> list[torch.Tensor]:
-        """What an elementwise one keeps that is sharded."""
-        if not _same(_values_of(optimizer), self._values):
-            kept = ((leaf, optimizer.state.get(leaf, {})) for leaf in self.leaves)  # not [leaf], which makes an entry
-            self._states = [value for leaf, state in kept for value in sharded_states(state, leaf)]
-            self._values = _values_of(optimizer)
-        return self._states
-
-    def adopt_new_states(self, optimizer: Optimizer) -> None:
-        """After an update of plain tensors."""
-        if not _same(_values_of(optimizer), self._values):
-            for leaf in self.leaves:
-                adopt_new(optimizer.state.get(leaf, {}), leaf)
-
-    @property
-    def coordinators(self) -> list[Coordinator]:
-        return coordinators_of([owner for reference in self._owners if (owner := reference()) is not None])
-
-
-_holdings: "weakref.WeakKeyDictionary[Optimizer, _Holding]" = weakref.WeakKeyDictionary()
-
-
-def _holding_of(optimizer: Optimizer) -> _Holding:
-    known = _holdings.get(optimizer)
-    if known is None or not known.holds(optimizer):
-        known = _holdings[optimizer] = _Holding(optimizer)
-    return known
-
-
-def _values_of(optimizer: Optimizer) -> list[Any]:
-    """All that it keeps. There may be other things than the states of parameters."""
-    states: Iterable[Any] = optimizer.state.values()
-    if not set(map(type, states)) <= {dict}:
-        states = (each for each in states if isinstance(each, dict))
-    return list(itertools.chain.from_iterable(map(dict.values, states)))
-
-
-def _same(some: list[Any], others: list[Any]) -> bool:
-    return len(some) == len(others) and all(map(operator.is_, some, others))
-
-
 class _Update:
     """One run of an update: ranks meet, write their shards, and read again."""
 
-    def __init__(self, optimizer: Optimizer, holding: _Holding) -> None:
+    def __init__(self, optimizer: Optimizer, holding: Holding) -> None:
         self._optimizer = optimizer
         self._holding = holding
+        self._coordinators = holding.coordinators
 
     def __enter__(self) -> None:
         for leaf in self._holding.leaves:
             if leaf.copies is not None:
                 leaf.copies.check()  # before ranks meet: a step that is refused is refused as a whole
-        for coordinator in self._holding.coordinators:
+        for coordinator in self._coordinators:
             self._begin(coordinator)
 
     def __exit__(self, *error: object) -> None:
         with without_torch_function():
-            self._written([leaf for leaf in self._holding.leaves if raw_grad(leaf) is not None])
+            _written([leaf for leaf in self._holding.leaves if raw_grad(leaf) is not None])
         self._end()
-
-    def _written(self, leaves: list[torch.Tensor]) -> None:
-        torch.autograd.graph.increment_version(leaves)  # an optimizer may write memory torch does not see
 
     def _begin(self, coordinator: Coordinator) -> None:
         coordinator.begin_step()
         coordinator.serve_during_step()
 
     def _end(self) -> None:
-        for coordinator in self._holding.coordinators:
+        for coordinator in self._coordinators:
             coordinator.end_step()
 
     def outside(self, closure: Callable[..., Any]) -> Callable[..., Any]:
@@ -189,30 +126,20 @@ class _Update:
 class _PlainUpdate(_Update):
     """One on plain tensors."""
 
-    def __init__(self, optimizer: Optimizer, holding: _Holding) -> None:
-        super().__init__(optimizer, holding)
-        self._plain = contextlib.ExitStack()
-        self._states: list[torch.Tensor] = []
+    _plain: contextlib.AbstractContextManager[Sequence[torch.Tensor]]
 
     def __enter__(self) -> None:
         super().__enter__()
-        self._states = self._holding.states(self._optimizer)
-        for value in self._states:
-            value.__class__ = torch.Tensor
-        self._plain.callback(self._states_are_sharded)
-        self._written(self._plain.enter_context(plain_for_a_while(self._holding.leaves)))
+        self._plain = plain_for_a_while(self._holding.leaves, self._holding.states(self._optimizer))
+        _written(self._plain.__enter__())
 
     def __exit__(self, *error: object) -> None:
-        self._plain.close()
+        self._plain.__exit__(None, None, None)  # what was raised is nothing to it
+        self._holding.adopt_new_states(self._optimizer)
         self._end()
 
     def _begin(self, coordinator: Coordinator) -> None:
         coordinator.begin_step()
-
-    def _states_are_sharded(self) -> None:
-        for value in self._states:
-            value.__class__ = OptimizerState
-        self._holding.adopt_new_states(self._optimizer)
 
     def outside(self, closure: Callable[..., Any]) -> Callable[..., Any]:
         """Everything is sharded while it runs, between two updates."""
@@ -225,3 +152,7 @@ class _PlainUpdate(_Update):
             return result
 
         return run
+
+
+def _written(leaves: Sequence[torch.Tensor]) -> None:
+    torch.autograd.graph.increment_version(leaves)  # an optimizer may write memory torch does not see

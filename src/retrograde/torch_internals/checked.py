@@ -2,43 +2,32 @@
 
 import functools
 import logging
+from importlib import import_module
 
 import torch
 
-from retrograde.torch_internals import (
-    backends,
-    backward,
-    checkpoints,
-    compiler,
-    functions,
-    groups,
-    memory,
-    modules,
-    process_end,
-    tensors,
-    training,
-    trees,
-    wrapping,
-)
 from retrograde.torch_internals.probes import TESTED, When, check
 
 logger = logging.getLogger("retrograde")
 
 # Imported, so that their probes are registered.
-WITH_PROBES = (
-    backends,
-    backward,
-    checkpoints,
-    compiler,
-    functions,
-    groups,
-    memory,
-    modules,
-    process_end,
-    tensors,
-    training,
-    trees,
-    wrapping,
+WITH_PROBES = tuple(
+    import_module(f"{__package__}.{name}")
+    for name in (
+        "backends",
+        "backward",
+        "checkpoints",
+        "compiler",
+        "functions",
+        "groups",
+        "memory",
+        "modules",
+        "process_end",
+        "tensors",
+        "training",
+        "trees",
+        "wrapping",
+    )
 )
 
 

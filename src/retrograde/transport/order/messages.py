@@ -9,65 +9,62 @@ replaces an earlier one (verdicts.py).
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta
 
-from retrograde.transport.order.wants import Boundary, Gather, Natural, Want
+from retrograde.transport.messages import Count, Record
+from retrograde.transport.order.wants import Boundary, Gather, Want
 
 MOST_TEXT = 2000
 Text = Annotated[str, Meta(max_length=MOST_TEXT)]
 
 
-class OrderRecord(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A message, or a part of one. It travels as the list of its fields."""
-
-
 # ---- parts of messages
-class Usage(OrderRecord, frozen=True):
+class Usage(Record, frozen=True):
     """How often something was wanted of a unit; `uses` is a sum over what its reductions were for."""
 
-    gathers: Natural = 0
-    reductions: Natural = 0
-    uses: Natural = 0
+    gathers: Count = 0
+    reductions: Count = 0
+    uses: Count = 0
 
 
-class Tally(OrderRecord, frozen=True):
+class Tally(Record, frozen=True):
     """A unit's usage on several ranks. `denied`: some rank was surprised by it, in vain."""
 
-    unit: Natural
+    unit: Count
     least: Usage
     most: Usage
     denied: bool
 
 
-class MeetingPlace(OrderRecord, frozen=True):
+class MeetingPlace(Record, frozen=True):
     """Where ranks have come to; `rank` is the first of them."""
 
-    rank: Natural
+    rank: Count
     boundary: Boundary
     name: Text
 
 
 # ---- up
-class Surprise(OrderRecord, frozen=True, tag="surprise"):
+class Surprise(Record, frozen=True, tag="surprise"):
     """At this length of W these ranks want something that was not foreseen; None: not all the same."""
 
-    period: Natural
-    count: Natural
-    length: Natural
+    period: Count
+    count: Count
+    length: Count
     want: Want | None
 
 
-class Nudge(OrderRecord, frozen=True, tag="nudge"):
+class Nudge(Record, frozen=True, tag="nudge"):
     """These ranks wait for a call that every rank has issued when its W has `length`. The one that says so will have
     issued in advance what is expected up to `until` if it leaves."""
 
-    period: Natural
-    count: Natural
-    length: Natural
-    until: Natural
+    period: Count
+    count: Count
+    length: Count
+    until: Count
 
 
-class Arrive(OrderRecord, frozen=True, tag="arrive"):
+class Arrive(Record, frozen=True, tag="arrive"):
     """These ranks have come to a boundary; `offers` more would end the period here if all others do (invitations).
 
     `length`: of the longest W. `quiet`: no rank has contributed to a reduction. `digest`: of how often each unit was
@@ -75,111 +72,111 @@ class Arrive(OrderRecord, frozen=True, tag="arrive"):
     asked for about the period before.
     """
 
-    period: Natural
-    count: Natural
-    offers: Natural
-    invitation: Natural
-    length: Natural
+    period: Count
+    count: Count
+    offers: Count
+    invitation: Count
+    length: Count
     quiet: bool
     denied: bool
     digest: int | None
-    putters: tuple[Natural, ...] | None
+    putters: tuple[Count, ...] | None
     places: tuple[MeetingPlace, ...]
     tallies: tuple[Tally, ...]
 
 
-class Invite(OrderRecord, frozen=True, tag="invite"):
+class Invite(Record, frozen=True, tag="invite"):
     """Could all ranks come together where they next want this? This rank has been one-sided for long, `turn` times."""
 
-    period: Natural
-    turn: Natural
+    period: Count
+    turn: Count
     want: Gather
 
 
-class Withdraw(OrderRecord, frozen=True, tag="withdraw"):
+class Withdraw(Record, frozen=True, tag="withdraw"):
     """A rank has waited long enough at the place of an invitation."""
 
-    period: Natural
-    invitation: Natural
+    period: Count
+    invitation: Count
 
 
-class Overdue(OrderRecord, frozen=True, tag="overdue"):
+class Overdue(Record, frozen=True, tag="overdue"):
     """This rank has waited beyond the limit."""
 
-    rank: Natural
+    rank: Count
     where: Text
 
 
-class Here(OrderRecord, frozen=True, tag="here"):
+class Here(Record, frozen=True, tag="here"):
     """The answer to a roll call."""
 
-    rank: Natural
-    period: Natural
-    length: Natural
+    rank: Count
+    period: Count
+    length: Count
     where: Text
 
 
-class RankFailed(OrderRecord, frozen=True, tag="fail"):
+class RankFailed(Record, frozen=True, tag="fail"):
     """This rank is of no further use."""
 
     text: Text
 
 
 # ---- down
-class Grant(OrderRecord, frozen=True, tag="grant"):
+class Grant(Record, frozen=True, tag="grant"):
     """All ranks want this at this length of W: it is the next entry."""
 
-    period: Natural
-    length: Natural
+    period: Count
+    length: Count
     want: Want
 
 
-class Close(OrderRecord, frozen=True, tag="close"):
+class Close(Record, frozen=True, tag="close"):
     """No more grants in this period. Every rank's W grows to `length`, and that of a rank which leaves to `until`.
     `lead`: those who nudged leave."""
 
-    period: Natural
-    length: Natural
-    until: Natural
+    period: Count
+    length: Count
+    until: Count
     lead: bool
 
 
-class Go(OrderRecord, frozen=True, tag="go"):
+class Go(Record, frozen=True, tag="go"):
     """All have arrived. W grows to `length` everywhere, then by `boundary`.
 
     `putters`: whose one-sided gradients are to be waited for; None: everybody's. `volatile`: units that are one-sided
     for all ranks from now on, None if they are what they were. `tally`: say at the next boundary how this period was.
     """
 
-    period: Natural
+    period: Count
     boundary: Boundary
-    length: Natural
-    putters: tuple[Natural, ...] | None
-    volatile: tuple[Natural, ...] | None
+    length: Count
+    putters: tuple[Count, ...] | None
+    volatile: tuple[Count, ...] | None
     tally: bool
     places: tuple[MeetingPlace, ...]
 
 
-class Invitation(OrderRecord, frozen=True, tag="invitation"):
+class Invitation(Record, frozen=True, tag="invitation"):
     """Where you next want this, offer to end the period."""
 
-    period: Natural
-    number: Natural
+    period: Count
+    number: Count
     want: Gather
 
 
-class Decline(OrderRecord, frozen=True, tag="decline"):
+class Decline(Record, frozen=True, tag="decline"):
     """This invitation is over: go on."""
 
-    period: Natural
-    number: Natural
+    period: Count
+    number: Count
 
 
-class RollCall(OrderRecord, frozen=True, tag="roll call"):
+class RollCall(Record, frozen=True, tag="roll call"):
     """Say where you are."""
 
 
-class OrderFailed(OrderRecord, frozen=True, tag="failed"):
+class OrderFailed(Record, frozen=True, tag="failed"):
     """The order is of no further use, on any rank."""
 
     text: Text

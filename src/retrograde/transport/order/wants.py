@@ -5,43 +5,44 @@ A *want* is a collective that a rank's program asks for. A *boundary* is where a
 
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
-Natural = Annotated[int, Meta(ge=0)]
+from retrograde.transport.messages import Count, Record
+
 MOST_USES = 4096  # bytes; four parameters a byte where two bits say what a parameter's gradient is for
 
 
-class Gather(Struct, frozen=True, array_like=True, tag="gather", forbid_unknown_fields=True):
+class Gather(Record, frozen=True, tag="gather"):
     """The page of a unit."""
 
-    unit: Natural
+    unit: Count
 
     def __str__(self) -> str:
         return f"the gather of unit {self.unit}"
 
 
-class Reduce(Struct, frozen=True, array_like=True, tag="reduce", forbid_unknown_fields=True):
+class Reduce(Record, frozen=True, tag="reduce"):
     """The sum of a unit's gradients over all ranks.
 
     `uses`: what each parameter's gradient is for, as the caller writes it. The order compares it and carries it. Ranks
     that reduce a unit for different uses want different things.
     """
 
-    unit: Natural
+    unit: Count
     uses: Annotated[bytes, Meta(max_length=MOST_USES)] = b""
 
     def __str__(self) -> str:
         return f"the reduction of unit {self.unit}"
 
 
-class HardStep(Struct, frozen=True, array_like=True, tag="step", forbid_unknown_fields=True):
+class HardStep(Record, frozen=True, tag="step"):
     """Shards change: whatever was gathered before is stale."""
 
     def __str__(self) -> str:
         return "a step"
 
 
-class SoftStep(Struct, frozen=True, array_like=True, tag="soft", forbid_unknown_fields=True):
+class SoftStep(Record, frozen=True, tag="soft"):
     """Ranks come together and no shard changes: a meeting, or the end of a detour."""
 
     def __str__(self) -> str:
