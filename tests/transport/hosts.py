@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
-from retrograde.devices import Streams
 from retrograde.transport import ProcessRanks, ShardServer, connecting
 from retrograde.transport.connections import Connections
 from retrograde.transport.one_sided import OneSidedTransport
@@ -37,7 +36,7 @@ def over_connections() -> Iterator[None]:
     """Engines that are made inside share no memory with other ranks, though these are on the same host."""
     real = ProcessRanks._host_transport
 
-    def transport(self: ProcessRanks, shards: ShardServer, streams: Streams, timeout: float) -> OneSidedTransport:
+    def transport(self: ProcessRanks, shards: ShardServer, timeout: float) -> OneSidedTransport:
         return OneSidedTransport(self._connections, shards, timeout)
 
     ProcessRanks._host_transport = transport  # type: ignore[method-assign]
