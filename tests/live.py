@@ -21,9 +21,14 @@ def settle() -> None:
 
 
 def live_storages() -> dict[int, int]:
-    """Bytes of the storages of numbers that Python can reach, by address. Control messages are bytes and come and go
-    when they like; parameters, gradients, pages and buckets are floating point."""
+    """As `present_storages`, without what is only waiting for a collection."""
     gc.collect()
+    return present_storages()
+
+
+def present_storages() -> dict[int, int]:
+    """Bytes of the storages of numbers that Python has not let go of, by address. Control messages are bytes and come
+    and go when they like; parameters, gradients, pages and buckets are floating point."""
     found = {}
     with torch._C.DisableTorchFunctionSubclass():
         for item in gc.get_objects():

@@ -1,6 +1,8 @@
-"""Memory as arithmetic: what the sums of gradients hold while a backward goes on."""
+"""Memory as arithmetic: what the sums of gradients hold while a backward goes on, and after it."""
 
 from __future__ import annotations
+
+import gc
 
 import pytest
 import torch
@@ -9,8 +11,8 @@ from torch import Tensor, nn
 
 import retrograde as rg
 from tests.harness import Ranks
-from tests.live import live_bytes
-from tests.stages import REDUCING_STAGES
+from tests.live import live_bytes, present_storages
+from tests.stages import EACH_STAGE, REDUCING_STAGES
 
 _LAYERS, _WIDTH = 8, 64
 _ELEMENTS = _WIDTH**2 // 2  # of a layer, on one of two ranks
@@ -53,3 +55,26 @@ def test_a_sum_is_finished_when_all_ranks_have_brought_their_part(ranks: Ranks, 
     under_way = shard + _ELEMENTS * torch.float32.itemsize  # of one layer: another rank's part, and what is added up
     for grown in ranks(2).run(_growth, stage, dtype):
         assert grown <= (_LAYERS - 2) * shard + under_way
+
+
+def _after_each_backward(rank: int, world: int, stage: int) -> list[int]:
+    model = nn.Sequential(*(_Layer(torch.bfloat16) for _ in range(_LAYERS)))
+    rg.shard(model, stage, units=(_Layer,))
+    held: list[int] = []
+    gc.collect()
+    gc.disable()  # a cycle would keep what it refers to
+    try:
+        for _ in range(4):
+            model(torch.ones(1, _WIDTH, dtype=torch.bfloat16)).float().sum().backward()
+            dist.barrier()
+            held.append(sum(present_storages().values()))
+            dist.barrier()  # nobody has sent anything of the next backward
+    finally:
+        gc.enable()
+    return held
+
+
+@EACH_STAGE
+def test_nothing_of_a_backward_outlives_it_but_what_it_added_up(ranks: Ranks, stage: int) -> None:
+    for first, *others in ranks(2).run(_after_each_backward, stage):
+        assert others == [first] * len(others)

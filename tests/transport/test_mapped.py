@@ -151,6 +151,36 @@ def test_a_parcel_is_the_receivers_until_nobody_refers_to_it() -> None:
     assert arena.parcel(pieces, 2) == first
 
 
+def test_parcels_that_have_been_used_are_given_back_but_for_four() -> None:
+    arena, peer = _arena()
+    empty = _blocks(arena)
+    places = [arena.parcel([torch.ones(10**5)], 1) for _ in range(10)]
+    each, rest = divmod(_blocks(arena) - empty, len(places))
+    assert rest == 0
+    parts = [peer.unpack(place, 10**5, torch.float32, 1) for place in places]
+    arena.collect_parcels()
+    assert _blocks(arena) - empty == 10 * each, "all of them are referred to"
+    del parts
+    arena.collect_parcels()
+    assert _blocks(arena) - empty == 4 * each
+
+
+def _collected(rank: int, world: int) -> int:
+    """Parcels that a rank still counts as being on their way, after a step."""
+    model = build()
+    engine = rg.shard(model, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    backwards(0)(model, rank)
+    optimizer.step()
+    assert isinstance(engine.transport, MappedTransport)
+    dist.barrier()
+    return len(engine.transport._neighbours.arena._parcels)
+
+
+def test_a_step_collects_the_parcels_of_its_backwards(ranks: Ranks) -> None:
+    assert ranks(2).run(_collected) == [0, 0]
+
+
 def test_what_is_not_an_arena_is_not_mapped(tmp_path: Any) -> None:
     with open(tmp_path / "file", "wb+") as file:
         file.truncate(control_length(WORLD))

@@ -18,15 +18,11 @@ import msgspec
 import torch
 from msgspec import Meta, Struct
 
-Count = Annotated[int, Meta(ge=0)]
+from retrograde.transport.records import Count, Record
 
 
 class MessageError(ValueError):
     """Bytes that are not a message, or a message that its receiver cannot take."""
-
-
-class Record(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Part of a message. It travels as the list of its fields."""
 
 
 class SharedPlace(NamedTuple):

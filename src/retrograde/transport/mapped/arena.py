@@ -109,7 +109,7 @@ class Arena:
     # ---- memory until it has been used
     def parcel(self, pieces: Sequence[torch.Tensor], receiver: int) -> SharedPlace:
         """A copy of these, one after the other, which is the receiver's until it sets its flag."""
-        self._collect_parcels()
+        self.collect_parcels()
         nbytes = sum(piece.nbytes for piece in pieces)
         stretch = next((spare for spare in self._spare if spare.nbytes == nbytes), None)
         if stretch is None:
@@ -124,7 +124,8 @@ class Arena:
         self._parcels.append((stretch, receiver))
         return SharedPlace(stretch.offset, nbytes, 0)
 
-    def _collect_parcels(self) -> None:
+    def collect_parcels(self) -> None:
+        """Those that have been used: a few are kept, the memory of the others is given back."""
         used = [stretch for stretch, receiver in self._parcels if stretch.memory[receiver]]
         self._parcels = [(stretch, receiver) for stretch, receiver in self._parcels if not stretch.memory[receiver]]
         self._spare += used

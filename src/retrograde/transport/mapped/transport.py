@@ -103,6 +103,10 @@ class MappedTransport(OneSidedTransport):
         self.connections.take_letters()
         return super().arrived(key, src)
 
+    def discard_parts(self) -> None:
+        super().discard_parts()
+        self._neighbours.arena.collect_parcels()  # the next ones come with the next backward, if there is one
+
     # ---- agreement
     def _send_position(self, peer: int, message: Meet, data: Sequence[torch.Tensor]) -> None:
         if self._collectives is None:

@@ -11,8 +11,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from retrograde.transport.messages import Count, Record
 from retrograde.transport.order.wants import Boundary, Gather, Want
+from retrograde.transport.records import Count, Record
 
 MOST_TEXT = 2000
 Text = Annotated[str, Meta(max_length=MOST_TEXT)]

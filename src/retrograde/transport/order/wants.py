@@ -7,7 +7,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from retrograde.transport.messages import Count, Record
+from retrograde.transport.records import Count, Record
 
 MOST_USES = 4096  # bytes; four parameters a byte where two bits say what a parameter's gradient is for
 
