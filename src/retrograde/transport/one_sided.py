@@ -9,6 +9,7 @@ Everything else is served by the other rank's service thread, whatever its main 
 """
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
@@ -92,7 +93,7 @@ class OneSidedTransport:
         self._collectives: Collectives | None = None
         self._lost: tuple[str, Exception] | None = None  # what went wrong with a rank
         self._said = False  # has the main thread been told, by an exception, that something is wrong?
-        self._listener: Callable[[int, bytes], None] | None = None
+        self._listener: weakref.WeakMethod[Callable[[int, bytes], None]] | None = None
         connections.attach(self)
 
     def allocate(self, memory: Memory, numel: int, dtype: torch.dtype, stream: Stream) -> torch.Tensor:
@@ -179,8 +180,8 @@ class OneSidedTransport:
 
     # ---- the order of collectives: messages of which this transport knows nothing
     def listen(self, listener: Callable[[int, bytes], None]) -> None:
-        """Called with the sender and the bytes of each, with `changed` held."""
-        self._listener = listener
+        """A method, called with the sender and the bytes of each, with `changed` held, as long as its object lives."""
+        self._listener = weakref.WeakMethod(listener)
 
     def tell_order(self, dst: int, data: bytes) -> None:
         self.connections.tell(dst, Ordered(self.number, data))
@@ -321,7 +322,9 @@ class OneSidedTransport:
     def _hear_order(self, src: int, message: Ordered) -> None:
         if self._listener is None:
             raise MessageError("a message about an order of collectives, which this engine does not have")
-        self._listener(src, message.data)
+        listener = self._listener()
+        if listener is not None:
+            listener(src, message.data)
 
     def _serve(self, request: _Request) -> None:
         """Noted before it is looked at: the main thread looks at what is noted when it has changed something."""

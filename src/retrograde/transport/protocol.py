@@ -231,13 +231,6 @@ class Ranks(Protocol):
         """This rank has finished. It goes on serving those that have not."""
 
 
-class OrderedRanks(Ranks, Protocol):
-    """Ranks that torch.distributed connects as well."""
-
-    def ordered_transport(self, shards: ShardServer, streams: Streams, timeout: float) -> OrderedTransport:
-        """For one engine, by collectives."""
-
-
 class PipelineRanks(Ranks, Protocol):
     """Ranks that can also hold stages of a pipeline."""
 

@@ -1,13 +1,15 @@
 """Calls of collectives, on a process group of our own: the user's collectives may come between ours in any order."""
 
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from retrograde.devices import Stream
+from retrograde.devices import Stream, Streams
+from retrograde.transport.one_sided import OneSidedTransport
+
+_POLL = 0.0002  # seconds between two looks at a call that the host waits for
 
 
 class GatherOffer(NamedTuple):
@@ -46,34 +48,14 @@ class SumOffer(NamedTuple):
 Offer = GatherOffer | ExchangeOffer | SumOffer
 
 
-class Communicator:
-    """A process group with the ranks and backends of the user's. All ranks make it together."""
-
-    def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
-        ranks = dist.get_process_group_ranks(group)
-        # Without the ranks outside of the group torch names a new one by how many groups each rank is in, so it is only
-        # done where there are such ranks.
-        apart = len(ranks) < dist.get_world_size()
-        limit = timedelta(seconds=timeout)
-        made = dist.new_group(ranks, limit, use_local_synchronization=apart, sort_ranks=False)
-        assert isinstance(made, dist.ProcessGroup)
-        self._group = made
-
-    def start(self, offer: Offer) -> dist.Work:
-        """On the offer's stream: the call begins when what was issued there is done."""
-        started: list[dist.Work] = []
-        offer.stream.run(lambda: started.append(offer.start(self._group)))
-        return started[0]
-
-
 class CallWork:
     """A call under way. Implements `Work`. Waited for once: gloo would write the results again."""
 
-    def __init__(self, work: dist.Work, on_host: bool, wait_for_host: Callable[[Callable[[], bool]], None]) -> None:
-        """`wait_for_host`: waits until what it is given is true, or raises when another rank has failed."""
+    def __init__(self, work: dist.Work, host: OneSidedTransport, on_host: bool) -> None:
+        """`host`: who knows whether another rank has failed; `on_host`: whether it is the host that has to wait."""
         self._work: dist.Work | None = work
+        self._host = host
         self._on_host = on_host
-        self._wait_for_host = wait_for_host
 
     def wait(self, stream: Stream) -> None:
         """On an accelerator it is the stream that waits."""
@@ -81,8 +63,32 @@ class CallWork:
             return
         work, self._work = self._work, None
         if self._on_host:
-            self._wait_for_host(work.is_completed)
+            others = list(self._host.connections.peers)
+            self._host.wait_for(lambda: [] if work.is_completed() else others, "a collective", look_again=_POLL)
         stream.run(work.wait)
 
     def done(self) -> bool:
         return self._work is None or bool(self._work.is_completed())
+
+
+class Communicator:
+    """A process group with the ranks and backends of the user's. All ranks make it together."""
+
+    def __init__(self, host: OneSidedTransport, streams: Streams) -> None:
+        group = host.connections.group()
+        ranks = dist.get_process_group_ranks(group)
+        # Without the ranks outside of the group torch names a new one by how many groups each rank is in, so it is only
+        # done where there are such ranks.
+        apart = len(ranks) < dist.get_world_size()
+        limit = timedelta(seconds=host.timeout)
+        made = dist.new_group(ranks, limit, use_local_synchronization=apart, sort_ranks=False)
+        assert isinstance(made, dist.ProcessGroup)
+        self._group = made
+        self._host = host
+        self._on_host = streams.on_host
+
+    def start(self, offer: Offer) -> CallWork:
+        """On the offer's stream: the call begins when what was issued there is done."""
+        started: list[dist.Work] = []
+        offer.stream.run(lambda: started.append(offer.start(self._group)))
+        return CallWork(started[0], self._host, self._on_host)

@@ -14,22 +14,20 @@ Rule 2: a period begins when the program next wants something or arrives somewhe
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from retrograde.transport.collective.communicator import Offer
+from retrograde.transport.collective.communicator import CallWork, Communicator, Offer
 from retrograde.transport.one_sided import OneSidedTransport
 from retrograde.transport.order import (
     Abort,
     Alarm,
     Boundary,
-    CollectiveCall,
     Effect,
     Issue,
     MeetingPlace,
     Participant,
     Role,
     Send,
-    Serve,
     ServeOneSided,
     Settle,
     Want,
@@ -39,19 +37,17 @@ from retrograde.transport.order import (
 
 _WATCH = 0.1  # seconds between two looks at the alarms
 
-IssueCall = Callable[[CollectiveCall, Offer], None]
-
 
 class Conductor:
-    """One rank's participant, and what its effects need: messages by the host's transport, calls by `issue`."""
+    """One rank's participant, and what its effects need: messages by the host's transport, calls by a communicator."""
 
-    def __init__(self, participant: Participant, host: OneSidedTransport, issue: IssueCall) -> None:
+    def __init__(self, participant: Participant, host: OneSidedTransport, communicator: Communicator) -> None:
         self._participant = participant
         self._host = host
         self._changed = host.connections.changed
-        self._issue = issue
+        self._communicator = communicator
         self._offered: Offer | None = None
-        self._served: list[CollectiveCall] = []  # what the program waits for, when it has come
+        self._served: list[CallWork] = []  # what the program waits for, when it has come
         self._settled: list[Settle] = []
         self._resting = False  # at a boundary that has been passed: the next period has not begun (Rule 2)
         self._standing: dict[Alarm, float] = {}  # since when
@@ -60,7 +56,7 @@ class Conductor:
         watch.start()
 
     # ---- the program
-    def want(self, want: Want, offer: Offer, what: str) -> CollectiveCall:
+    def want(self, want: Want, offer: Offer, what: str) -> CallWork:
         """Returns the call that serves it, which has been issued with `offer`."""
         with self._changed:
             self._begin_period()
@@ -69,7 +65,7 @@ class Conductor:
             self._carry_out(self._participant.want(want))
         self._wait(self._served, what)
         self._offered = None
-        return self._served[0]
+        return self._served.pop()
 
     def arrive(self, boundary: Boundary, name: str, what: str) -> Sequence[MeetingPlace]:
         """Returns when all ranks have arrived somewhere: the places to which they came."""
@@ -80,10 +76,6 @@ class Conductor:
         self._wait(self._settled, what)
         self._resting = True
         return self._settled[0].places
-
-    def completed(self, call: CollectiveCall) -> None:
-        with self._changed:
-            self._participant.completed(call.number)
 
     def _begin_period(self) -> None:
         if self._resting:
@@ -102,9 +94,7 @@ class Conductor:
                     self._host.tell_order(effect.to, encode(effect.message))
                 case Issue(role=Role.OWN):
                     assert self._offered is not None
-                    self._issue(effect.call, self._offered)
-                case Serve():
-                    self._served.append(effect.call)
+                    self._served.append(self._communicator.start(self._offered))
                 case Settle():
                     self._settled.append(effect)
                 case Abort():

@@ -14,7 +14,7 @@
 `aside` is a transport that needs no other rank's main thread (one_sided.py, on a device staged.py).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import NoReturn
 
@@ -22,11 +22,9 @@ import torch
 
 from retrograde.devices import Stream, Streams
 from retrograde.transport.collective.communicator import (
-    CallWork,
     Communicator,
     ExchangeOffer,
     GatherOffer,
-    Offer,
     SumOffer,
 )
 from retrograde.transport.collective.conductor import Conductor
@@ -35,7 +33,6 @@ from retrograde.transport.one_sided import OneSidedTransport
 from retrograde.transport.order import (
     SOFT_STEP,
     STEP,
-    CollectiveCall,
     Gather,
     OrderPolicy,
     Participant,
@@ -43,8 +40,6 @@ from retrograde.transport.order import (
     Reduce,
 )
 from retrograde.transport.protocol import GradientWant, Memory, Position, Transport, Work
-
-_POLL = 0.0002  # seconds between two looks at a call that the host waits for
 
 
 class CollectiveTransport:
@@ -57,7 +52,6 @@ class CollectiveTransport:
         self._streams = streams
         self._communicator: Communicator | None = None
         self._conductor: Conductor | None = None
-        self._works: dict[CollectiveCall, CallWork] = {}
 
     @property
     def rank(self) -> int:
@@ -83,40 +77,29 @@ class CollectiveTransport:
         """All ranks have agreed on how the model is sharded. Pages are prefetched by who knows what follows them."""
         patience = Patience(starting=self.timeout, surprise=self.timeout, limit=self.timeout)
         participant = Participant(self.rank, self.world, OrderPolicy(depth=0, patience=patience))
-        conductor = Conductor(participant, self._host, self._issue)
-        self._communicator = Communicator(self._host.connections.group(), self.timeout)
+        self._communicator = Communicator(self._host, self._streams)
+        conductor = Conductor(participant, self._host, self._communicator)
         mine = Position(Reason.VALUE, "the order of collectives", {}, {}, participant.fingerprint)
         if any(theirs.value != participant.fingerprint for theirs in self._aside.meet(mine)):
             self.fail(f"rank {self.rank}: ranks have different versions of retrograde; install the same on all")
         self._conductor = conductor  # all are listening now
 
+    @property
+    def _opened(self) -> tuple[Communicator, Conductor]:
+        assert self._communicator is not None, "open() comes first"
+        assert self._conductor is not None, "open() comes first"
+        return self._communicator, self._conductor
+
     def allocate(self, memory: Memory, numel: int, dtype: torch.dtype, stream: Stream) -> torch.Tensor:
         return self._aside.allocate(memory, numel, dtype, stream)
-
-    # ---- calls
-    @property
-    def conductor(self) -> Conductor:
-        assert self._conductor is not None, "open() comes first"
-        return self._conductor
-
-    def _issue(self, call: CollectiveCall, offer: Offer) -> None:
-        self._works[call] = self._start(offer)
-
-    def _start(self, offer: Offer) -> CallWork:
-        assert self._communicator is not None, "open() comes first"
-        return CallWork(self._communicator.start(offer), self._streams.on_host, self._wait_on_host)
-
-    def _wait_on_host(self, done: Callable[[], bool]) -> None:
-        others = list(self._host.connections.peers)
-        self._host.wait_for(lambda: [] if done() else others, "a collective", look_again=_POLL)
 
     # ---- shards
     def gather(self, unit: int, name: str, shard: torch.Tensor, memory: torch.Tensor) -> Work:
         """Start making a page of all ranks' shards, in `memory`. Every rank's are at rest."""
         self.check()
         offer = GatherOffer(shard, memory, self._streams.fetching)
-        call = self.conductor.want(Gather(unit), offer, f"the gather of unit {name}")
-        return self._works.pop(call)
+        _, conductor = self._opened
+        return conductor.want(Gather(unit), offer, f"the gather of unit {name}")
 
     def read(self, unit: int, name: str, stamp: Stamp, into: Mapping[int, torch.Tensor]) -> Work:
         return self._aside.read(unit, name, stamp, into)
@@ -135,10 +118,10 @@ class CollectiveTransport:
 
     def _reduce(self, want: GradientWant, offer: ExchangeOffer | SumOffer) -> Work:
         self.check()
+        communicator, conductor = self._opened
         if want.at_meeting:
-            return self._start(offer)
-        call = self.conductor.want(Reduce(want.unit, want.uses), offer, f"the reduction of unit {want.name}")
-        return self._works.pop(call)
+            return communicator.start(offer)
+        return conductor.want(Reduce(want.unit, want.uses), offer, f"the reduction of unit {want.name}")
 
     # ---- gradients, one by one
     def put(self, key: Key, parts: Mapping[int, Sequence[torch.Tensor]]) -> Work:
