@@ -57,7 +57,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "units number": ({"units": 5}, r"units=5 is not known; give \"auto\", module classes or a predicate"),
     "units class": ({"units": Other}, r"units: no module of class Other in Small; its classes are .*Block.*Small"),
     "units classes": ({"units": (Block, Other)}, r"units: no module of class Other in Small"),
-    "precision": ({"precision": "bf16"}, r"precision='bf16' is not known; give rg\.Precision"),
+    "precision": ({"precision": "int8"}, r"precision='int8' .*give rg\.Precision"),
     "join": ({"join": "few"}, r"join='few' is not a size"),
 }
 

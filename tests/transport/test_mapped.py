@@ -171,6 +171,7 @@ def _collected(rank: int, world: int) -> int:
     engine = rg.shard(model, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     backwards(0)(model, rank)
+    dist.barrier()  # the other rank has added up what it was handed
     optimizer.step()
     assert isinstance(engine.transport, MappedTransport)
     dist.barrier()
