@@ -165,23 +165,6 @@ def test_parcels_that_have_been_used_are_given_back_but_for_four() -> None:
     assert _blocks(arena) - empty == 4 * each
 
 
-def _collected(rank: int, world: int) -> int:
-    """Parcels that a rank still counts as being on their way, after a step."""
-    model = build()
-    engine = rg.shard(model, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    backwards(0)(model, rank)
-    dist.barrier()  # the other rank has added up what it was handed
-    optimizer.step()
-    assert isinstance(engine.transport, MappedTransport)
-    dist.barrier()
-    return len(engine.transport._neighbours.arena._parcels)
-
-
-def test_a_step_collects_the_parcels_of_its_backwards(ranks: Ranks) -> None:
-    assert ranks(2).run(_collected) == [0, 0]
-
-
 def test_what_is_not_an_arena_is_not_mapped(tmp_path: Any) -> None:
     with open(tmp_path / "file", "wb+") as file:
         file.truncate(control_length(WORLD))
