@@ -42,7 +42,6 @@ class CollectiveSum:
     def __init__(self, transport: OrderedTransport, policy: Policy, pool: BufferPool) -> None:
         self._transport = transport
         self._policy = policy
-        self._pool = pool
         self._streams = pool.streams
         self._started: dict[Key, _Exchange] = {}
         self._sending: deque[_Exchange] = deque()
