@@ -65,7 +65,8 @@ class Engine:
         strategy: Strategy
         gathering = None
         if isinstance(transport, CollectiveTransport):
-            strategy = CollectiveSum(transport, policy, self.buckets)
+            one_by_one = OrderedSum(transport, grid, policy, self.buckets)
+            strategy = CollectiveSum(transport, policy, self.buckets, one_by_one)
             gathering = PageGathering(transport, self.pages)
         else:
             strategy = (OrderedSum if policy.exact else BackendSum)(transport, grid, policy, self.buckets)

@@ -27,7 +27,7 @@ import torch
 from retrograde.gradients.bucket import Bucket, Grads, huge
 from retrograde.gradients.gradient import Gradient, GradientState, uses_of
 from retrograde.gradients.keys import Keys
-from retrograde.gradients.strategy import Strategy
+from retrograde.gradients.strategy import Strategy, fail_given_up
 from retrograde.gradients.window import Windows
 from retrograde.layout import Grid, Policy
 from retrograde.ledger import Activity, Ledger
@@ -190,12 +190,16 @@ class GradientFlow:
         for gradient in backward.unsummed:
             contributors = self._strategy.contributors(gradient)
             if contributors is not None:
-                self._strategy.total(gradient, contributors)
-                gradient.sum_up(accumulated(contributors))
-                if any(gradient.left_over):
-                    captured = Use.CAPTURED in gradient.uses  # which is the user's
-                    apart = gradient.own.clone() if captured else gradient.own
-                    backward.deliveries.append(Delivery(gradient.unit, apart, gradient.left_over))
+                backward.deliveries += self._sum(gradient, contributors)
+
+    def _sum(self, gradient: Gradient, ranks: Mapping[int, Uses]) -> list[Delivery]:
+        """Add it up; returns what no Pack of this rank waits for."""
+        total = self._strategy.total(gradient, ranks)
+        gradient.sum_up(accumulated(ranks))
+        if not any(gradient.left_over):
+            return []
+        apart = total.clone() if Use.CAPTURED in gradient.uses else total  # what is captured is the user's
+        return [Delivery(gradient.unit, apart, gradient.left_over)]
 
     def reduce_now(self, unit: Unit, grads: Grads, uses: Uses, fates: Uses | None) -> torch.Tensor:
         """Send and sum at once, for a reduction that is itself part of a graph. What is to be divided has been.
@@ -238,29 +242,35 @@ class GradientFlow:
         positions = self._meet(Position(Reason.BACKWARD, label, self.sent_offers(), {}))
         offers = {rank: position.sent for rank, position in enumerate(positions)}
         backward.deliveries += self._sum_up(offers)
+        self._transport.meeting_is_over()
         return offers
 
     def _sum_up(self, offers: Mapping[int, Offers]) -> list[Delivery]:
         """All that any rank has sent before this meeting; returns what no Pack of this rank waits for."""
+        offers = self._without_withdrawn(offers)
         mine = {gradient.key: gradient for gradient in self._unsummed()}
         self._orphans.clear()
         by_rank = by_key(offers)
         self._strategy.begin_sums(by_rank)
         deliveries = []
         for key, ranks in by_rank.items():
-            unit, gradient, wanted = self._units[key.unit], mine.get(key), accumulated(ranks)
+            unit, gradient = self._units[key.unit], mine.get(key)
             if gradient is None:
-                deliveries.append(Delivery(unit, self._sum_of_others(unit, key, ranks), wanted))
+                deliveries.append(Delivery(unit, self._sum_of_others(unit, key, ranks), accumulated(ranks)))
                 continue
             if Use.CAPTURED in gradient.uses:
                 self._check_in_time(gradient)
                 self._check_same_attempt(gradient, by_rank)
-            total = self._strategy.total(gradient, ranks)
-            gradient.sum_up(wanted)
-            if any(gradient.left_over):
-                apart = total.clone() if Use.CAPTURED in gradient.uses else total  # what is captured is the user's
-                deliveries.append(Delivery(unit, apart, gradient.left_over))
+            deliveries += self._sum(gradient, ranks)
         return deliveries
+
+    def _without_withdrawn(self, offers: Mapping[int, Offers]) -> dict[int, Offers]:
+        """Without what ranks have given up (`Strategy.withdrawn`): all of them, or it cannot be taken back."""
+        for key, ranks in by_key(offers).items():
+            withdrawn = [rank for rank, uses in ranks.items() if not uses]
+            if withdrawn and len(withdrawn) < self._transport.world:
+                fail_given_up(self._transport, withdrawn[0], self._units[key.unit])
+        return {rank: {key: uses for key, uses in sent.items() if uses} for rank, sent in offers.items()}
 
     def _sum_of_others(self, unit: Unit, key: Key, ranks: Mapping[int, Uses]) -> torch.Tensor:
         here = self._grid.replica in self._grid.replicas_of(ranks)
@@ -299,6 +309,8 @@ class GradientFlow:
         self._sum_known(backward)  # of what had only to make room no Pack runs
         if backward.unsummed:
             self._meet_at_end(backward)
+        if backward.sent:
+            self._keys.end_backward()
         del self._backwards[number]
         for delivery in backward.deliveries:
             self._deliver(delivery)
@@ -320,7 +332,7 @@ class GradientFlow:
         self._strategy.finish_sending()
         for gradient in backward.sent:
             if gradient.state is GradientState.SENT and gradient.made_room:
-                self._orphans.append(gradient)  # from backwards that did not raise
+                backward.deliveries += self._orphan(gradient)
             elif gradient.state is GradientState.SENT:
                 self._give_up(gradient)
             elif gradient.state is GradientState.SUMMED:
@@ -328,6 +340,14 @@ class GradientFlow:
                 backward.deliveries.append(Delivery(gradient.unit, gradient.own, gradient.delivered_by_pack))
         for delivery in backward.deliveries:
             self._deliver(delivery)
+
+    def _orphan(self, gradient: Gradient) -> list[Delivery]:
+        """From backwards that did not raise: it counts, now or at the next meeting."""
+        contributors = self._strategy.contributors(gradient)
+        if contributors is not None:
+            return self._sum(gradient, contributors)
+        self._orphans.append(gradient)
+        return []
 
     def _give_up(self, gradient: Gradient) -> None:
         gradient.give_up()
@@ -398,7 +418,8 @@ class GradientFlow:
     def sent_offers(self) -> Offers:
         """For the meeting to come: what it will add up."""
         self.recover()
-        return {gradient.key: gradient.uses for gradient in self._unsummed() if not self._is_known(gradient)}
+        offers = {gradient.key: gradient.uses for gradient in self._unsummed() if not self._is_known(gradient)}
+        return offers | dict.fromkeys(self._strategy.withdrawn(), ())
 
     def _is_known(self, gradient: Gradient) -> bool:
         """Does it need no meeting to be added up?"""

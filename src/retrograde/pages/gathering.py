@@ -12,8 +12,8 @@ class PageGathering:
         self._transport = transport
         self._pool = pool
 
-    def gather(self, unit: Unit, page: torch.Tensor) -> Work:
-        """Start reading all shards of a unit, which are at rest, into the memory of a page."""
+    def gather(self, unit: Unit, page: torch.Tensor) -> Work | None:
+        """Start reading all shards of a unit, which are at rest, into the memory of a page. None: read them alone."""
         return self._transport.gather(unit.index, unit.name, unit.source, page)
 
     def take_part(self, unit: Unit) -> None:
@@ -22,5 +22,7 @@ class PageGathering:
         scratch, free = self._pool.take(unit.layout.padded_numel, unit.layout.dtype)
         fetching.wait(free)
         fetching.wait(current.record())  # a step may have written the shard there
-        self.gather(unit, scratch).wait(current)  # which may write the shard next, or have the memory
+        work = self.gather(unit, scratch)
+        if work is not None:
+            work.wait(current)  # which may write the shard next, or have the memory
         self._pool.give(scratch, current.record())

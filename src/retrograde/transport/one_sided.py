@@ -212,6 +212,14 @@ class OneSidedTransport:
         met = self._met.pop(number, {}) | {self.rank: position}
         return [met[rank] for rank in range(self.world)]
 
+    def pass_meeting(self) -> None:
+        """One at which nobody has anything to say: it counts all the same."""
+        with self.connections.changed:
+            self.meetings += 1
+
+    def meeting_is_over(self) -> None:
+        """Nobody waits for that."""
+
     def _send_position(self, peer: int, message: Meet, data: Sequence[torch.Tensor]) -> None:
         self._send(peer, message, data)
 
