@@ -27,7 +27,7 @@ import torch
 from retrograde.gradients.bucket import Bucket, Grads, huge
 from retrograde.gradients.gradient import Gradient, GradientState, uses_of
 from retrograde.gradients.keys import Keys
-from retrograde.gradients.strategy import Strategy, fail_given_up
+from retrograde.gradients.strategy import Strategy
 from retrograde.gradients.window import Windows
 from retrograde.layout import Grid, Policy
 from retrograde.ledger import Activity, Ledger
@@ -268,8 +268,13 @@ class GradientFlow:
         """Without what ranks have given up (`Strategy.withdrawn`): all of them, or it cannot be taken back."""
         for key, ranks in by_key(offers).items():
             withdrawn = [rank for rank, uses in ranks.items() if not uses]
-            if withdrawn and len(withdrawn) < self._transport.world:
-                fail_given_up(self._transport, withdrawn[0], self._units[key.unit])
+            others = [rank for rank in range(self._transport.world) if rank not in withdrawn]
+            if withdrawn and others:
+                self._transport.fail(
+                    f"rank {self._transport.rank}: rank {withdrawn[0]} gave up a backward after all ranks had brought "
+                    f"their gradient of unit {self._units[key.unit].name}, and rank {others[0]} did not; let all ranks "
+                    f"give up a backward, or none"
+                )
         return {rank: {key: uses for key, uses in sent.items() if uses} for rank, sent in offers.items()}
 
     def _sum_of_others(self, unit: Unit, key: Key, ranks: Mapping[int, Uses]) -> torch.Tensor:

@@ -76,9 +76,9 @@ class CallWork:
 
     def finish(self, stream: Stream) -> None:
         """The same, of one that is done, or where it is the stream that waits."""
-        if self._work is not None:
-            stream.run(self._work.wait)
-            self._work = None
+        work, self._work = self._work, None  # the program, or the watch: not both
+        if work is not None:
+            stream.run(work.wait)
             self._offer = None
 
     def done(self) -> bool:

@@ -73,6 +73,7 @@ class Courtesies:
         self._scratch: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # pages that nobody reads
         self._nothing: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self._parts: dict[tuple[Key, int], torch.Tensor] = {}
+        self._error: Exception | None = None
 
     # ---- calls
     def attend(self, want: Want, meeting: int) -> None:
@@ -121,13 +122,19 @@ class Courtesies:
         """Wait for those that are done, and keep what came of gradients."""
         for courtesy in [courtesy for courtesy in self._running if courtesy.work.done()]:
             self._running.remove(courtesy)
-            courtesy.work.finish(self._streams.current())
+            try:
+                courtesy.work.finish(self._streams.current())
+            except RuntimeError as error:  # of the backend. Who finds it may be a thread that nobody listens to
+                self._error = error
+                continue
             if courtesy.key is not None:
                 self.keep(courtesy.key, present_parts(courtesy.received, self._world))
 
     def settle(self) -> None:
         """All calls of a period are done."""
         self.collect()
+        if self._error is not None:
+            raise self._error
         self._scratch.clear()
         self._nothing.clear()
 
