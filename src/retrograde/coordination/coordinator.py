@@ -86,7 +86,7 @@ class Coordinator:
             first = min([position.reason for position in positions], key=_URGENCY.__getitem__)
             if first in (Reason.STEP, Reason.VALUE):
                 self._require_same(positions)
-            flow.sum_sent({rank: position.sent for rank, position in enumerate(positions)})
+            flow.sum_sent(positions)
             concluded = self._conclude(first, positions)
             if Reason.STEP not in concluded:
                 self._transport.meeting_is_over()

@@ -31,7 +31,6 @@ from retrograde.layout import Grid, Policy, Precision, Units, UnitSpec, find_uni
 from retrograde.parameters import ShardedParameter, refuse_pieces_outside, watch_states, watch_updates
 from retrograde.parameters.access import patch, unpatched
 from retrograde.transport import ProcessRanks, Ranks
-from retrograde.transport.collective import CollectiveTransport
 from retrograde.transport.groups import grid_of, group_of_replicas, process_group_of
 
 FindUnits = Callable[..., list[UnitSpec]]  # `find_units` of one model, and how it is sharded
@@ -133,7 +132,7 @@ def shard_over(
         transport.timeout = seconds("timeout", options.timeout)
         policy = options.policy(streams.on_host)
         arguments = options.said(policy, grid)
-        _check_sums(policy, grid, transport)
+        _check_sums(policy, grid)
         least = parse_bytes(options.join, "join")
         find = partial(find_units, model, options.units, least, precision=policy.precision)
         specs = _units_of(model, find, streams.device)
@@ -271,12 +270,7 @@ def _group(process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> 
     return process_group_of(ranks, "mesh", "mesh['dp']", ShardingError)
 
 
-def _check_sums(policy: Policy, grid: Grid, transport: EngineTransport) -> None:
-    if isinstance(transport, CollectiveTransport) and grid.replicas > 1:
-        raise ShardingError(
-            f'transport="collective" with {grid.replicas} replicas of {grid.shards} shard(s) cannot be used; give '
-            f'transport="one-sided", or a mesh of one dimension'
-        )
+def _check_sums(policy: Policy, grid: Grid) -> None:
     if not policy.exact and grid.replicas > 1:
         raise ShardingError(
             f"exact=False with {grid.replicas} replicas of {grid.shards} shard(s) cannot be used: the backend adds up "

@@ -9,7 +9,9 @@ hooks, `inputs=`, `autograd.grad` and accumulation into `.grad` are torch's own.
 Pack is: a graph made in a new thread may have a Gather left then, which is the occasion of another end.)
 
 Rule 1: what a rank has sent is added up at its next meeting, whatever the meeting is for. So ranks that sent under
-        equal keys add up at the same meeting, also where one of them is in a backward inside another one.
+        equal keys add up at the same meeting, also where one of them is in a backward inside another one. Where not
+        every backward ends with a meeting, a rank may be at the end of a later one than another: what it has sent
+        since waits, and it meets again.
 Rule 2: a backward is a graph task. Nested backwards have their own and meet at their own end, where also what those
         around them have sent is added up; it is handed to autograd by the Packs that wait for it.
 Rule 3: nothing waits for another rank's main thread before the end of the backward.
@@ -18,7 +20,8 @@ Rule 5: what a backward that raised has sent is given up at the next entry. What
         other ranks have it too. So is what others brought, and what had to make room in a window.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -181,7 +184,7 @@ class GradientFlow:
         gradient = backward.for_pack[unit.index]
         self._sum_known(backward)
         if gradient.state is GradientState.SENT:
-            self._meet_at_end(backward)
+            self._meet_for_all([gradient], backward)
         gradient.deliver()
         return gradient.packed
 
@@ -217,7 +220,7 @@ class GradientFlow:
 
     def _meet_for(self, gradient: Gradient, uses: Uses, fates: Uses | None) -> None:
         """All ranks have sent it, or one is told that it is alone."""
-        offered = self._meet_at_end(self._current())
+        offered = self._meet_for_all([gradient], self._current())
         theirs = [of_rank.get(gradient.key) for of_rank in offered.values()]
         if None in theirs or (fates is None and any(each != uses for each in theirs)):
             self._transport.fail(
@@ -234,22 +237,29 @@ class GradientFlow:
             at_end_of_backward(lambda: self._close(number))
         return self._backwards[number]
 
+    def _meet_for_all(self, gradients: Sequence[Gradient], backward: _Backward) -> dict[int, Offers]:
+        """Until these have been added up. Returns what each rank had sent before the last meeting."""
+        self._ended += 1
+        while True:
+            offers = self._meet_at_end(backward)
+            if all(gradient.state is not GradientState.SENT for gradient in gradients):
+                return offers
+
     def _meet_at_end(self, backward: _Backward) -> dict[int, Offers]:
         """All ranks meet. Returns what each has sent before it."""
         self._strategy.finish_sending()
-        self._ended += 1
         label = f"backward {self._ended} since the last step"
-        positions = self._meet(Position(Reason.BACKWARD, label, self.sent_offers(), {}))
-        offers = {rank: position.sent for rank, position in enumerate(positions)}
-        backward.deliveries += self._sum_up(offers)
+        offers = self.sent_offers()
+        positions = self._meet(Position(Reason.BACKWARD, label, offers, {}, self._keys.backward))
+        due = due_offers(positions)
+        backward.deliveries += self._sum_up(due)
         self._transport.meeting_is_over()
-        return offers
+        return due
 
     def _sum_up(self, offers: Mapping[int, Offers]) -> list[Delivery]:
         """All that any rank has sent before this meeting; returns what no Pack of this rank waits for."""
         offers = self._without_withdrawn(offers)
         mine = {gradient.key: gradient for gradient in self._unsummed()}
-        self._orphans.clear()
         by_rank = by_key(offers)
         self._strategy.begin_sums(by_rank)
         deliveries = []
@@ -262,6 +272,7 @@ class GradientFlow:
                 self._check_in_time(gradient)
                 self._check_same_attempt(gradient, by_rank)
             deliveries += self._sum(gradient, ranks)
+        self._orphans = [gradient for gradient in self._orphans if gradient.state is GradientState.SENT]
         return deliveries
 
     def _without_withdrawn(self, offers: Mapping[int, Offers]) -> dict[int, Offers]:
@@ -313,7 +324,7 @@ class GradientFlow:
             return  # it raised, and the next entry has cleaned up
         self._sum_known(backward)  # of what had only to make room no Pack runs
         if backward.unsummed:
-            self._meet_at_end(backward)
+            self._meet_for_all(backward.unsummed, backward)
         if backward.sent:
             self._keys.end_backward()
         del self._backwards[number]
@@ -439,9 +450,9 @@ class GradientFlow:
         pending = sorted(self._pending.items())
         return {self._keys.at_next_meeting(index): uses_of(gradient.bucket) for index, gradient in pending}
 
-    def sum_sent(self, offers: Mapping[int, Offers]) -> None:
+    def sum_sent(self, positions: Sequence[Position]) -> None:
         """After a meeting: take part in what any rank has sent."""
-        for delivery in self._sum_up(offers):
+        for delivery in self._sum_up(due_offers(positions)):
             self._deliver(delivery)
 
     def flush(self, offers: Mapping[int, Offers]) -> None:
@@ -470,6 +481,16 @@ class GradientFlow:
 def accumulated(offers: Mapping[int, Uses]) -> tuple[bool, ...]:
     """For each parameter, whether its gradient goes to `.grad` on any rank."""
     return tuple(Use.ACCUMULATED in uses for uses in zip(*offers.values(), strict=True))
+
+
+def due_offers(positions: Sequence[Position]) -> dict[int, Offers]:
+    """What a meeting adds up: all that was sent up to the first of the backwards at whose end a rank is."""
+    ended = [position.value for position in positions if position.reason is Reason.BACKWARD]
+    first = min([number for number in ended if isinstance(number, int)], default=math.inf)
+    return {
+        rank: {key: uses for key, uses in position.sent.items() if key.backward <= first or not uses}
+        for rank, position in enumerate(positions)
+    }
 
 
 def by_key(offers: Mapping[int, Offers]) -> dict[Key, dict[int, Uses]]:

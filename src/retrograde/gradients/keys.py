@@ -16,7 +16,7 @@ class Keys:
         self._transport = transport
         self._meeting = 0
         self._attempt = 0
-        self._backward = 0
+        self.backward = 0  # how many have ended
         self._turns: Counter[tuple[int, bool]] = Counter()
 
     def next(self, unit: Unit, makes_room: bool = False) -> Key:
@@ -24,16 +24,16 @@ class Keys:
         if self._meeting != self._transport.meetings:
             self._meeting = self._transport.meetings
             self._attempt = 0
-            self._backward = 0
+            self.backward = 0
             self._turns.clear()
         self._turns[unit.index, makes_room] += 1
         turn = 2 * self._turns[unit.index, makes_room] + makes_room
-        return Key(unit.index, self._meeting, self._attempt, turn, self._backward)
+        return Key(unit.index, self._meeting, self._attempt, turn, self.backward)
 
     def end_backward(self) -> None:
         """One that has sent something has ended: the k-th of one rank goes with the k-th of each other."""
         if self._meeting == self._transport.meetings:
-            self._backward += 1
+            self.backward += 1
             self._turns.clear()
 
     def at_next_meeting(self, index: int) -> Key:

@@ -1,6 +1,7 @@
 """Calls of collectives, on a process group of our own: the user's collectives may come between ours in any order."""
 
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -87,18 +88,25 @@ class CallWork:
 
 
 class Communicator:
-    """A process group with the ranks and backends of the user's. All ranks make it together."""
+    """A process group with the ranks and backends of the user's, or with one replica's. All ranks make it together."""
 
-    def __init__(self, host: OneSidedTransport, streams: Streams) -> None:
-        group = host.connections.group()
-        ranks = dist.get_process_group_ranks(group)
+    def __init__(self, host: OneSidedTransport, streams: Streams, rows: Sequence[Sequence[int]]) -> None:
+        """`rows`: the ranks of each replica, by shard."""
+        ranks = dist.get_process_group_ranks(host.connections.group())
         # Without the ranks outside of the group torch names a new one by how many groups each rank is in, so it is only
         # done where there are such ranks.
         apart = len(ranks) < dist.get_world_size()
         limit = timedelta(seconds=host.timeout)
-        made = dist.new_group(ranks, limit, use_local_synchronization=apart, sort_ranks=False)
-        assert isinstance(made, dist.ProcessGroup)
-        self._group = made
+        for row in rows:
+            mine = host.rank in row
+            if apart and not mine:
+                continue
+            members = [ranks[rank] for rank in row]
+            made = dist.new_group(members, limit, use_local_synchronization=apart, sort_ranks=False)
+            if mine:
+                assert isinstance(made, dist.ProcessGroup)
+                self._group = made
+        self.size = len(rows[0])
         self._host = host
         self._on_host = streams.on_host
 

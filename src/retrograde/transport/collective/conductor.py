@@ -67,6 +67,7 @@ class Conductor:
         self._communicator = communicator
         self._courtesies = courtesies
         self._nudge = nudge
+        self.passed = host.meetings  # meetings after which gradients are counted anew; the same on all ranks
         self._offered: Offer | None = None
         self._wanted = ""  # what it is for, in words
         self._served: list[Work | None] = []  # what the program waits for, when it has come; None: one-sidedly
@@ -92,7 +93,7 @@ class Conductor:
         self._wait(lambda: bool(self._served or self._settled), what)
         if self._settled:  # all ranks have come together here: the order is one again
             self._settle(what)
-            self._host.pass_meeting()
+            self.passed += 1
             self.rest()
             self._wait(lambda: bool(self._served), what)
         self._offered = None
@@ -173,7 +174,7 @@ class Conductor:
                 work, page = courtesies.fetch(call.want)
                 self._spares[call.number] = SparePage(work, page, page)
             else:
-                courtesies.attend(call.want, self._host.meetings)
+                courtesies.attend(call.want, self.passed)
         except Exception as error:
             self._host.give_up(f"rank {self._host.rank} was to take part in {call.want} for the others: {error}")
 

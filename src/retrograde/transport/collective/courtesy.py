@@ -64,11 +64,10 @@ class _Courtesy(NamedTuple):
 class Courtesies:
     """One rank's. Its callers hold the lock of the connections."""
 
-    def __init__(self, communicator: Communicator, shards: GatheredShards, streams: Streams, world: int) -> None:
+    def __init__(self, communicator: Communicator, shards: GatheredShards, streams: Streams) -> None:
         self._communicator = communicator
         self._shards = shards
         self._streams = streams
-        self._world = world
         self._running: list[_Courtesy] = []
         self._scratch: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # pages that nobody reads
         self._nothing: dict[tuple[int, torch.dtype], torch.Tensor] = {}
@@ -90,18 +89,18 @@ class Courtesies:
     def fetch(self, want: Gather) -> tuple[CallWork, torch.Tensor]:
         """The same of a gather, whose page is kept."""
         shard = self._shards.shard_to_gather(want.unit)
-        page = torch.empty(shard.numel() * self._world, dtype=shard.dtype, device=shard.device)
+        page = torch.empty(shard.numel() * self._communicator.size, dtype=shard.dtype, device=shard.device)
         return self._start(GatherOffer(shard, page, self._streams.fetching), None, page), page
 
     def _gather(self, unit: int) -> GatherOffer:
         shard = self._shards.shard_to_gather(unit)
-        form = (shard.numel() * self._world, shard.dtype)
+        form = (shard.numel() * self._communicator.size, shard.dtype)
         if form not in self._scratch:
             self._scratch[form] = torch.empty(form[0], dtype=form[1], device=shard.device)
         return GatherOffer(shard, self._scratch[form], self._streams.fetching)
 
     def _exchange(self, unit: int, dtype: torch.dtype) -> ExchangeOffer:
-        form = (self._shards.shard_numel(unit) * self._world, dtype)
+        form = (self._shards.shard_numel(unit) * self._communicator.size, dtype)
         if form not in self._nothing:
             self._nothing[form] = torch.empty(form[0], dtype=dtype, device="cpu")
             self._nothing[form].view(torch.uint8).fill_(_NOTHING)
@@ -128,7 +127,7 @@ class Courtesies:
                 self._error = error
                 continue
             if courtesy.key is not None:
-                self.keep(courtesy.key, present_parts(courtesy.received, self._world))
+                self.keep(courtesy.key, present_parts(courtesy.received, self._communicator.size))
 
     def settle(self) -> None:
         """All calls of a period are done."""

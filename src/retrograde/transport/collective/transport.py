@@ -12,6 +12,9 @@
 | what ranks say at other meetings                 | by messages, when the order has brought them together   |
 | a page or gradient of a rank that strays         | one-sidedly; it takes part in calls all the same        |
 
+The order is one for all ranks, also where they are replicas of a model: then a call is one of this replica's ranks, and
+gradients, which replicas add up together, go one-sidedly.
+
 `aside` is a transport that needs no other rank's main thread (one_sided.py, on a device staged.py).
 """
 
@@ -75,7 +78,9 @@ class CollectiveTransport:
 
     @property
     def meetings(self) -> int:
-        return self._aside.meetings
+        """But for those at which a rank was at the end of a backward: the others may be in an earlier or later one, and
+        go on counting (gradients/keys.py)."""
+        return self._aside.meetings if self._conductor is None else self._conductor.passed
 
     @property
     def timeout(self) -> float:
@@ -85,15 +90,15 @@ class CollectiveTransport:
     def timeout(self, seconds: float) -> None:
         self._aside.timeout = seconds
 
-    def open(self) -> None:
+    def open(self, rows: Sequence[Sequence[int]]) -> None:
         """All ranks have agreed on how the model is sharded. Pages are prefetched by who knows what follows them."""
         patience = patience_of(self.timeout)
         if not self._streams.on_host:
             patience = Patience(starting=self.timeout, surprise=self.timeout, nudge=self.timeout, limit=self.timeout)
         participant = Participant(self.rank, self.world, OrderPolicy(depth=0, patience=patience))
-        self._communicator = Communicator(self._host, self._streams)
+        self._communicator = Communicator(self._host, self._streams, rows)
         if self._streams.on_host:
-            self._courtesies = Courtesies(self._communicator, self._shards, self._streams, self.world)
+            self._courtesies = Courtesies(self._communicator, self._shards, self._streams)
         conductor = Conductor(participant, self._host, self._communicator, self._courtesies, patience.nudge)
         mine = Position(Reason.VALUE, "the order of collectives", {}, {}, participant.fingerprint)
         if any(theirs.value != participant.fingerprint for theirs in self._aside.meet(mine)):
@@ -166,7 +171,7 @@ class CollectiveTransport:
             return self._courtesies.take(key, src)
 
     def discard_parts(self) -> None:
-        self._aside.discard_parts()
+        self._host.discard_before(self.meetings)
         if self._courtesies is not None:
             with self._host.connections.changed:
                 self._courtesies.discard_before(self.meetings)
@@ -181,9 +186,12 @@ class CollectiveTransport:
         name = position.label if boundary is SOFT_STEP or says_something else ""
         places = self._conductor.arrive(boundary, name, f"{position.reason} ({position.label})")
         if all(place.boundary == STEP and not place.name for place in places):
-            self._host.pass_meeting()
+            self._conductor.passed += 1
             return [position] * self.world
-        return self._aside.meet(position)
+        positions = self._aside.meet(position)
+        if all(theirs.reason is not Reason.BACKWARD for theirs in positions):
+            self._conductor.passed += 1
+        return positions
 
     def meeting_is_over(self) -> None:
         if self._conductor is not None:
