@@ -121,8 +121,8 @@ class EngineSide:
 
 
 def transport_of(recipe: Recipe) -> str:
-    """By collectives go half of the programs without replicas, whether ranks do the same or stray."""
-    return "collective" if recipe.replicas == 1 and recipe.seed % 2 else "one-sided"
+    """By collectives go half of the programs, whether ranks do the same or stray."""
+    return "collective" if recipe.seed % 2 else "one-sided"
 
 
 def play(recipe: Recipe, rank: int) -> Trace:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
@@ -14,6 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import retrograde as rg
+from retrograde.gradients.flow import due_offers
+from retrograde.gradients.keys import Keys
+from retrograde.transport import Key, Position, Reason, Use
 from retrograde.transport.collective.courtesy import is_absent, present_parts
 from retrograde.transport.connections import Connections
 from retrograde.transport.messages import Message
@@ -26,7 +30,7 @@ from tests.patterns.rows import CASES
 from tests.patterns.trace import differences
 from tests.reference import Program
 from tests.small import BLOCKS, Small, backward_that_raises, backwards, batch, build, loss_of
-from tests.stages import EACH_STAGE, OPPOSITE_STAGES, WITH_OTHERS
+from tests.stages import EACH_STAGE, WITH_OTHERS
 
 STEPS = 7
 STRAY_AT = 3  # the step in which a rank does something else: the order knows the others' steps by then
@@ -38,11 +42,12 @@ ROWS = (
     "11d-other_order-mlp",
     "11e-unequal_backwards_then_edit-mlp",
     "11e-work_on_first_rank-mlp",
+    "11f-replicated_changing_units-mlp",
 )
 
 
 @pytest.mark.parametrize("case_id", ROWS)
-@OPPOSITE_STAGES
+@EACH_STAGE
 @WITH_OTHERS
 def test_rows(ranks: Ranks, world: int, case_id: str, stage: int) -> None:
     got = ranks(world).run(play_rank, case_id, stage, timeout=LIMIT, transport="collective")
@@ -60,6 +65,33 @@ def test_what_is_absent_is_told_from_zeros_and_from_nans(dtype: torch.dtype) -> 
     rows[3][2] = 1  # one element of it says something
     assert [is_absent(row) for row in rows] == [False, True, False, False]
     assert list(present_parts(torch.cat(rows), 4)) == [0, 2, 3]
+
+
+# ---- which gradients go together
+def _at(reason: Reason, sent: Sequence[Key], ended: int | None = None) -> Position:
+    return Position(reason, "", dict.fromkeys(sent, (Use.ACCUMULATED,)), {}, ended)
+
+
+def test_what_was_sent_in_a_later_backward_waits() -> None:
+    """Rank 0 is at the end of its first backward, rank 1 of its second, rank 2 at a step."""
+    early, late = Key(0, 3, 0, 2, 0), Key(0, 3, 0, 2, 1)
+    positions = [_at(Reason.BACKWARD, [early], 0), _at(Reason.BACKWARD, [early, late], 1), _at(Reason.STEP, [early])]
+    assert {rank: list(sent) for rank, sent in due_offers(positions).items()} == {0: [early], 1: [early], 2: [early]}
+    assert list(due_offers(positions[1:])[0]) == [early, late]
+    assert list(due_offers([_at(Reason.STEP, [late])])[0]) == [late]
+
+
+def test_backwards_are_counted_where_they_end_without_a_meeting() -> None:
+    ranks = SimpleNamespace(meetings=5)
+    unit = SimpleNamespace(index=1)
+    keys = Keys(ranks)  # type: ignore[arg-type]
+    found = [keys.next(unit), keys.next(unit)]  # type: ignore[arg-type]
+    keys.end_backward()
+    found.append(keys.next(unit))  # type: ignore[arg-type]
+    ranks.meetings = 6
+    keys.end_backward()
+    found.append(keys.next(unit))  # type: ignore[arg-type]
+    assert found == [Key(1, 5, 0, 2, 0), Key(1, 5, 0, 4, 0), Key(1, 5, 0, 2, 1), Key(1, 6, 0, 2, 0)]
 
 
 # ---- one stray in a row of steps

@@ -62,8 +62,8 @@ def shard(
     `units`: "auto" (repeated blocks), module classes, or a predicate; `join`: those of fewer bytes become one unit with
     the next. `precision`: "bf16" or "fp16" (modules compute in it, the optimizer updates fp32 masters), or an
     `rg.Precision`, which says more. `exact=False`, the default on accelerators: the backend adds gradients up in its
-    own order. `transport`: "collective", the default on accelerators: by collectives of torch.distributed, for ranks
-    that do the same between two steps; "one-sided": whatever each rank does. `resident`: bytes of pages that may stay
+    own order. `transport`: "collective", the default on accelerators: by collectives of torch.distributed, there for
+    ranks that do the same between two steps; "one-sided": whatever each rank does. `resident`: bytes of pages that may stay
     at stage 3 beyond the one in use and the one being prefetched.
     `mesh`: of one dimension, or of two, (replicate, shard): each replica has all of the model, sharded over its ranks.
     `timeout`: seconds after which waiting for a rank that never comes, here or later, becomes a `DivergenceError` on
@@ -96,7 +96,7 @@ class Options(NamedTuple):
         return Policy.of(self.stage, self.resident, self.reduce, self.prefetch, self.precision, exact)
 
     def by_collectives(self, on_host: bool, replicas: int) -> bool:
-        """What "auto" comes to. Sums over replicas are not made by collectives yet."""
+        """What "auto" comes to. Gradients of replicas do not go by collectives."""
         return self.transport == "collective" or (self.transport == "auto" and not on_host and replicas == 1)
 
     def said(self, policy: Policy, grid: Grid) -> list[Said]:
