@@ -63,8 +63,8 @@ def shard(
     the next. `precision`: "bf16" or "fp16" (modules compute in it, the optimizer updates fp32 masters), or an
     `rg.Precision`, which says more. `exact=False`, the default on accelerators: the backend adds gradients up in its
     own order. `transport`: "collective", the default on accelerators: by collectives of torch.distributed, there for
-    ranks that do the same between two steps; "one-sided": whatever each rank does. `resident`: bytes of pages that may stay
-    at stage 3 beyond the one in use and the one being prefetched.
+    ranks that do the same between two steps; "one-sided": whatever each rank does. `resident`: bytes of pages that
+    may stay at stage 3 beyond the one in use and the one being prefetched.
     `mesh`: of one dimension, or of two, (replicate, shard): each replica has all of the model, sharded over its ranks.
     `timeout`: seconds after which waiting for a rank that never comes, here or later, becomes a `DivergenceError` on
     every rank that waits.

@@ -160,7 +160,7 @@ class CollectiveSum:
         stream = self._streams.reducing
         summed = RunningSum(own, stream)
         with labelled("sum of gradient of", unit.name):
-            for rank, part in enumerate(reducing.brought.view(-1, unit.layout.shard_numel).unbind()):
+            for rank, part in enumerate(reducing.brought.split(max(1, unit.layout.shard_numel))):
                 summed.add(rank, part)
             summed.finish(self._transport.world if self._policy.mean else 1)
         self._streams.current().wait(stream.record())

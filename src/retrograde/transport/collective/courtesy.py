@@ -29,14 +29,17 @@ _NOTHING = 0xFF
 
 
 def is_absent(part: torch.Tensor) -> bool:
-    """Rule 1. The first element decides in all but the strangest cases, so that looking costs nothing."""
+    """Rule 1. The first element decides in all but the strangest cases, so that looking costs nothing. A part without
+    elements is the same, absent or not."""
+    if not part.numel():
+        return False
     first = part[:1].view(torch.uint8)
     return bool((first == _NOTHING).all()) and bool((part.view(torch.uint8) == _NOTHING).all())
 
 
 def present_parts(received: torch.Tensor, world: int) -> dict[int, torch.Tensor]:
     """What came from each rank that was not absent."""
-    rows = enumerate(received.view(world, -1).unbind())
+    rows = enumerate(received.view(world, received.numel() // world).unbind())
     return {rank: part for rank, part in rows if not is_absent(part)}
 
 
