@@ -160,7 +160,7 @@ class CollectiveSum:
         stream = self._streams.reducing
         summed = RunningSum(own, stream)
         with labelled("sum of gradient of", unit.name):
-            for rank, part in enumerate(reducing.brought.split(max(1, unit.layout.shard_numel))):
+            for rank, part in enumerate(_parts(reducing.brought, unit.layout.shard_numel)):
                 summed.add(rank, part)
             summed.finish(self._transport.world if self._policy.mean else 1)
         self._streams.current().wait(stream.record())
@@ -177,6 +177,10 @@ class CollectiveSum:
         """Rule 3."""
         given_up, self._given_up = self._given_up, {}
         return [key for key, reducing in given_up.items() if self._is_complete(reducing)]
+
+
+def _parts(brought: torch.Tensor, numel: int) -> Sequence[torch.Tensor]:
+    return brought.view(-1, numel).unbind() if numel else [brought]
 
 
 def _named(uses: Uses) -> bytes:
