@@ -157,7 +157,7 @@ class WriteFence:
             return self.clock, Rest.ASK if edited or self._exposed else Rest.AT_REST
 
     def shard_numel(self, number: int) -> int:
-        return self._units[number % MASTERS].layout.shard_numel
+        return self._units[number % MASTERS].shard.numel()
 
     def shard_for(self, number: int, stamp: Stamp) -> torch.Tensor | str:
         """A unit's source, or its masters, as the reader needs it, else why it is not to be had (yet)."""

@@ -69,7 +69,7 @@ class CollectiveSum:
                 brought = stream.empty(sent.numel(), sent.dtype)
                 work = self._transport.exchange(want, sent, brought)
             else:
-                brought = stream.empty(unit.layout.shard_numel, sent.dtype)
+                brought = stream.empty(unit.shard.numel(), sent.dtype)
                 work = self._transport.add_up(want, sent, brought)
         reducing = _Exchange(work, bucket, brought)
         self._started[key] = reducing
@@ -100,7 +100,7 @@ class CollectiveSum:
 
     def total_of_others(self, unit: Unit, key: Key, offers: Contributors) -> torch.Tensor:
         stream = self._streams.reducing
-        own = self._streams.empty_for_user(unit.layout.shard_numel, unit.shard.dtype)
+        own = self._streams.empty_for_user(unit.shard.numel(), unit.shard.dtype)
         wire = self._policy.on_the_wire(self._policy.waiting(unit.layout.dtype))
         nothing = stream.empty(unit.layout.padded_numel, wire)
         stream.run(nothing.zero_)
@@ -114,7 +114,7 @@ class CollectiveSum:
         stream = self._streams.reducing
         summed = RunningSum(own, stream)
         with labelled("sum of gradient of", unit.name):
-            for rank, part in enumerate(reducing.brought.view(-1, unit.layout.shard_numel).unbind()):
+            for rank, part in enumerate(reducing.brought.view(-1, unit.shard.numel()).unbind()):
                 summed.add(rank, part)
             summed.finish(self._transport.world if self._policy.mean else 1)
         self._streams.current().wait(stream.record())

@@ -28,7 +28,7 @@ from retrograde.parameters.elementwise import is_elementwise
 from retrograde.parameters.leaf import ShardedParameter
 from retrograde.parameters.sharded_tensor import Computed, ShardedGradient, ShardedTensor, become
 from retrograde.parameters.wholes import plain
-from retrograde.torch_internals import NO_TORCH_FUNCTION, raw_grad, watch_optimizer_states
+from retrograde.torch_internals import NO_TORCH_FUNCTION, raw_grad, set_data, watch_optimizer_states
 
 _COUNTER = "step"  # torch's name, which its own load_state_dict treats apart as well
 
@@ -131,6 +131,19 @@ def adopt_new(state: dict[str, Any], leaf: ShardedParameter) -> None:
     for key, value in state.items():
         if type(value) is torch.Tensor and value.shape == size and key != _COUNTER:
             _piece(leaf, value)
+
+
+def adopt_whole(state: dict[str, Any], leaf: ShardedParameter) -> None:
+    """After an update by its owner, who has all of a parameter: what is kept in the parameter's shape is sharded."""
+    for key, value in state.items():
+        if _is_whole(value, key, leaf.shape):
+            set_data(value, leaf.slot.flatten(value))
+            _piece(leaf, value)
+
+
+def nothing_of(leaf: ShardedParameter, like: torch.Tensor) -> OptimizerState:
+    """What a rank has that holds nothing of a parameter."""
+    return _piece(leaf, torch.empty(0, dtype=like.dtype, device=leaf.piece.device))
 
 
 def _piece(leaf: ShardedParameter, elements: torch.Tensor) -> OptimizerState:

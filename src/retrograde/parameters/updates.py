@@ -6,12 +6,14 @@ update that works element by element need not ask a thousand times. For its time
 tensors: their class is changed, and changed back. The objects stay the same, so that groups and states need no
 exchange. So it is in torch's own `zero_grad()`. While a closure runs inside an update, everything is sharded again.
 
-Updates of other optimizers (Muon, Adafactor, LAMB, one that nobody knows) run on sharded tensors, function by function
-(routes.py): slower, and right.
+An update that works parameter by parameter runs on the owners of parameters that are whole: [Note: updates by owners]
+in owned.py. Updates of other optimizers (LBFGS, LAMB, one that nobody knows, Muon over parameters that are cut) run on
+sharded tensors, function by function (routes.py): slower, and right.
 """
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,9 +23,11 @@ from torch.optim import Optimizer
 from retrograde.coordination import Coordinator
 from retrograde.errors import UnsupportedError
 from retrograde.parameters.clipping import clip_norm
-from retrograde.parameters.elementwise import is_elementwise
+from retrograde.parameters.elementwise import is_elementwise, is_per_parameter
 from retrograde.parameters.handlers import USED_TOGETHER
 from retrograde.parameters.holding import Holding, holding_of
+from retrograde.parameters.leaf import ShardedParameter
+from retrograde.parameters.owned import is_whole, owned_for_a_while
 from retrograde.parameters.plain import bring_gradients_of, coordinators_of, leaves_in, plain_for_a_while
 from retrograde.torch_internals import (
     around_clipping,
@@ -83,11 +87,32 @@ def _updating(step: Callable[..., Any], optimizer: Optimizer, args: Any, kwargs:
     holding = holding_of(optimizer)
     if not holding.leaves:
         return step(optimizer, *args, **kwargs)
-    update = (_PlainUpdate if is_elementwise(type(optimizer), step) else _Update)(optimizer, holding)
+    update = _kind_of(optimizer, step, holding)(optimizer, holding)
     args = tuple(update.outside(arg) if callable(arg) else arg for arg in args)
     kwargs = {name: update.outside(arg) if callable(arg) else arg for name, arg in kwargs.items()}
     with update:
         return step(optimizer, *args, **kwargs)
+
+
+def _kind_of(optimizer: Optimizer, step: Callable[..., Any], holding: Holding) -> "type[_Update]":
+    cls = type(optimizer)
+    if is_elementwise(cls, step):
+        return _PlainUpdate
+    if not is_per_parameter(cls, step):
+        return _Update
+    if holding.whole:
+        _by_owners.add(optimizer)
+        return _OwnersUpdate
+    if optimizer in _by_owners:
+        cut = next(leaf for leaf in holding.leaves if not is_whole(leaf))
+        raise UnsupportedError(
+            f"{cut.called} is cut, and came to a {cls.__name__} whose other parameters have been updated by their "
+            f"owners, who keep its state: list it in rg.shard(whole=...) too, or give it to another optimizer"
+        )
+    return _Update
+
+
+_by_owners: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()  # optimizers whose state owners keep
 
 
 class _Update:
@@ -127,16 +152,27 @@ class _PlainUpdate(_Update):
     """One on plain tensors."""
 
     _plain: contextlib.AbstractContextManager[Sequence[torch.Tensor]]
+    _updated: Sequence[torch.Tensor] = ()  # leaves that have a gradient
 
     def __enter__(self) -> None:
         super().__enter__()
-        self._plain = plain_for_a_while(self._holding.leaves, self._holding.states(self._optimizer))
-        _written(self._plain.__enter__())
+        self._plain = self._as_plain()
+        self._updated = self._plain.__enter__()
+        _written(self._updated)
 
     def __exit__(self, *error: object) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
         self._plain.__exit__(None, None, None)  # what was raised is nothing to it
-        self._holding.adopt_new_states(self._optimizer)
+        self._adopt()
         self._end()
+
+    def _as_plain(self) -> contextlib.AbstractContextManager[Sequence[torch.Tensor]]:
+        return plain_for_a_while(self._holding.leaves, self._holding.states(self._optimizer))
+
+    def _adopt(self) -> None:
+        self._holding.adopt_new_states(self._optimizer)
 
     def _begin(self, coordinator: Coordinator) -> None:
         coordinator.begin_step()
@@ -146,12 +182,28 @@ class _PlainUpdate(_Update):
 
         @functools.wraps(closure)
         def run(*args: Any, **kwargs: Any) -> Any:
-            self.__exit__()
+            self._leave()
             result = closure(*args, **kwargs)
             self.__enter__()
             return result
 
         return run
+
+
+class _OwnersUpdate(_PlainUpdate):
+    """One of each parameter by its owner."""
+
+    def _as_plain(self) -> contextlib.AbstractContextManager[Sequence[torch.Tensor]]:
+        return owned_for_a_while(self._holding.leaves, self._optimizer)
+
+    def _adopt(self) -> None:
+        """Done by what made them plain."""
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._holding.tell_others(
+            self._optimizer, [leaf for leaf in self._updated if isinstance(leaf, ShardedParameter)]
+        )
 
 
 def _written(leaves: Sequence[torch.Tensor]) -> None:

@@ -1,0 +1,496 @@
+"""Parameters that one rank holds whole, and optimizers that update them there: Muon, Shampoo, Adafactor."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import retrograde as rg
+from retrograde.ledger import Activity
+from retrograde.parameters import ShardedTensor
+from tests.checkpoint.runs import State, differences, everything, train
+from tests.harness import Ranks
+from tests.meshes import mesh_of
+from tests.reference import play
+from tests.small import BLOCKS, Small, backwards, batch, build, loss_of
+from tests.stages import EACH_STAGE, EACH_WORLD, OPPOSITE_STAGES, PAGE_STAGES
+
+STEPS = 3
+
+
+class Shampoo(Optimizer):
+    """A small one: factors of the gradient's own shape's sides, and momentum in the parameter's."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 2**-4})
+        self.updated: list[torch.Size] = []
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(param, param.grad, self.state[param], group["lr"])
+
+    def _update(self, param: Tensor, grad: Tensor, state: dict[str, Any], lr: float) -> None:
+        if not state:
+            state["step"] = 0
+            state["momentum"] = torch.zeros_like(param)
+            state["left"] = torch.eye(param.shape[0])
+            state["right"] = torch.eye(param.shape[1])
+        state["step"] += 1
+        state["left"].add_(grad @ grad.T)
+        state["right"].add_(grad.T @ grad)
+        update = _root(state["left"]) @ grad @ _root(state["right"])
+        state["momentum"] = state["momentum"] * 0.5 + update  # another tensor than before
+        param.sub_(state["momentum"], alpha=lr / state["step"])
+        self.updated.append(param.shape)
+
+
+@rg.per_parameter
+class ShampooByOwners(Shampoo):
+    """Declared."""
+
+
+def _root(matrix: Tensor) -> Tensor:
+    values, vectors = torch.linalg.eigh(matrix)
+    return vectors @ torch.diag(values.clamp(min=2**-10) ** -0.25) @ vectors.T
+
+
+def _matrices(model: Small) -> list[nn.Parameter]:
+    return [param for param in model.blocks.parameters() if param.ndim == 2]
+
+
+def _with_adamw(make: Callable[[list[nn.Parameter]], Optimizer], model: Small) -> list[Optimizer]:
+    """As they are used: a matrix optimizer for the matrices inside, AdamW for the rest."""
+    matrices = _matrices(model)
+    listed = set(matrices)
+    rest = [param for param in model.parameters() if param not in listed]
+    return [make(matrices), torch.optim.AdamW(rest, lr=2**-4)]
+
+
+MAKE: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
+    "muon": lambda params: torch.optim.Muon(params, lr=2**-4),
+    "adafactor": lambda params: torch.optim.Adafactor(params, lr=2**-4),
+    "adafactor foreach": lambda params: torch.optim.Adafactor(params, lr=2**-4, foreach=True),
+    "shampoo": ShampooByOwners,
+    "shampoo, not declared": Shampoo,
+    "adamw": lambda params: torch.optim.AdamW(params, lr=2**-4),
+}
+
+
+def _sharded(stage: int, **options: Any) -> tuple[Small, rg.Engine]:
+    model = build()
+    return model, rg.shard(model, stage, whole=_matrices(model), **options)
+
+
+def _wholes(model: Small, optimizers: list[Optimizer]) -> State:
+    """Weights, and what is kept in the shape of parameters."""
+    state: State = {"model": {name: value.clone() for name, value in model.state_dict().items()}}
+    for optimizer in optimizers:
+        for name, param in model.named_parameters():
+            for key, value in optimizer.state.get(param, {}).items():
+                if isinstance(value, Tensor) and value.shape == param.shape:
+                    full = value.full_tensor() if isinstance(value, ShardedTensor) else value
+                    state[f"{key} of {name}"] = full.clone()
+    return state
+
+
+def _oracle(kind: str, world: int, stage: int, replicas: int = 1, steps: int = STEPS) -> State:
+    model = build()
+    optimizers = _with_adamw(MAKE[kind], model)
+    for step in range(steps):
+        play(model, world, backwards(step), stage, replicas)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return _wholes(model, optimizers)
+
+
+def _trained(rank: int, world: int, kind: str, stage: int, replicas: int = 1, **options: Any) -> State:
+    model, engine = _sharded(stage, mesh=mesh_of(replicas, world), **options)
+    optimizers = _with_adamw(MAKE[kind], model)
+    train(model, optimizers, rank, *range(STEPS))
+    return _wholes(model, optimizers)
+
+
+# ---- the same numbers
+@EACH_STAGE
+@EACH_WORLD
+def test_muon_is_exact(ranks: Ranks, world: int, stage: int) -> None:
+    wanted = _oracle("muon", world, stage)
+    assert len(wanted) == 1 + 2 * BLOCKS + 2 * (3 + 4 * BLOCKS)
+    for found in ranks(world).run(_trained, "muon", stage):
+        assert differences(wanted, found) == []
+
+
+@OPPOSITE_STAGES
+@pytest.mark.parametrize("kind", [kind for kind in MAKE if kind != "muon"])
+def test_others_are_exact(ranks: Ranks, kind: str, stage: int) -> None:
+    wanted = _oracle(kind, 2, stage)
+    for found in ranks(2).run(_trained, kind, stage):
+        assert differences(wanted, found) == []
+
+
+@OPPOSITE_STAGES
+def test_in_replicas(ranks: Ranks, stage: int) -> None:
+    wanted = _oracle("muon", 4, stage, replicas=2)
+    for found in ranks(4).run(_trained, "muon", stage, replicas=2):
+        assert differences(wanted, found) == []
+
+
+@PAGE_STAGES
+def test_by_collectives(ranks: Ranks, stage: int) -> None:
+    """Whose shards are equally long."""
+    wanted = _oracle("muon", 2, stage)
+    for found in ranks(2).run(_trained, "muon", stage, transport="collective"):
+        assert differences(wanted, found) == []
+
+
+def test_in_the_backends_own_order(ranks: Ranks) -> None:
+    """Of two ranks there is one order."""
+    wanted = _oracle("muon", 2, 3)
+    for found in ranks(2).run(_trained, "muon", 3, exact=False):
+        assert differences(wanted, found) == []
+
+
+# ---- who does what
+def _counted(rank: int, world: int, stage: int) -> dict[str, Any]:
+    model, engine = _sharded(stage)
+    matrices = _matrices(model)
+    optimizer = torch.optim.Muon(matrices, lr=2**-4)
+    names = {param: name for name, param in model.named_parameters()}
+    orthogonalized: list[tuple[int, ...]] = []
+    written = torch.optim._muon._zeropower_via_newtonschulz
+
+    def counting(grad: Tensor, *args: Any) -> Tensor:
+        orthogonalized.append(tuple(grad.shape))
+        assert type(grad) is Tensor
+        return written(grad, *args)
+
+    found: dict[str, Any] = {"meetings": [], "others": []}
+    with mock.patch("torch.optim._muon._zeropower_via_newtonschulz", counting):
+        for step in range(3):
+            loss_of(model, batch(rank, step)).backward()
+            engine.coordinator.flush_pending_gradients("so that the step has nothing to reduce")
+            engine.ledger.clear()
+            optimizer.step()
+            found["meetings"].append(engine.ledger.count(Activity.AGREE))
+            found["others"] += [entry.kind for entry in engine.ledger.entries if entry.kind is Activity.GATHER]
+            optimizer.zero_grad()
+    found["orthogonalized"] = orthogonalized
+    found["held"] = {names[param]: param.local.numel() for param in matrices}
+    found["momentum"] = {names[param]: optimizer.state[param]["momentum_buffer"].local.numel() for param in matrices}
+    found["shapes"] = {optimizer.state[param]["momentum_buffer"].shape == param.shape for param in matrices}
+    dist.barrier()
+    return found
+
+
+@EACH_STAGE
+def test_counts(ranks: Ranks, stage: int) -> None:
+    """A step is one meeting, and one more when owners say what they keep. Nothing is gathered, and each matrix is
+    orthogonalized once."""
+    by_rank = ranks(2).run(_counted, stage)
+    sizes = {name: param.numel() for name, param in build().named_parameters()}
+    for found in by_rank:
+        assert found["meetings"] == [2, 1, 1]
+        assert found["others"] == []
+        assert found["shapes"] == {True}
+        assert found["momentum"] == found["held"]
+        assert sum(found["held"].values()) == BLOCKS * 36 * 12
+    for name, held in by_rank[0]["held"].items():
+        assert sorted([held, by_rank[1]["held"][name]]) == [0, sizes[name]]
+    shapes = [shape for found in by_rank for shape in found["orthogonalized"]]
+    assert sorted(shapes) == sorted(3 * BLOCKS * [(36, 12), (12, 36)])
+    assert [len(found["orthogonalized"]) for found in by_rank] == [3 * BLOCKS] * 2
+
+
+def _seen(rank: int, world: int) -> tuple[list[torch.Size], set[str]]:
+    model, engine = _sharded(3)
+    optimizer = ShampooByOwners(_matrices(model))
+    loss_of(model, batch(rank)).backward()
+    optimizer.step()
+    own = [param for param in _matrices(model) if param.local.numel()]
+    assert all(set(optimizer.state[param]) == {"step", "momentum", "left", "right"} for param in own)
+    others = [param for param in _matrices(model) if not param.local.numel()]
+    assert all(set(optimizer.state[param]) == {"momentum"} for param in others)
+    assert all(isinstance(param.grad, ShardedTensor) for param in _matrices(model))
+    dist.barrier()
+    return optimizer.updated, {type(param).__name__ for param in _matrices(model)}
+
+
+def test_a_declared_one_updates_what_it_owns(ranks: Ranks) -> None:
+    (first, kinds), (second, _) = ranks(2).run(_seen)
+    assert kinds == {"ShardedParameter"}
+    assert sorted([*first, *second]) == sorted(BLOCKS * [torch.Size([36, 12]), torch.Size([12, 36])])
+    assert len(first) == len(second) == BLOCKS
+
+
+# ---- closures, errors, gradients and parameters that an optimizer replaces
+@rg.per_parameter
+class Replacing(Optimizer):
+    """Gives parameters and gradients other memory, as some do."""
+
+    fails = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                param.grad = param.grad / 2
+                param.data = param.data - param.grad.T.contiguous().T
+                if self.fails:
+                    raise ValueError("in the middle of an update")
+
+
+def _replaced(rank: int, world: int, stage: int) -> None:
+    model, engine = _sharded(stage)
+    matrices = _matrices(model)
+    optimizer = Replacing(matrices, {})
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        assert all(isinstance(param, ShardedTensor) for param in matrices)
+        loss = loss_of(model, batch(0))
+        loss.backward()
+        return loss
+
+    closure()
+    before = [param.full_tensor().clone() for param in matrices]
+    grads = [param.grad.full_tensor() for param in matrices]
+    optimizer.step(closure)
+    for param, weight, grad in zip(matrices, before, grads, strict=True):
+        assert torch.equal(param.full_tensor(), weight - grad / 2)
+        assert torch.equal(param.grad.full_tensor(), grad / 2)
+        assert torch.equal(dict(model.named_parameters())[param.slot.name].full_tensor(), weight - grad / 2)
+    optimizer.fails = True
+    with pytest.raises(ValueError, match="in the middle of an update"):
+        optimizer.step()
+    assert all(isinstance(param.grad, ShardedTensor) for param in matrices)
+    optimizer.fails = False
+    optimizer.zero_grad()
+    closure()
+    optimizer.step()
+    dist.barrier()
+
+
+@PAGE_STAGES
+def test_what_an_update_replaces_arrives(ranks: Ranks, stage: int) -> None:
+    ranks(2).run(_replaced, stage)
+
+
+def _some_without_gradients(rank: int, world: int) -> None:
+    model, engine = _sharded(3)
+    matrices = _matrices(model)
+    optimizer = torch.optim.Muon(matrices, lr=2**-4)
+    loss_of(model, batch(rank)).backward()
+    before = [param.full_tensor().clone() for param in matrices]
+    for param in matrices[::2]:
+        param.grad = None
+    optimizer.step()
+    changed = [not torch.equal(param.full_tensor(), old) for param, old in zip(matrices, before, strict=True)]
+    assert changed == [False, True] * BLOCKS
+    assert all("momentum_buffer" in optimizer.state[param] for param in matrices[1::2])
+    loss_of(model, batch(rank)).backward()
+    optimizer.step()
+    assert all("momentum_buffer" in optimizer.state[param] for param in matrices)
+    dist.barrier()
+
+
+def test_parameters_without_gradients(ranks: Ranks) -> None:
+    ranks(2).run(_some_without_gradients)
+
+
+# ---- beside what is cut
+def _mixed(rank: int, world: int, whole: bool) -> State:
+    """All parameters in one optimizer, of which some are cut: through whole tensors, as ever."""
+    model = build()
+    rg.shard(model, 3, whole=_matrices(model) if whole else None)
+    optimizers: list[Optimizer] = [torch.optim.Adafactor(model.parameters(), lr=2**-4)]
+    train(model, optimizers, rank, 0, 1)
+    return everything(model, optimizers)
+
+
+def test_beside_parameters_that_are_cut(ranks: Ranks) -> None:
+    assert differences(*(ranks(2).run(_mixed, whole)[0] for whole in (True, False))) == []
+
+
+def _added_later(rank: int, world: int) -> str:
+    model, engine = _sharded(3)
+    optimizer = torch.optim.Muon(_matrices(model)[1:], lr=2**-4)
+    train(model, [optimizer], rank, 0)
+    optimizer.add_param_group({"params": _matrices(model)[:1]})
+    train(model, [optimizer], rank, 1)
+    optimizer.add_param_group({"params": [model.head.weight]})
+    with pytest.raises(rg.UnsupportedError) as refused:
+        optimizer.step()
+    dist.barrier()
+    return str(refused.value)
+
+
+def test_a_cut_one_that_comes_later_is_refused(ranks: Ranks) -> None:
+    for rank, said in enumerate(ranks(2).run(_added_later)):
+        assert said.startswith(f"rank {rank}: parameter head.weight is cut, and came to a Muon")
+        assert "rg.shard(whole=...)" in said
+
+
+# ---- models that change, are copied, are on the meta device
+def _grown_and_copied(rank: int, world: int) -> None:
+    torch.manual_seed(3)
+    with torch.device("meta"):
+        model = Small()
+    engine = rg.shard(model, 3, whole=model.blocks)
+    assert [unit.name for unit in engine.units if unit.layout.shard_of] == [f"blocks.{i}[whole]" for i in range(BLOCKS)]
+    plain = build()
+    assert all(torch.equal(value, plain.state_dict()[name]) for name, value in model.state_dict().items())
+    model.blocks[0].extra = nn.Linear(12, 5)
+    model.blocks[0].register_forward_hook(lambda module, args, out: out + module.extra(out).sum())
+    loss_of(model, batch(rank)).backward()
+    added = engine.units[-1]
+    assert added.layout.shard_of is not None and added.name.endswith("added")
+    twin = copy.deepcopy(model)
+    layouts = [twin.get_parameter(name).unit.layout.shard_of for name, _ in model.named_parameters() if "up" in name]
+    assert None not in layouts
+    assert all(torch.equal(twin.state_dict()[name], value) for name, value in model.state_dict().items())
+    dist.barrier()
+
+
+def test_growth_copies_and_meta(ranks: Ranks) -> None:
+    ranks(2).run(_grown_and_copied)
+
+
+# ---- precision
+def _in_bf16(rank: int, world: int, whole: bool) -> State:
+    model = build()
+    rg.shard(model, 3, whole=_matrices(model) if whole else None, precision="bf16")
+    optimizers = _with_adamw(MAKE["muon"], model)
+    train(model, optimizers, rank, 0, 1)
+    assert {param.dtype for param in _matrices(model)} == {torch.float32}
+    return _wholes(model, optimizers)
+
+
+def test_masters_are_updated_by_their_owners(ranks: Ranks) -> None:
+    assert differences(*(ranks(2).run(_in_bf16, whole)[0] for whole in (True, False))) == []
+
+
+# ---- checkpoints
+def _saved(rank: int, world: int, path: str, kind: str, stage: int, whole: bool) -> State:
+    model = build()
+    engine = rg.shard(model, stage, whole=_matrices(model) if whole else None)
+    optimizers = _with_adamw(MAKE[kind], model)
+    train(model, optimizers, rank, 0, 1)
+    rg.save(f"{path}/rg", model, optimizers)
+    dcp.save(engine.state_dict(optimizers[0]), checkpoint_id=f"{path}/dcp")
+    return _wholes(model, optimizers)
+
+
+def _loaded(rank: int, world: int, path: str, kind: str, stage: int, whole: bool) -> list[State]:
+    found = []
+    model = build(5)
+    engine = rg.shard(model, stage, whole=_matrices(model) if whole else None)
+    optimizers = _with_adamw(MAKE[kind], model)
+    rg.load(f"{path}/rg", model, optimizers)
+    found.append(_wholes(model, optimizers))
+    train(model, optimizers, rank, 2)
+    found.append(_wholes(model, optimizers))
+    state = engine.state_dict(optimizers[0])
+    dcp.load(state, checkpoint_id=f"{path}/dcp")
+    engine.load_state_dict(state, optimizer=optimizers[0])
+    found.append(_wholes(model, optimizers[:1]))
+    dist.barrier()
+    return found
+
+
+def _plainly(path: str, kind: str, world: int, stage: int) -> list[State]:
+    """Plain torch takes the same checkpoint and plays that world."""
+    model = build(7)
+    optimizers = _with_adamw(MAKE[kind], model)
+    rg.load(f"{path}/rg", model, optimizers)
+    found = [_wholes(model, optimizers)]
+    play(model, world, backwards(2), stage)
+    for optimizer in optimizers:
+        optimizer.step()
+    return [*found, _wholes(model, optimizers)]
+
+
+@pytest.mark.parametrize("kind", ("muon", "shampoo"))
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [((2, 3, True), (4, 2, True)), ((4, 1, True), (2, 3, False)), ((2, 2, False), (4, 3, True))]
+)
+def test_checkpoints(ranks: Ranks, tmp_path: Path, kind: str, saved: Any, loaded: Any) -> None:
+    """World, stage, and whether matrices are whole."""
+    path = str(tmp_path)
+    world, stage, whole = saved
+    wanted = ranks(world).run(_saved, path, kind, stage, whole)[0]
+    world, stage, whole = loaded
+    at_once, later = _plainly(path, kind, world, stage)
+    assert differences(wanted, at_once) == []
+    only_first = {key: value for key, value in wanted.items() if key == "model" or "exp_avg" not in key}
+    for found in ranks(world).run(_loaded, path, kind, stage, whole):
+        assert differences(wanted, found[0]) == []
+        assert differences(later, found[1]) == []
+        assert differences(only_first, found[2]) == []
+
+
+def _own_files(rank: int, world: int, path: str) -> str:
+    model, engine = _sharded(3)
+    optimizer = torch.optim.Muon(_matrices(model), lr=2**-4)
+    train(model, [optimizer], rank, 0)
+    torch.save(optimizer.state_dict(), f"{path}/{rank}")
+    wanted = _wholes(model, [optimizer])
+    train(model, [optimizer], rank, 1)
+    optimizer.load_state_dict(torch.load(f"{path}/{rank}"))
+    loaded = _wholes(model, [optimizer])
+    assert differences({**wanted, "model": {}}, {**loaded, "model": {}}) == []
+    dist.barrier()
+    with pytest.raises(rg.StateError) as refused:
+        optimizer.load_state_dict(torch.load(f"{path}/{1 - rank}"))
+    dist.barrier()
+    return str(refused.value)
+
+
+def test_each_ranks_own_file(ranks: Ranks, tmp_path: Path) -> None:
+    for rank, said in enumerate(ranks(2).run(_own_files, str(tmp_path))):
+        assert f"was saved by rank {1 - rank} of 2, this is rank {rank} of 2" in said
+
+
+# ---- arguments
+def _different(rank: int, world: int) -> str:
+    model = build()
+    with pytest.raises(rg.ShardingError) as refused:
+        rg.shard(model, whole="matrices" if rank else None, timeout=20)
+    return str(refused.value)
+
+
+def test_ranks_say_the_same(ranks: Ranks) -> None:
+    for said in ranks(2).run(_different):
+        assert "the model on rank 1 differs from that on rank 0 in" in said and "[whole]" in said
+
+
+def _unknown(rank: int, world: int) -> str:
+    with pytest.raises(rg.ShardingError) as refused:
+        rg.shard(build(), whole=["nothing"], timeout=20)
+    return str(refused.value)
+
+
+def test_names_are_checked(ranks: Ranks) -> None:
+    for said in ranks(2).run(_unknown):
+        assert "whole: the model has no parameter or module 'nothing'" in said
+
+
+def test_only_classes_are_declared() -> None:
+    with pytest.raises(rg.ShardingError, match="per_parameter.*is not a class of optimizers"):
+        rg.per_parameter(torch.optim.SGD([torch.ones(1)]))  # type: ignore[type-var]
