@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -21,6 +18,7 @@ from retrograde.parameters import ShardedTensor
 from tests.checkpoint.runs import State, differences, everything, train
 from tests.harness import Ranks
 from tests.meshes import mesh_of
+from tests.multiproc.matrices import MAKE, ShampooByOwners, matrices_of, sharded, wholes, with_adamw
 from tests.reference import play
 from tests.small import BLOCKS, Small, backwards, batch, build, loss_of
 from tests.stages import EACH_STAGE, EACH_WORLD, OPPOSITE_STAGES, PAGE_STAGES
@@ -28,107 +26,29 @@ from tests.stages import EACH_STAGE, EACH_WORLD, OPPOSITE_STAGES, PAGE_STAGES
 STEPS = 3
 
 
-class Shampoo(Optimizer):
-    """A small one: factors of the gradient's own shape's sides, and momentum in the parameter's."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 2**-4})
-        self.updated: list[torch.Size] = []
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._update(param, param.grad, self.state[param], group["lr"])
-
-    def _update(self, param: Tensor, grad: Tensor, state: dict[str, Any], lr: float) -> None:
-        if not state:
-            state["step"] = 0
-            state["momentum"] = torch.zeros_like(param)
-            state["left"] = torch.eye(param.shape[0])
-            state["right"] = torch.eye(param.shape[1])
-        state["step"] += 1
-        state["left"].add_(grad @ grad.T)
-        state["right"].add_(grad.T @ grad)
-        update = _root(state["left"]) @ grad @ _root(state["right"])
-        state["momentum"] = state["momentum"] * 0.5 + update  # another tensor than before
-        param.sub_(state["momentum"], alpha=lr / state["step"])
-        self.updated.append(param.shape)
-
-
-@rg.per_parameter
-class ShampooByOwners(Shampoo):
-    """Declared."""
-
-
-def _root(matrix: Tensor) -> Tensor:
-    values, vectors = torch.linalg.eigh(matrix)
-    return vectors @ torch.diag(values.clamp(min=2**-10) ** -0.25) @ vectors.T
-
-
-def _matrices(model: Small) -> list[nn.Parameter]:
-    return [param for param in model.blocks.parameters() if param.ndim == 2]
-
-
-def _with_adamw(make: Callable[[list[nn.Parameter]], Optimizer], model: Small) -> list[Optimizer]:
-    """As they are used: a matrix optimizer for the matrices inside, AdamW for the rest."""
-    matrices = _matrices(model)
-    listed = set(matrices)
-    rest = [param for param in model.parameters() if param not in listed]
-    return [make(matrices), torch.optim.AdamW(rest, lr=2**-4)]
-
-
-MAKE: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
-    "muon": lambda params: torch.optim.Muon(params, lr=2**-4),
-    "adafactor": lambda params: torch.optim.Adafactor(params, lr=2**-4),
-    "adafactor foreach": lambda params: torch.optim.Adafactor(params, lr=2**-4, foreach=True),
-    "shampoo": ShampooByOwners,
-    "shampoo, not declared": Shampoo,
-    "adamw": lambda params: torch.optim.AdamW(params, lr=2**-4),
-}
-
-
-def _sharded(stage: int, **options: Any) -> tuple[Small, rg.Engine]:
+def oracle(kind: str, world: int, stage: int, replicas: int = 1, steps: int = STEPS) -> State:
     model = build()
-    return model, rg.shard(model, stage, whole=_matrices(model), **options)
-
-
-def _wholes(model: Small, optimizers: list[Optimizer]) -> State:
-    """Weights, and what is kept in the shape of parameters."""
-    state: State = {"model": {name: value.clone() for name, value in model.state_dict().items()}}
-    for optimizer in optimizers:
-        for name, param in model.named_parameters():
-            for key, value in optimizer.state.get(param, {}).items():
-                if isinstance(value, Tensor) and value.shape == param.shape:
-                    full = value.full_tensor() if isinstance(value, ShardedTensor) else value
-                    state[f"{key} of {name}"] = full.clone()
-    return state
-
-
-def _oracle(kind: str, world: int, stage: int, replicas: int = 1, steps: int = STEPS) -> State:
-    model = build()
-    optimizers = _with_adamw(MAKE[kind], model)
+    optimizers = with_adamw(MAKE[kind], model)
     for step in range(steps):
         play(model, world, backwards(step), stage, replicas)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    return _wholes(model, optimizers)
+    return wholes(model, optimizers)
 
 
 def _trained(rank: int, world: int, kind: str, stage: int, replicas: int = 1, **options: Any) -> State:
-    model, engine = _sharded(stage, mesh=mesh_of(replicas, world), **options)
-    optimizers = _with_adamw(MAKE[kind], model)
+    model = sharded(stage, mesh=mesh_of(replicas, world), **options)
+    optimizers = with_adamw(MAKE[kind], model)
     train(model, optimizers, rank, *range(STEPS))
-    return _wholes(model, optimizers)
+    return wholes(model, optimizers)
 
 
 # ---- the same numbers
 @EACH_STAGE
 @EACH_WORLD
 def test_muon_is_exact(ranks: Ranks, world: int, stage: int) -> None:
-    wanted = _oracle("muon", world, stage)
+    wanted = oracle("muon", world, stage)
     assert len(wanted) == 1 + 2 * BLOCKS + 2 * (3 + 4 * BLOCKS)
     for found in ranks(world).run(_trained, "muon", stage):
         assert differences(wanted, found) == []
@@ -137,14 +57,14 @@ def test_muon_is_exact(ranks: Ranks, world: int, stage: int) -> None:
 @OPPOSITE_STAGES
 @pytest.mark.parametrize("kind", [kind for kind in MAKE if kind != "muon"])
 def test_others_are_exact(ranks: Ranks, kind: str, stage: int) -> None:
-    wanted = _oracle(kind, 2, stage)
+    wanted = oracle(kind, 2, stage)
     for found in ranks(2).run(_trained, kind, stage):
         assert differences(wanted, found) == []
 
 
 @OPPOSITE_STAGES
 def test_in_replicas(ranks: Ranks, stage: int) -> None:
-    wanted = _oracle("muon", 4, stage, replicas=2)
+    wanted = oracle("muon", 4, stage, replicas=2)
     for found in ranks(4).run(_trained, "muon", stage, replicas=2):
         assert differences(wanted, found) == []
 
@@ -152,22 +72,23 @@ def test_in_replicas(ranks: Ranks, stage: int) -> None:
 @PAGE_STAGES
 def test_by_collectives(ranks: Ranks, stage: int) -> None:
     """Whose shards are equally long."""
-    wanted = _oracle("muon", 2, stage)
+    wanted = oracle("muon", 2, stage)
     for found in ranks(2).run(_trained, "muon", stage, transport="collective"):
         assert differences(wanted, found) == []
 
 
 def test_in_the_backends_own_order(ranks: Ranks) -> None:
     """Of two ranks there is one order."""
-    wanted = _oracle("muon", 2, 3)
+    wanted = oracle("muon", 2, 3)
     for found in ranks(2).run(_trained, "muon", 3, exact=False):
         assert differences(wanted, found) == []
 
 
 # ---- who does what
 def _counted(rank: int, world: int, stage: int) -> dict[str, Any]:
-    model, engine = _sharded(stage)
-    matrices = _matrices(model)
+    model = build()
+    engine = rg.shard(model, stage, whole=matrices_of(model))
+    matrices = matrices_of(model)
     optimizer = torch.optim.Muon(matrices, lr=2**-4)
     names = {param: name for name, param in model.named_parameters()}
     orthogonalized: list[tuple[int, ...]] = []
@@ -216,17 +137,17 @@ def test_counts(ranks: Ranks, stage: int) -> None:
 
 
 def _seen(rank: int, world: int) -> tuple[list[torch.Size], set[str]]:
-    model, engine = _sharded(3)
-    optimizer = ShampooByOwners(_matrices(model))
+    model = sharded(3)
+    optimizer = ShampooByOwners(matrices_of(model))
     loss_of(model, batch(rank)).backward()
     optimizer.step()
-    own = [param for param in _matrices(model) if param.local.numel()]
+    own = [param for param in matrices_of(model) if param.local.numel()]
     assert all(set(optimizer.state[param]) == {"step", "momentum", "left", "right"} for param in own)
-    others = [param for param in _matrices(model) if not param.local.numel()]
+    others = [param for param in matrices_of(model) if not param.local.numel()]
     assert all(set(optimizer.state[param]) == {"momentum"} for param in others)
-    assert all(isinstance(param.grad, ShardedTensor) for param in _matrices(model))
+    assert all(isinstance(param.grad, ShardedTensor) for param in matrices_of(model))
     dist.barrier()
-    return optimizer.updated, {type(param).__name__ for param in _matrices(model)}
+    return optimizer.updated, {type(param).__name__ for param in matrices_of(model)}
 
 
 def test_a_declared_one_updates_what_it_owns(ranks: Ranks) -> None:
@@ -257,8 +178,8 @@ class Replacing(Optimizer):
 
 
 def _replaced(rank: int, world: int, stage: int) -> None:
-    model, engine = _sharded(stage)
-    matrices = _matrices(model)
+    model = sharded(stage)
+    matrices = matrices_of(model)
     optimizer = Replacing(matrices, {})
 
     def closure() -> Tensor:
@@ -293,8 +214,8 @@ def test_what_an_update_replaces_arrives(ranks: Ranks, stage: int) -> None:
 
 
 def _some_without_gradients(rank: int, world: int) -> None:
-    model, engine = _sharded(3)
-    matrices = _matrices(model)
+    model = sharded(3)
+    matrices = matrices_of(model)
     optimizer = torch.optim.Muon(matrices, lr=2**-4)
     loss_of(model, batch(rank)).backward()
     before = [param.full_tensor().clone() for param in matrices]
@@ -318,7 +239,7 @@ def test_parameters_without_gradients(ranks: Ranks) -> None:
 def _mixed(rank: int, world: int, whole: bool) -> State:
     """All parameters in one optimizer, of which some are cut: through whole tensors, as ever."""
     model = build()
-    rg.shard(model, 3, whole=_matrices(model) if whole else None)
+    rg.shard(model, 3, whole=matrices_of(model) if whole else None)
     optimizers: list[Optimizer] = [torch.optim.Adafactor(model.parameters(), lr=2**-4)]
     train(model, optimizers, rank, 0, 1)
     return everything(model, optimizers)
@@ -329,10 +250,10 @@ def test_beside_parameters_that_are_cut(ranks: Ranks) -> None:
 
 
 def _added_later(rank: int, world: int) -> str:
-    model, engine = _sharded(3)
-    optimizer = torch.optim.Muon(_matrices(model)[1:], lr=2**-4)
+    model = sharded(3)
+    optimizer = torch.optim.Muon(matrices_of(model)[1:], lr=2**-4)
     train(model, [optimizer], rank, 0)
-    optimizer.add_param_group({"params": _matrices(model)[:1]})
+    optimizer.add_param_group({"params": matrices_of(model)[:1]})
     train(model, [optimizer], rank, 1)
     optimizer.add_param_group({"params": [model.head.weight]})
     with pytest.raises(rg.UnsupportedError) as refused:
@@ -375,96 +296,15 @@ def test_growth_copies_and_meta(ranks: Ranks) -> None:
 # ---- precision
 def _in_bf16(rank: int, world: int, whole: bool) -> State:
     model = build()
-    rg.shard(model, 3, whole=_matrices(model) if whole else None, precision="bf16")
-    optimizers = _with_adamw(MAKE["muon"], model)
+    rg.shard(model, 3, whole=matrices_of(model) if whole else None, precision="bf16")
+    optimizers = with_adamw(MAKE["muon"], model)
     train(model, optimizers, rank, 0, 1)
-    assert {param.dtype for param in _matrices(model)} == {torch.float32}
-    return _wholes(model, optimizers)
+    assert {param.dtype for param in matrices_of(model)} == {torch.float32}
+    return wholes(model, optimizers)
 
 
 def test_masters_are_updated_by_their_owners(ranks: Ranks) -> None:
     assert differences(*(ranks(2).run(_in_bf16, whole)[0] for whole in (True, False))) == []
-
-
-# ---- checkpoints
-def _saved(rank: int, world: int, path: str, kind: str, stage: int, whole: bool) -> State:
-    model = build()
-    engine = rg.shard(model, stage, whole=_matrices(model) if whole else None)
-    optimizers = _with_adamw(MAKE[kind], model)
-    train(model, optimizers, rank, 0, 1)
-    rg.save(f"{path}/rg", model, optimizers)
-    dcp.save(engine.state_dict(optimizers[0]), checkpoint_id=f"{path}/dcp")
-    return _wholes(model, optimizers)
-
-
-def _loaded(rank: int, world: int, path: str, kind: str, stage: int, whole: bool) -> list[State]:
-    found = []
-    model = build(5)
-    engine = rg.shard(model, stage, whole=_matrices(model) if whole else None)
-    optimizers = _with_adamw(MAKE[kind], model)
-    rg.load(f"{path}/rg", model, optimizers)
-    found.append(_wholes(model, optimizers))
-    train(model, optimizers, rank, 2)
-    found.append(_wholes(model, optimizers))
-    state = engine.state_dict(optimizers[0])
-    dcp.load(state, checkpoint_id=f"{path}/dcp")
-    engine.load_state_dict(state, optimizer=optimizers[0])
-    found.append(_wholes(model, optimizers[:1]))
-    dist.barrier()
-    return found
-
-
-def _plainly(path: str, kind: str, world: int, stage: int) -> list[State]:
-    """Plain torch takes the same checkpoint and plays that world."""
-    model = build(7)
-    optimizers = _with_adamw(MAKE[kind], model)
-    rg.load(f"{path}/rg", model, optimizers)
-    found = [_wholes(model, optimizers)]
-    play(model, world, backwards(2), stage)
-    for optimizer in optimizers:
-        optimizer.step()
-    return [*found, _wholes(model, optimizers)]
-
-
-@pytest.mark.parametrize("kind", ("muon", "shampoo"))
-@pytest.mark.parametrize(
-    ("saved", "loaded"), [((2, 3, True), (4, 2, True)), ((4, 1, True), (2, 3, False)), ((2, 2, False), (4, 3, True))]
-)
-def test_checkpoints(ranks: Ranks, tmp_path: Path, kind: str, saved: Any, loaded: Any) -> None:
-    """World, stage, and whether matrices are whole."""
-    path = str(tmp_path)
-    world, stage, whole = saved
-    wanted = ranks(world).run(_saved, path, kind, stage, whole)[0]
-    world, stage, whole = loaded
-    at_once, later = _plainly(path, kind, world, stage)
-    assert differences(wanted, at_once) == []
-    only_first = {key: value for key, value in wanted.items() if key == "model" or "exp_avg" not in key}
-    for found in ranks(world).run(_loaded, path, kind, stage, whole):
-        assert differences(wanted, found[0]) == []
-        assert differences(later, found[1]) == []
-        assert differences(only_first, found[2]) == []
-
-
-def _own_files(rank: int, world: int, path: str) -> str:
-    model, engine = _sharded(3)
-    optimizer = torch.optim.Muon(_matrices(model), lr=2**-4)
-    train(model, [optimizer], rank, 0)
-    torch.save(optimizer.state_dict(), f"{path}/{rank}")
-    wanted = _wholes(model, [optimizer])
-    train(model, [optimizer], rank, 1)
-    optimizer.load_state_dict(torch.load(f"{path}/{rank}"))
-    loaded = _wholes(model, [optimizer])
-    assert differences({**wanted, "model": {}}, {**loaded, "model": {}}) == []
-    dist.barrier()
-    with pytest.raises(rg.StateError) as refused:
-        optimizer.load_state_dict(torch.load(f"{path}/{1 - rank}"))
-    dist.barrier()
-    return str(refused.value)
-
-
-def test_each_ranks_own_file(ranks: Ranks, tmp_path: Path) -> None:
-    for rank, said in enumerate(ranks(2).run(_own_files, str(tmp_path))):
-        assert f"was saved by rank {1 - rank} of 2, this is rank {rank} of 2" in said
 
 
 # ---- arguments
@@ -492,5 +332,5 @@ def test_names_are_checked(ranks: Ranks) -> None:
 
 
 def test_only_classes_are_declared() -> None:
-    with pytest.raises(rg.ShardingError, match="per_parameter.*is not a class of optimizers"):
+    with pytest.raises(rg.ShardingError, match=r"per_parameter.*is not a class of optimizers"):
         rg.per_parameter(torch.optim.SGD([torch.ones(1)]))  # type: ignore[type-var]
