@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import retrograde as rg
-from retrograde.parameters import ShardedTensor
-from tests.checkpoint.runs import State
 from tests.small import Small, build
 
 
@@ -80,15 +78,3 @@ def sharded(stage: int, **options: Any) -> Small:
     model = build()
     rg.shard(model, stage, whole=matrices_of(model), **options)
     return model
-
-
-def wholes(model: Small, optimizers: list[Optimizer]) -> State:
-    """Weights, and what is kept in the shape of parameters."""
-    state: State = {"model": {name: value.clone() for name, value in model.state_dict().items()}}
-    for optimizer in optimizers:
-        for name, param in model.named_parameters():
-            for key, value in optimizer.state.get(param, {}).items():
-                if isinstance(value, Tensor) and value.shape == param.shape:
-                    full = value.full_tensor() if isinstance(value, ShardedTensor) else value
-                    state[f"{key} of {name}"] = full.clone()
-    return state

@@ -13,8 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from retrograde.errors import CheckpointError
-from retrograde.parameters import ShardedTensor
-from retrograde.parameters.owned import updated_elsewhere
+from retrograde.parameters.ownership import updated_elsewhere
 
 StateByName = dict[str, Any]
 
@@ -51,17 +50,11 @@ def named_state(optimizers: Sequence[Optimizer], names: Mapping[nn.Parameter, st
         elsewhere = {names[param] for param in updated_elsewhere(optimizer)}
         for number, kept in numbered["state"].items():
             name = own[number] if isinstance(number, int) else number
-            mine = _sharded_of(kept) if name in elsewhere else kept
-            if mine or name not in elsewhere:
-                state[name] = mine
+            if name not in elsewhere:
+                state[name] = kept
         for group in numbered["param_groups"]:
             groups.append({**group, "params": [own[number] for number in group["params"]]})
     return {"state": state, "param_groups": groups}
-
-
-def _sharded_of(kept: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a parameter that another rank updates: what is plain is that rank's, and here out of date."""
-    return {key: value for key, value in kept.items() if isinstance(value, ShardedTensor)}
 
 
 def numbered_state(named: StateByName, optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
+from retrograde.arguments import shown
 from retrograde.errors import ShardingError
 from retrograde.torch_internals import original_of, prepares_as
 
@@ -48,7 +49,7 @@ def per_parameter(optimizer: C) -> C:
 
 def _check_class(name: str, optimizer: Any) -> None:
     if not (isinstance(optimizer, type) and issubclass(optimizer, Optimizer)):
-        raise ShardingError(f"{name}(optimizer): {optimizer!r} is not a class of optimizers; give the class")
+        raise ShardingError(f"{name}(optimizer): {shown(optimizer)} is not a class of optimizers; give the class")
 
 
 def is_elementwise(cls: type[Optimizer], step: Callable[..., Any] | None = None) -> bool:

@@ -8,15 +8,14 @@ something is another object. To compare takes a tenth of the time.
 import itertools
 import operator
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from retrograde.coordination import Coordinator
-from retrograde.parameters.leaf import ShardedParameter
-from retrograde.parameters.owned import is_whole, tell_others
+from retrograde.parameters.ownership import is_whole
 from retrograde.parameters.plain import coordinators_of, leaves_in
 from retrograde.parameters.state import adopt_new, sharded_states
 
@@ -34,7 +33,6 @@ class Holding:
         self.whole = all(map(is_whole, self.leaves))
         self._kept: list[Any] = []  # every value of every state
         self._sharded: list[torch.Tensor] = []  # those of them that are
-        self._told: set[ShardedParameter] = set()  # owners have told the others what they keep for these
 
     @property
     def coordinators(self) -> list[Coordinator]:
@@ -63,15 +61,6 @@ class Holding:
         if not self._keeps_the_same(optimizer):
             for leaf in self.leaves:
                 adopt_new(optimizer.state.get(leaf, {}), leaf)
-
-    def tell_others(self, optimizer: Optimizer, updated: Sequence[ShardedParameter]) -> None:
-        """After an update of leaves by their owners, which may have been the first one of some."""
-        fresh = [leaf for leaf in updated if leaf not in self._told]
-        self._told.update(fresh)
-        for coordinator in self.coordinators:
-            of_one_model = [leaf for leaf in fresh if leaf.coordinator is coordinator]
-            if of_one_model:
-                tell_others(of_one_model, optimizer)
 
     def _keeps_the_same(self, optimizer: Optimizer) -> bool:
         return _same(_values_of(optimizer), self._kept)

@@ -7,9 +7,11 @@ owner's leaf, gradient and state are plain tensors in their true shape, on the m
 the leaf has no gradient, so that optimizers pass it by. Nothing travels but the meeting before the update.
 
 Rule 1: what an owner keeps for a parameter in the parameter's shape is sharded again after the update: all of it is
-        the owner's piece. Other things (factors, counters) are plain, and the owner's alone.
-Rule 2: other ranks have empty pieces of the first kind. They are told of those by the owner when a parameter has been
-        updated for the first time, at a meeting that all ranks know of, since they have the same gradients.
+        the owner's piece. Other things (factors, counters) are plain.
+Rule 2: the other ranks keep nothing for it. What they have had, from before the model was sharded or from a plain
+        run's file, goes.
+Rule 3: on those, `optimizer.state_dict()` says so of each such parameter (state.py), by which another rank's file is
+        found out when it is loaded.
 """
 
 import contextlib
@@ -20,32 +22,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from retrograde.parameters.elementwise import is_elementwise, is_per_parameter
 from retrograde.parameters.leaf import ShardedParameter
-from retrograde.parameters.part import everybodys
-from retrograde.parameters.plain import leaves_in
+from retrograde.parameters.ownership import is_owned
 from retrograde.parameters.sharded_tensor import ShardedTensor, turn
-from retrograde.parameters.state import adopt_whole, nothing_of, sharded_states
+from retrograde.parameters.state import adopt_whole
 from retrograde.torch_internals import set_data, without_torch_function
-
-
-def is_whole(leaf: ShardedParameter) -> bool:
-    """Has one rank all of it, as it has of all parameters of its unit?"""
-    return leaf.unit.layout.shard_with(leaf.place) is not None
-
-
-def is_owned(leaf: ShardedParameter) -> bool:
-    """Has this rank all of it?"""
-    return leaf.unit.layout.shard_with(leaf.place) == leaf.unit.rank
-
-
-def updated_elsewhere(optimizer: Optimizer) -> set[ShardedParameter]:
-    """The parameters that other ranks alone update, and keep what the optimizer keeps for them."""
-    cls = type(optimizer)
-    leaves, _ = leaves_in(each for group in optimizer.param_groups for each in group["params"])
-    if is_elementwise(cls) or not is_per_parameter(cls) or not all(map(is_whole, leaves)):
-        return set()
-    return {leaf for leaf in leaves if not is_owned(leaf)}
 
 
 @contextlib.contextmanager
@@ -78,8 +59,7 @@ class _Others:
         return found
 
     def begin(self) -> None:
-        for _ in sharded_states(self.state, self.leaf):
-            pass  # what was made before the model was sharded is cut
+        self.optimizer.state.pop(self.leaf, None)  # Rule 2
         turn(self.leaf, nn.Parameter)
         self.grad = self.leaf.grad
         self.leaf.grad = None
@@ -126,21 +106,3 @@ class _Owned(_Others):
             leaf.grad = self._slot.flatten(changed)
         turn(leaf, ShardedParameter)
         adopt_whole(self.state, leaf)
-
-
-def tell_others(leaves: Sequence[ShardedParameter], optimizer: Optimizer) -> None:
-    """Rule 2, for leaves of one model that have been updated for the first time. All ranks meet."""
-
-    def mine() -> list[list[Any]]:
-        return [
-            [number, key, torch.empty(0, dtype=value.dtype)]
-            for number, leaf in enumerate(leaves)
-            if is_owned(leaf)
-            for key, value in optimizer.state.get(leaf, {}).items()
-            if isinstance(value, ShardedTensor) and isinstance(key, str)
-        ]
-
-    for number, key, empty in (each for by_rank in everybodys("what is kept", leaves, mine) for each in by_rank):
-        leaf = leaves[number]
-        if not is_owned(leaf):
-            optimizer.state[leaf].setdefault(key, nothing_of(leaf, empty))

@@ -13,7 +13,6 @@ sharded tensors, function by function (routes.py): slower, and right.
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,8 +25,8 @@ from retrograde.parameters.clipping import clip_norm
 from retrograde.parameters.elementwise import is_elementwise, is_per_parameter
 from retrograde.parameters.handlers import USED_TOGETHER
 from retrograde.parameters.holding import Holding, holding_of
-from retrograde.parameters.leaf import ShardedParameter
-from retrograde.parameters.owned import is_whole, owned_for_a_while
+from retrograde.parameters.owned import owned_for_a_while
+from retrograde.parameters.ownership import is_kept_by_owners, is_whole, keep_by_owners
 from retrograde.parameters.plain import bring_gradients_of, coordinators_of, leaves_in, plain_for_a_while
 from retrograde.torch_internals import (
     around_clipping,
@@ -101,18 +100,15 @@ def _kind_of(optimizer: Optimizer, step: Callable[..., Any], holding: Holding) -
     if not is_per_parameter(cls, step):
         return _Update
     if holding.whole:
-        _by_owners.add(optimizer)
+        keep_by_owners(optimizer)
         return _OwnersUpdate
-    if optimizer in _by_owners:
+    if is_kept_by_owners(optimizer):
         cut = next(leaf for leaf in holding.leaves if not is_whole(leaf))
         raise UnsupportedError(
             f"{cut.called} is cut, and came to a {cls.__name__} whose other parameters have been updated by their "
             f"owners, who keep its state: list it in rg.shard(whole=...) too, or give it to another optimizer"
         )
     return _Update
-
-
-_by_owners: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()  # optimizers whose state owners keep
 
 
 class _Update:
@@ -152,18 +148,13 @@ class _PlainUpdate(_Update):
     """One on plain tensors."""
 
     _plain: contextlib.AbstractContextManager[Sequence[torch.Tensor]]
-    _updated: Sequence[torch.Tensor] = ()  # leaves that have a gradient
 
     def __enter__(self) -> None:
         super().__enter__()
         self._plain = self._as_plain()
-        self._updated = self._plain.__enter__()
-        _written(self._updated)
+        _written(self._plain.__enter__())
 
     def __exit__(self, *error: object) -> None:
-        self._leave()
-
-    def _leave(self) -> None:
         self._plain.__exit__(None, None, None)  # what was raised is nothing to it
         self._adopt()
         self._end()
@@ -182,7 +173,7 @@ class _PlainUpdate(_Update):
 
         @functools.wraps(closure)
         def run(*args: Any, **kwargs: Any) -> Any:
-            self._leave()
+            self.__exit__()
             result = closure(*args, **kwargs)
             self.__enter__()
             return result
@@ -198,12 +189,6 @@ class _OwnersUpdate(_PlainUpdate):
 
     def _adopt(self) -> None:
         """Done by what made them plain."""
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        self._holding.tell_others(
-            self._optimizer, [leaf for leaf in self._updated if isinstance(leaf, ShardedParameter)]
-        )
 
 
 def _written(leaves: Sequence[torch.Tensor]) -> None:
