@@ -13,13 +13,13 @@ from tests.checkpoint.loaded import KINDS, SavedAt, faults, load
 from tests.checkpoint.runs import OPTIMIZERS, State, buffered, differences, everything, new, train
 from tests.harness import Ranks
 from tests.meshes import mesh_of
-from tests.stages import EACH_STAGE, STAGES, WORLDS
+from tests.stages import OPPOSITE_STAGES, STAGES, WORLDS
 
 # Each saved by another number of ranks, at another stage; `python -m tests.checkpoint.loaded` has the whole table.
 SAVED_AT = {
-    "adamw": SavedAt(2, 3),
+    "adamw": SavedAt(1, 3),
     "sgd": SavedAt(4, 2),
-    "muon": SavedAt(1, 1),
+    "muon": SavedAt(2, 1),
     "adafactor": SavedAt(2, 1),
     "adamw in bf16": SavedAt(4, 3),
     "muon by owners": SavedAt(4, 3),
@@ -28,8 +28,11 @@ SAVED_AT = {
 
 
 @pytest.mark.parametrize("kind", SAVED_AT)
-def test_at_every_world_and_stage(ranks: Ranks, tmp_path: Path, kind: str) -> None:
-    assert faults(ranks, str(tmp_path / "checkpoint"), KINDS[kind], SAVED_AT[kind], WORLDS) == []
+def test_at_every_stage(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    """What one rank has saved by all numbers of ranks, the rest by two and by four."""
+    saved_at = SAVED_AT[kind]
+    worlds = WORLDS if saved_at.world == 1 else (2, 4)
+    assert faults(ranks, str(tmp_path / "checkpoint"), KINDS[kind], saved_at, worlds) == []
 
 
 def test_in_replicas(ranks: Ranks, tmp_path: Path) -> None:
@@ -85,7 +88,7 @@ def _run(rank: int, path: str, kind: str, stage: int, resumed: bool) -> State:
     return {**everything(model, optimizers), "drawn": torch.rand(3)}
 
 
-@EACH_STAGE
+@OPPOSITE_STAGES
 def test_going_on_is_not_having_stopped(ranks: Ranks, tmp_path: Path, stage: int) -> None:
     assert ranks(2).run(_goes_on, str(tmp_path), stage) == [[], []]
 
