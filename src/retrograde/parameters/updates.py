@@ -147,20 +147,26 @@ class _Update:
 class _PlainUpdate(_Update):
     """One on plain tensors."""
 
-    _plain: contextlib.AbstractContextManager[Sequence[torch.Tensor]]
+    _while_it_runs: contextlib.ExitStack
+    _select = staticmethod(Holding.selection)
 
     def __enter__(self) -> None:
         super().__enter__()
-        self._plain = self._as_plain()
-        _written(self._plain.__enter__())
+        with contextlib.ExitStack() as stack:
+            _written(self._make_plain(stack))
+            self._while_it_runs = stack.pop_all()
 
     def __exit__(self, *error: object) -> None:
-        self._plain.__exit__(None, None, None)  # what was raised is nothing to it
+        self._while_it_runs.close()  # what was raised is nothing to it
         self._adopt()
         self._end()
 
-    def _as_plain(self) -> contextlib.AbstractContextManager[Sequence[torch.Tensor]]:
-        return plain_for_a_while(self._holding.leaves, self._holding.states(self._optimizer))
+    def _make_plain(self, stack: contextlib.ExitStack) -> Sequence[torch.Tensor]:
+        """Until `stack` is closed. Returns the leaves that are updated meanwhile."""
+        selected = self._select(self._holding, self._optimizer)
+        stack.enter_context(selected.in_place_of_all(self._optimizer))
+        updated = stack.enter_context(plain_for_a_while(selected.leaves, selected.states))
+        return [*updated, *selected.hidden]
 
     def _adopt(self) -> None:
         self._holding.adopt_new_states(self._optimizer)
@@ -169,7 +175,9 @@ class _PlainUpdate(_Update):
         coordinator.begin_step()
 
     def outside(self, closure: Callable[..., Any]) -> Callable[..., Any]:
-        """Everything is sharded while it runs, between two updates."""
+        """Everything is sharded while it runs, between two updates. Nobody stands for another then: what the optimizer
+        has taken from its groups before is what it goes through after it."""
+        self._select = Holding.everything
 
         @functools.wraps(closure)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -184,8 +192,8 @@ class _PlainUpdate(_Update):
 class _OwnersUpdate(_PlainUpdate):
     """One of each parameter by its owner."""
 
-    def _as_plain(self) -> contextlib.AbstractContextManager[Sequence[torch.Tensor]]:
-        return owned_for_a_while(self._holding.leaves, self._optimizer)
+    def _make_plain(self, stack: contextlib.ExitStack) -> Sequence[torch.Tensor]:
+        return stack.enter_context(owned_for_a_while(self._holding.leaves, self._optimizer))
 
     def _adopt(self) -> None:
         """Done by what made them plain."""
