@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 
 import retrograde as rg
-from retrograde.devices import Stream
+from retrograde.devices import Stream, streams_of
 from retrograde.pipeline.parcel import layout_of
 from retrograde.transport import Parts, PipelineRanks, ProcessRanks, ThreadRanks
 from retrograde.transport.messages import Address, Form
 from tests import threads
 from tests.harness import RankPool
 
-HOST = torch.device("cpu")
+HOST = streams_of(torch.device("cpu"))
 OUTPUT, GRADIENT = Address(True, 0, 0), Address(False, 0, 0)
 
 
@@ -26,7 +26,7 @@ def _content(*tensors: torch.Tensor | None) -> Parts:
 
 def _talk(ranks: PipelineRanks, all_are_there: Callable[[], object]) -> list[object]:
     """Rank 0 sends two messages to one address, before anybody asks for them; rank 1 answers, and then fails."""
-    channel = ranks.channel(HOST, 10.0)
+    channel = ranks.channel(HOST, 10.0, ())
     all_are_there()  # as `Pipeline()` sees to it
     transposed = torch.arange(6.0).view(2, 3).t()
     if ranks.rank == 0:
@@ -69,7 +69,7 @@ def test_threads() -> None:
 def test_what_never_comes_is_told() -> None:
     def program(ranks: ThreadRanks) -> str:
         with pytest.raises(rg.PipelineError) as caught:
-            ranks.channel(HOST, 0.1).receive(1, OUTPUT).wait(Stream())
+            ranks.channel(HOST, 0.1, ()).receive(1, OUTPUT).wait(Stream())
         return str(caught.value)
 
     assert threads.run(1, program) == ["rank 0 waits for the output of stage 0, microbatch 0: nothing came in 0.1 s"]

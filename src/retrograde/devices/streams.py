@@ -11,7 +11,8 @@ Rule 3: storage is given back with the event of its last reader, and its next wr
         that was not copied is let go when its producer's stream has been made to wait for the reduction.
 Rule 4: whoever uses a reduced gradient or a page waits for the stream that made it; the stream that makes it
         waits for what the user's stream has issued until then, such as the step that wrote the shard.
-Rule 5: memory is allocated on the stream to which it will be free again: what users keep on theirs.
+Rule 5: memory is allocated on the stream to which it will be free again: what users keep on theirs. Where that would
+        make a transfer wait for what users compute, it is the transfer's, and each user's stream holds it (`hold`).
 
 A stream runs pieces of work (`run`), records events and waits for them, and has memory of its own (`empty`). Work
 only reads and writes memory that exists already, so that a device may do it later: the host returns at once, and
@@ -42,6 +43,9 @@ class Stream:
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device="cpu")
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Memory of another stream: who lets go of it need not wait for what has been issued here until then."""
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor where the host can read it, with what was issued here before. The host waits for that."""
@@ -101,6 +105,9 @@ class DeviceStream(Stream):
         with self._stream:
             return torch.empty(numel, dtype=dtype, device=self._stream.device)
 
+    def hold(self, tensor: torch.Tensor) -> None:
+        tensor.record_stream(self._stream)
+
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         with self._stream:
             copied = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
@@ -114,8 +121,13 @@ def streams_of(device: torch.device) -> Streams:
     if device.type == "cpu":
         host = Stream()
         return Streams(device, host, host, host, lambda: host)
-    reducing, fetching, serving = (DeviceStream(torch.Stream(device)) for _ in range(3))
+    reducing, fetching, serving = (another_stream(device) for _ in range(3))
     return Streams(device, reducing, fetching, serving, lambda: DeviceStream(torch.accelerator.current_stream(device)))
+
+
+def another_stream(device: torch.device) -> Stream:
+    """A new stream of an accelerator; the host has one."""
+    return Stream() if device.type == "cpu" else DeviceStream(torch.Stream(device))
 
 
 def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:

@@ -12,8 +12,8 @@ Rule 3: what cannot be repeated keeps its pairs: a stage that changes its input 
         no gradient (the first stage), or in which somebody runs a backward of their own (reentrant checkpoints do).
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -46,18 +46,32 @@ class Pending:
 class Surroundings:
     """What a forward depends on beside its arguments, when it began."""
 
-    random: Tensor
-    device: str
+    device: torch.device
+    random: Tensor  # the host's generator
+    random_of_device: Tensor | None
     lower: bool
     dtype: torch.dtype
 
     @staticmethod
-    def now(device: str) -> "Surroundings":
-        dtype = torch.get_autocast_dtype(device)
-        return Surroundings(torch.get_rng_state(), device, torch.is_autocast_enabled(device), dtype)
+    def now(device: torch.device) -> "Surroundings":
+        of_device = None
+        if device.type != "cpu":
+            of_device = torch.get_device_module(device).get_rng_state(device)
+        kind = device.type
+        return Surroundings(
+            device, torch.get_rng_state(), of_device, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        )
 
-    def precision(self) -> AbstractContextManager[object]:
-        return torch.autocast(self.device, dtype=self.dtype, enabled=self.lower)
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, random numbers and autocast are as they were; after it, as they are now."""
+        devices = [] if self.random_of_device is None else [self.device]
+        with torch.random.fork_rng(devices, device_type=self.device.type):
+            torch.set_rng_state(self.random)
+            if self.random_of_device is not None:
+                torch.get_device_module(self.device).set_rng_state(self.random_of_device, self.device)
+            with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.lower):
+                yield
 
 
 class Recomputed(NamedTuple):
@@ -81,10 +95,8 @@ class Repeat:
 
     def run(self, split: SplitBackward) -> None:
         """F, and I and W at once."""
-        with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(self.surroundings.random)
-            with torch.enable_grad(), self.surroundings.precision():
-                made = self.forward(split)
+        with self.surroundings.again(), torch.enable_grad():
+            made = self.forward(split)
         pairs = [(e, g) for e, g in zip(made.outputs, self.grads, strict=True) if e is not None and g is not None]
         split.run_again([e for e, _ in pairs], [g for _, g in pairs], made.leaves, self.waited)
         for leaf in made.leaves:

@@ -11,7 +11,7 @@ to the second, so that in the end all ranks of all replicas know.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -59,15 +59,19 @@ def exchange(transport: Transport, label: str, value: V) -> list[V]:
 class Agreed(NamedTuple):
     """What all ranks know at the end of a step: the failures of all of them, and the loss if the last stage has one.
 
-    `lost`: some rank is gone, and there will be no other step."""
+    `loss`: True if there is one on a device, which follows (relay.py). `lost`: some rank is gone, and there will be no
+    other step."""
 
     failures: list[str]
-    loss: Tensor | None
+    loss: Tensor | Literal[True] | None
     lost: bool
 
 
 def end_of_step(
-    transports: Sequence[Transport], groups: Sequence[dist.ProcessGroup], failures: list[str], loss: Tensor | None
+    transports: Sequence[Transport],
+    groups: Sequence[dist.ProcessGroup],
+    failures: list[str],
+    loss: Tensor | Literal[True] | None,
 ) -> Agreed:
     """The rank of the last stage tells the others the loss; a rank that has failed tells them why.
 

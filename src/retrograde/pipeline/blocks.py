@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from retrograde.arguments import instance, wrong
+from retrograde.devices import can_compute, device_of
 from retrograde.engine.materialize import check_resettable, materialize
 from retrograde.errors import PipelineError
 from retrograde.pipeline.partition import balance, cut_before
@@ -136,6 +137,24 @@ def divide(
     return [[blocks[number] for number in run] for run in balance(costs, stages)]
 
 
+def device_of_blocks(blocks: Sequence[Block]) -> torch.device:
+    """Where a pipeline's stages on this rank are to be."""
+    named = [pair for block in blocks for pair in block.module.named_parameters(prefix=block.name)]
+    device = device_of(parameter for _, parameter in named)
+    for name, parameter in named:
+        if parameter.device.type != "meta" and not can_compute(parameter.device):
+            raise PipelineError(
+                f"parameter {name} is on {parameter.device}, which is neither the CPU nor torch.accelerator's device; "
+                f"move the model to one of them, or make it on meta"
+            )
+        if parameter.device.type != "meta" and parameter.device != device:
+            raise PipelineError(
+                f"parameter {name} is on {parameter.device} and the model's first one on {device}; a rank's stages are "
+                f"on one device: move all of the model there"
+            )
+    return device
+
+
 def measured(blocks: Sequence[Block], sample: tuple[Any, ...], options: dict[str, Any]) -> list[float]:
     """Seconds that each block takes for forward and backward of `sample`, the least of a few runs.
 
@@ -162,13 +181,22 @@ class _TimedRun(NamedTuple):
 
 def _timed(chain: Chain, args: tuple[Any, ...], options: dict[str, Any]) -> _TimedRun:
     args = tree_map_only(torch.Tensor, lambda t: t.detach().requires_grad_(t.is_floating_point()), args)
+    _wait_for(chain)
     began = time.perf_counter()
     output = chain(*args, **options)
     made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if made:
         torch.autograd.backward(made, [torch.ones_like(leaf) for leaf in made])
+    _wait_for(chain)
     seconds = time.perf_counter() - began
     return _TimedRun(seconds, output if isinstance(output, tuple) else (output,))
+
+
+def _wait_for(chain: Chain) -> None:
+    """What has been issued for it is done: on a device the host only issues."""
+    device = device_of(chain.parameters())
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def materialize_stages(blocks: Sequence[Block], mine: Collection[nn.Module], device: torch.device) -> None:

@@ -15,7 +15,8 @@ from retrograde.transport.tensors import copy_of
 def layout_of(tensor: Tensor) -> TensorLayout:
     """How the receiver makes it: with the same strides, or row by row if it has gaps or overlaps."""
     stride = tensor.stride() if is_dense(tensor.shape, tensor.stride()) else row_by_row(tensor.shape)
-    return TensorLayout(tuple(tensor.shape), tuple(stride), tensor.dtype, tensor.requires_grad)
+    on_host = tensor.device.type == "cpu"
+    return TensorLayout(tuple(tensor.shape), tuple(stride), tensor.dtype, tensor.requires_grad, on_host)
 
 
 @dataclass(frozen=True)

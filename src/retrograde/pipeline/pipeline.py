@@ -9,7 +9,7 @@ import contextlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from retrograde.arguments import Said, flag, function, instance, one_of, said, shown, whole_number, wrong
-from retrograde.devices import device_of, streams_of
+from retrograde.devices import streams_of
 from retrograde.engine import Engine, shard
 from retrograde.errors import PipelineError, RetrogradeError
 from retrograde.layout import parse_bytes
@@ -32,6 +32,7 @@ from retrograde.pipeline.blocks import (
     OwnStages,
     accepted,
     blocks_of,
+    device_of_blocks,
     divide,
     find_ties,
     materialize_stages,
@@ -42,6 +43,7 @@ from retrograde.pipeline.executor import Batch, Executor, Outcome, total_loss
 from retrograde.pipeline.generators import GENERATORS
 from retrograde.pipeline.lowering import forward_only, lower
 from retrograde.pipeline.options import Cut, Zero, check_apart, group_of
+from retrograde.pipeline.relay import LossRelay, ways_of
 from retrograde.pipeline.schedule import Action, Schedule
 from retrograde.pipeline.search import schedule_for
 from retrograde.pipeline.stage import Loss, Stage, WeightedTarget
@@ -49,7 +51,7 @@ from retrograde.pipeline.ties import TiedParameters, TieSums
 from retrograde.pipeline.timeline import Timed
 from retrograde.pipeline.transport import StageTransport
 from retrograde.torch_internals import check_before_first_use
-from retrograde.transport import ProcessRanks
+from retrograde.transport import ProcessRanks, Transport
 
 
 @dataclass(frozen=True)
@@ -123,13 +125,13 @@ class Pipeline:
             self._pending = Pending(None if pending is None else parse_bytes(pending, "pending"))
             self.schedule = schedule_for(_named(schedule), own.world, count)
             blocks = blocks_of(model)
-            self.device = _device_of(blocks)
+            self.device = device_of_blocks(blocks)
             costs = self._measured(blocks, cut)
             arguments.append(said("loss_reduction", loss_reduction, loss_reduction))
             arguments.append(said("pending", pending, self._pending.limit))
+            arguments.append(said("model", f"on {self.device.type}", self.device.type))
             arguments += _arguments(schedule, self.schedule, zero, cut)
-        channel = own.channel(self.device, PATIENCE)
-        self._transport = StageTransport(channel, self.rank, streams_of(self.device))
+        self._open(own)
         self._take_stages(blocks, self._divide(model, blocks, cut, costs), loss, zero)
         exchange(self._transports[0], "Pipeline() is done", None)  # messages come when everybody can receive them
 
@@ -255,9 +257,19 @@ class Pipeline:
         ranks = [ProcessRanks(group, PATIENCE) for group in self._groups]
         self._tied = TiedParameters()
         self._ended: str | None = None  # why there will be no other step
-        host = streams_of(torch.device("cpu"))  # where sums of ties are made
+        host = streams_of(torch.device("cpu"))  # what ranks say at meetings is the host's
         self._transports = [each.transport(self._tied, host, PATIENCE) for each in ranks]
         return ranks[0]
+
+    def _open(self, own: ProcessRanks) -> None:
+        """What stages and ties go by. All ranks know that they have the same schedule and kind of device."""
+        self._streams = streams_of(self.device)
+        channel = own.channel(self._streams, PATIENCE, ways_of(self.schedule))
+        self._transport = StageTransport(channel, self.rank, self._streams)
+        self._relay = LossRelay(self.schedule, self.rank, self._transport)
+        self._of_ties: Transport = self._transports[0]
+        if not self._streams.on_host:
+            self._of_ties = own.transport(self._tied, self._streams, PATIENCE)
 
     def _check_parts(self, loss: Any, zero: Any, cut: Any) -> None:
         if loss is not None:
@@ -295,7 +307,7 @@ class Pipeline:
         own = [block for group in mine.values() for block in group]
         everywhere = all(by_stage)  # else other ranks have stages of which this one knows nothing
         self._accepted = accepted([block.module for block in blocks]) if everywhere else None
-        self._ties = TieSums(find_ties(by_stage, self.schedule.placement), self._tied, self._transports[0])
+        self._ties = TieSums(find_ties(by_stage, self.schedule.placement), self._tied, self._of_ties, self._streams)
         materialize_stages(blocks, [block.module for block in own], self.device)
         self._blocks = own
         self._names = dict(_names(own))
@@ -303,7 +315,13 @@ class Pipeline:
         self.engine = self._shard(zero, list(chains.values()))
         self._pending.stages = len(chains)
         self.stages = {
-            number: Stage(number, chain, split=self.schedule.split_microbatches(number), pending=self._pending)
+            number: Stage(
+                number,
+                chain,
+                split=self.schedule.split_microbatches(number),
+                pending=self._pending,
+                device=self.device,
+            )
             for number, chain in chains.items()
         }
         if self.schedule.last_stage in self.stages:
@@ -391,27 +409,19 @@ class Pipeline:
         losses = [loss for _, loss in sorted(outcome.losses.items())]
         mine = total_loss(losses)
         failures = [] if outcome.failure is None else [str(outcome.failure)]
-        agreed = end_of_step(self._transports, self._groups, failures, mine)
+        news: Tensor | Literal[True] | None = mine if mine is None or self._streams.on_host else True
+        agreed = end_of_step(self._transports, self._groups, failures, news)
         if agreed.lost:
             self._ended = "\n".join(agreed.failures)
         if agreed.failures:
             raise PipelineError("\n".join(agreed.failures)) from outcome.error
         outputs = tuple(output for _, output in sorted(outcome.outputs.items()))
-        return Result(agreed.loss if mine is None else mine, outputs, tuple(loss.value for loss in losses))
+        loss = self._relay.share(mine) if agreed.loss is True else agreed.loss
+        return Result(loss if mine is None else mine, outputs, tuple(each.value for each in losses))
 
     def _check_going(self) -> None:
         if self._ended is not None:
             raise PipelineError(f"this pipeline has lost a rank in an earlier step, start the job again: {self._ended}")
-
-
-def _device_of(blocks: list[Block]) -> torch.device:
-    named = [pair for block in blocks for pair in block.module.named_parameters(prefix=block.name)]
-    for name, parameter in named:
-        if parameter.device.type not in ("cpu", "meta"):
-            raise PipelineError(
-                f"parameter {name} is on {parameter.device}; this version wants it on the CPU or on meta"
-            )
-    return device_of(parameter for _, parameter in named)
 
 
 def _checked_reduction(given: Any) -> str:

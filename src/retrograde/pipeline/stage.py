@@ -31,6 +31,7 @@ from retrograde.torch_internals import alias_without_base
 from retrograde.transport.messages import TensorLayout
 
 Loss = Callable[..., Tensor]
+HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -107,10 +108,10 @@ class Stage:
     pages: dict[Owner, Tensor] = field(default_factory=dict)  # from GATHER to DROP
     account: Account = field(default_factory=Account)  # of the first microbatch whose backward was split
     pending: Pending = field(default_factory=Pending)  # shared by the stages of a rank
+    device: torch.device = HOST
 
     def __post_init__(self) -> None:
         self._parameters = StageParameters(self.module)
-        self._device = next((p.device.type for p in self.module.parameters()), "cpu")
         parameters = inspect.signature(self.module.forward).parameters.values()
         self._accepts = {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_POSITIONAL}
         self._accepts_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
@@ -246,7 +247,7 @@ class Stage:
             return Recomputed([leaf for leaf in computed.leaves if leaf is not None], [_edge(t) for t in outputs])
 
         inputs = [t for t, layout in zip(arrived.tensors, arrived.layout.tensors, strict=True) if _wanted(t, layout)]
-        return Repeat([t for t in inputs if t is not None], forward, Surroundings.now(self._device))
+        return Repeat([t for t in inputs if t is not None], forward, Surroundings.now(self.device))
 
     def _hold_less(self, flight: Flight, split: SplitBackward, output_grads: Sequence[Tensor | None]) -> None:
         """Hold the pairs, or what they can be made of again (again.py)."""
@@ -264,7 +265,8 @@ class Stage:
 
     def _as_computed(self) -> AbstractContextManager[object]:
         """Autocast is for forwards. A backward that runs inside it would lower what was computed in full precision."""
-        return torch.autocast(self._device, enabled=False) if torch.is_autocast_enabled(self._device) else nullcontext()
+        kind = self.device.type
+        return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
     def _recorder(self, microbatch: int) -> SplitBackward | None:
         """What looks at the operations of a forward, if anybody has to.
@@ -279,7 +281,7 @@ class Stage:
             return SplitBackward(self._parameters, self._account_of_first())
         if self.split:
             return SplitBackward(self._parameters)
-        return SplitBackward() if torch.is_autocast_enabled(self._device) else None
+        return SplitBackward() if torch.is_autocast_enabled(self.device.type) else None
 
     def _account_of_first(self) -> Account | None:
         """It is kept of the first microbatch that is split, and of no other."""

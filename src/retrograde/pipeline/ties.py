@@ -7,6 +7,8 @@ at which all ranks of the pipeline are; what they add travels as parts of gradie
     last rank     put its gradient ──┐              ┌── take the sum
     all ranks     ───────────── meeting: who has one ──────────────
     first rank                       └─> take, add, put the sum
+
+On a device they are staged in the host's memory (transport/staged.py): the host waits for each that it puts.
 """
 
 import contextlib
@@ -14,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from retrograde.devices import Stream
+from retrograde.devices import Streams
 from retrograde.engine import Engine
 from retrograde.parameters import ShardedParameter
 from retrograde.pipeline.blocks import Tie
@@ -43,8 +45,9 @@ class TiedParameters:
 class TieSums:
     """Of all ties of a pipeline, which are the same on all of its ranks. Parameters of other ranks are not kept."""
 
-    def __init__(self, ties: Sequence[Tie], parameters: TiedParameters, transport: Transport) -> None:
+    def __init__(self, ties: Sequence[Tie], parameters: TiedParameters, transport: Transport, streams: Streams) -> None:
         self._any = bool(ties)
+        self._streams = streams
         self._transport = transport
         self._mine = {index: tie for index, tie in enumerate(ties) if transport.rank in tie.ranks}
         parameters.mine = self._mine
@@ -102,7 +105,7 @@ class TieSums:
             sums[index] = self._sum(key, tie, having, flat.get(index)) if having else None
         for work in works:
             if work is not None:
-                work.wait(Stream())
+                work.wait(self._streams.current())
         return sums
 
     def _put_to_first(self, key: Key, tie: Tie, grad: Tensor) -> Work | None:
@@ -113,15 +116,23 @@ class TieSums:
         first, *others = tie.ranks
         result = Key(key.unit, key.meeting, key.attempt, _SUM)
         if self._transport.rank != first:
-            return self._transport.take(result, first, tie.name)
+            return self._take(result, first, tie)
         total = own
         for rank in having:
             if rank != first:
-                part = self._transport.take(key, rank, tie.name)
+                part = self._take(key, rank, tie)
                 total = part if total is None else total + part
         assert total is not None  # somebody has one
-        self._transport.put(result, {other: [total] for other in others}).wait(Stream())
+        self._transport.put(result, {other: [total] for other in others}).wait(self._streams.current())
         return total
+
+    def _take(self, key: Key, src: int, tie: Tie) -> Tensor:
+        """For the current stream. What is taken belongs to the one that reduces."""
+        part = self._transport.take(key, src, tie.name)
+        current = self._streams.current()
+        current.wait(self._streams.reducing.record())
+        current.hold(part)
+        return part
 
 
 def _sharded(tie: Tie) -> ShardedParameter:

@@ -17,6 +17,7 @@ from retrograde.transport.protocol import (
     Rest,
     ShardServer,
     Transport,
+    Way,
     Work,
 )
 from retrograde.transport.threads import ThreadRanks
@@ -45,5 +46,6 @@ __all__ = [
     "Use",
     "Uses",
     "Value",
+    "Way",
     "Work",
 ]

@@ -8,8 +8,9 @@ it; what is sent is held by the connection until it has been sent.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -41,8 +42,16 @@ class ConnectedChannel:
     number: int  # given by the connections
     timeout = TIMEOUT  # for which a rank that has finished waits for others that ask for nothing
 
-    def __init__(self, connections: Connections, device: torch.device, patience: float) -> None:
+    def __init__(
+        self,
+        connections: Connections,
+        device: torch.device,
+        patience: float,
+        came: Callable[[int, Parts], None] | None = None,
+    ) -> None:
+        """`came` is told of each content and its sender, with `changed` held: in the order in which it was sent."""
         self._connections = connections
+        self._came = came
         self._device = device
         self._patience = patience
         self._sent_forms: dict[Address, bytes] = {}  # as they were sent: 1, 1.0 and True are not the same
@@ -67,9 +76,13 @@ class ConnectedChannel:
         try:
             self._connections.send(peer, message, data=data)
         except OSError as error:
-            cause = self._connections.why_lost(peer)
-            self._said = True
-            raise PipelineError(f"rank {self._connections.rank}, sending to pipeline rank {peer}: {cause}") from error
+            self.cannot_reach(peer, error)
+
+    def cannot_reach(self, peer: int, error: Exception) -> NoReturn:
+        """Nothing can be sent to a rank: raise, with its cause."""
+        cause = self._connections.why_lost(peer)
+        self._said = True
+        raise PipelineError(f"rank {self._connections.rank}, sending to pipeline rank {peer}: {cause}") from error
 
     def receive(self, peer: int, address: Address) -> _Awaited:
         self._connections.listen_to(peer)
@@ -118,6 +131,8 @@ class ConnectedChannel:
                 address = message.address
                 arrived = Parts(self._forms[address], self._filling.pop(address))
                 self._arrived.setdefault(address, deque()).append(arrived)
+                if self._came is not None:
+                    self._came(src, arrived)
             case Void():
                 self._arrived.setdefault(message.address, deque()).append(None)
             case _:

@@ -16,13 +16,13 @@ Rule 1: what is not started when rank 0 comes to a meeting is never started: the
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from retrograde.devices import Stream
+from retrograde.transport.groups import own_group
 from retrograde.transport.messages import Key
 
 
@@ -70,12 +70,7 @@ class Collectives:
     """A process group of our own: the user's collectives may come between ours in any order."""
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
-        ranks = dist.get_process_group_ranks(group)
-        limit = timedelta(seconds=timeout)
-        # Without the ranks outside of the group torch names a new one by how many groups each rank is in, so it is only
-        # done where there are such ranks.
-        apart = len(ranks) < dist.get_world_size()
-        self._group = dist.new_group(ranks, limit, use_local_synchronization=apart, sort_ranks=False)
+        self._group = own_group(group, timeout)
 
     def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, fail: Callable[..., NoReturn]) -> _Reduction:
         work = dist.reduce_scatter_single(own, whole, group=self._group, async_op=True)

@@ -143,12 +143,15 @@ class TreeNode(Record, frozen=True, tag="node"):
 
 
 class TensorLayout(Record, frozen=True):
-    """A tensor as it is made again on the other side. Memory order is kept, since kernels choose by it."""
+    """A tensor as it is made again on the other side. Memory order is kept, since kernels choose by it.
+
+    `on_host`: its bytes travel beside the message; else by another way, from device to device."""
 
     size: tuple[Count, ...]
     stride: tuple[Count, ...]
     dtype: torch.dtype
     requires_grad: bool
+    on_host: bool = True
 
 
 class TreeForm(Record, frozen=True):

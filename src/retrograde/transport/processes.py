@@ -1,15 +1,17 @@
 """Ranks that are processes: those of a process group of torch.distributed."""
 
-import torch
+from collections.abc import Sequence
+
 import torch.distributed as dist
 
 from retrograde.devices import Streams
 from retrograde.transport.channel import ConnectedChannel
 from retrograde.transport.collective import CollectiveTransport
 from retrograde.transport.connections import TIMEOUT, Connections
+from retrograde.transport.device_channel import DeviceChannel
 from retrograde.transport.mapped.transport import MappedTransport
 from retrograde.transport.one_sided import OneSidedTransport
-from retrograde.transport.protocol import BackendTransport, GatheredShards, ShardServer
+from retrograde.transport.protocol import BackendTransport, Channel, GatheredShards, ShardServer, Way
 from retrograde.transport.staged import StagedShards, StagedTransport
 
 
@@ -40,8 +42,10 @@ class ProcessRanks:
             return MappedTransport(self._connections, neighbours, shards, timeout)
         return OneSidedTransport(self._connections, shards, timeout)
 
-    def channel(self, device: torch.device, patience: float) -> ConnectedChannel:
-        return ConnectedChannel(self._connections, device, patience)
+    def channel(self, streams: Streams, patience: float, ways: Sequence[Way]) -> Channel:
+        if streams.on_host or self.world == 1:
+            return ConnectedChannel(self._connections, streams.device, patience)
+        return DeviceChannel(self._connections, streams, patience, ways)
 
     def say_goodbye(self) -> None:
         self._connections.say_goodbye()

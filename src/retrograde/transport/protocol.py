@@ -219,6 +219,13 @@ class Incoming(Protocol):
         """Its content, which what is issued on `stream` from now on finds there; None if its sender has failed."""
 
 
+class Way(NamedTuple):
+    """From which rank of a pipeline to which other tensors go."""
+
+    source: int
+    target: int
+
+
 class Channel(Protocol):
     """A pipeline's way between its stages."""
 
@@ -250,5 +257,6 @@ class Ranks(Protocol):
 class PipelineRanks(Ranks, Protocol):
     """Ranks that can also hold stages of a pipeline."""
 
-    def channel(self, device: torch.device, patience: float) -> Channel:
-        """For one pipeline. All ranks make theirs in the same order."""
+    def channel(self, streams: Streams, patience: float, ways: Sequence["Way"]) -> Channel:
+        """For one pipeline, whose tensors are on the streams' device. All ranks make theirs in the same order, with
+        the same ways."""

@@ -22,16 +22,17 @@ def empty(layout: TensorLayout, device: torch.device) -> Tensor:
 
 
 def space_for(form: Form, nbytes: int, device: torch.device) -> list[Tensor | None]:
-    """Memory for the tensors of a message, if they have that many bytes."""
+    """Memory for those tensors of a message whose bytes travel beside it, if these are so many."""
     expected = 0
     for layout in form.tensors:
         if layout is not None:
             if len(layout.size) != len(layout.stride) or not is_dense(layout.size, layout.stride):
                 raise MessageError(f"a tensor of shape {layout.size} and strides {layout.stride} was announced")
-            expected += layout.dtype.itemsize * math.prod(layout.size)
+            if layout.on_host:
+                expected += layout.dtype.itemsize * math.prod(layout.size)
     if expected != nbytes:
         raise MessageError(f"{nbytes} bytes of tensors with a layout of {expected}")
-    return [None if layout is None else empty(layout, device) for layout in form.tensors]
+    return [empty(layout, device) if layout is not None and layout.on_host else None for layout in form.tensors]
 
 
 def copy_of(tensor: Tensor, layout: TensorLayout, device: torch.device) -> Tensor:

@@ -17,7 +17,7 @@ from retrograde.devices import Stream, Streams
 from retrograde.errors import DivergenceError, PipelineError
 from retrograde.transport.collectives import StartOrder
 from retrograde.transport.messages import Address, Key, Stamp
-from retrograde.transport.protocol import Memory, Parts, Position, ShardServer, Work
+from retrograde.transport.protocol import Memory, Parts, Position, ShardServer, Way, Work
 from retrograde.transport.tensors import copy_of
 
 T = TypeVar("T")
@@ -80,10 +80,10 @@ class ThreadRanks:
         self._made += 1
         return ThreadTransport(shared, self.rank, shards, timeout)
 
-    def channel(self, device: torch.device, patience: float) -> "ThreadChannel":
+    def channel(self, streams: Streams, patience: float, ways: Sequence[Way]) -> "ThreadChannel":
         mail = self._group.pipeline(self._channels)
         self._channels += 1
-        return ThreadChannel(mail, self.rank, device, patience)
+        return ThreadChannel(mail, self.rank, streams.device, patience)
 
     def say_goodbye(self) -> None:
         """The others read this rank's memory themselves, also when its thread has ended."""
