@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import _pytree as pytree
 
 import retrograde as rg
+from retrograde.devices import HAPPENED, Event, streams_of
+from retrograde.devices.streams import DeviceStream
+from retrograde.pipeline.parcel import layout_of
+from retrograde.transport import Parts, ProcessRanks, Way
+from retrograde.transport.lanes import Lane, Received
+from retrograde.transport.messages import Address, Form
 from tests.accelerator import device
-from tests.pipeline.cases import CASES, Case, Data, backward_order, plain_step
+from tests.pipeline.cases import CASES, Case, Data, backward_order, plain_step, replicas_step
 
 STEPS = 2
 
@@ -75,3 +84,85 @@ def differences(pipe: rg.Pipeline, blocks: Sequence[nn.Module], case: Case) -> l
 def _host(tensor: Tensor) -> Tensor:
     with torch.device("cpu"):
         return tensor.cpu()
+
+
+# ---- mistakes that have to be found
+def races_without(rank: int, world: int, mistake: str) -> list[str]:
+    """What the checker finds in a step, if the channel forgets something."""
+    where = device.of_rank(rank)
+    torch.manual_seed(0)
+    case = CASES["transformer"]
+    pipe = pipeline_of(case, case.blocks(), where, "zb-h1")
+    data = case.data()
+    with device.use("lazy"), MISTAKES[mistake]():
+        step(pipe, data, where)
+        torch.accelerator.synchronize()
+        found = device.races()
+    dist.barrier()
+    return found
+
+
+def _send_without_event(lane: Lane, tensors: Sequence[Tensor], made: Event) -> None:
+    SEND(lane, tensors, HAPPENED)
+
+
+SEND = Lane.send
+MISTAKES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "nothing": nullcontext,
+    "the receiver's wait": lambda: mock.patch.object(Received, "wait", lambda self, stream: None),
+    "the sender's event": lambda: mock.patch.object(Lane, "send", _send_without_event),
+    "the holding of memory": lambda: mock.patch.object(DeviceStream, "hold", lambda self, tensor: None),
+}
+
+
+# ---- one message
+def mixed_message(rank: int, world: int, mode: str, seed: int) -> list[Any]:
+    """Tensors of the device and of the host, without elements and with gaps."""
+    where = device.of_rank(rank)
+    assert dist.group.WORLD is not None
+    streams = streams_of(where)
+    channel = ProcessRanks(dist.group.WORLD).channel(streams, 20.0, [Way(0, 1), Way(1, 0)])
+    dist.barrier()
+    address, got = Address(True, 0, 0), None
+    with device.use(mode, seed):
+        if rank == 0:
+            grid = torch.arange(12.0).to(where).view(3, 4)
+            tensors = [grid.t(), grid[:, ::2], None, torch.arange(3), grid[:0], grid.bfloat16()]
+            layouts = tuple(None if tensor is None else layout_of(tensor) for tensor in tensors)
+            channel.send(1, address, Parts(Form(layouts, None), tensors))
+            del tensors, grid
+        else:
+            parts = channel.receive(0, address).wait(streams.current())
+            waits = device.synchronisations()
+            assert parts is not None
+            got = [None if t is None else (str(t.device), t.stride(), t.cpu()) for t in parts.tensors]
+            got.append(waits)
+    dist.barrier()
+    return got or []
+
+
+# ---- ZeRO under it
+def zero_steps(rank: int, world: int, schedule: str, stage: int, mode: str) -> list[str]:
+    where = device.of_rank(rank)
+    mesh = init_device_mesh(where.type, (2, 2), mesh_dim_names=("pp", "dp"))
+    torch.manual_seed(0)
+    case = CASES["transformer"]
+    blocks = case.blocks()
+    zero = rg.Zero(stage=stage, mesh=mesh["dp"])
+    pipe = pipeline_of(case, blocks, where, schedule, mesh=mesh["pp"], zero=zero)
+    wanted = replicas_step(case, blocks, backward_order(pipe.schedule), 2, 10)
+    torch.manual_seed(10 + mesh["dp"].get_local_rank())
+    data = case.data()
+    wrong = []
+    with device.use(mode):
+        step(pipe, data, where)
+        waits = device.synchronisations()
+        if waits:
+            wrong.append(f"the host waited for {waits}")
+        assert pipe.engine is not None
+        for name, leaf in pipe.named_parameters():
+            whole = pipe.engine.full_grad(leaf)
+            if whole is None or not torch.equal(whole.cpu(), wanted[name]):
+                wrong.append(f"{name} differs")
+    dist.barrier()
+    return wrong

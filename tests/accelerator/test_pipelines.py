@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.accelerator import pipelines
 from tests.harness import Ranks
@@ -18,3 +19,33 @@ SCHEDULES = ("1f1b", "zb-h1", "zb-v")
 def test_transformer(late_ranks: Ranks, schedule: str, mode: str, seed: int) -> None:
     found = late_ranks(WORLD).run(pipelines.steps, schedule, ["transformer"], mode, seed, timeout=LIMIT)
     assert found == [[]] * WORLD
+
+
+@pytest.mark.parametrize(("schedule", "mode"), (("1f1b", "sides"), ("zb-h1", "random"), ("zb-v", "lazy")))
+def test_kinds_of_models(late_ranks: Ranks, schedule: str, mode: str) -> None:
+    """What travels: trees, tensors with gaps, without elements, without a gradient; what is written in place."""
+    names = ["trees", "in place", "views", "outputs without gradient", "empty tensor", "uneven microbatches"]
+    found = late_ranks(WORLD).run(pipelines.steps, schedule, [*names, "checkpoint"], mode, 1, timeout=LIMIT)
+    assert found == [[]] * WORLD
+
+
+@pytest.mark.parametrize("mistake", pipelines.MISTAKES)
+def test_what_the_channel_may_not_forget(late_ranks: Ranks, mistake: str) -> None:
+    found = late_ranks(WORLD).run(pipelines.races_without, mistake, timeout=LIMIT)
+    assert [bool(races) for races in found] == [mistake != "nothing"] * WORLD
+
+
+@MODES
+def test_a_message_of_all_sorts(late_ranks: Ranks, mode: str, seed: int) -> None:
+    _, (turned, gaps, none, host, empty, lower, waits) = late_ranks(2).run(pipelines.mixed_message, mode, seed)
+    grid = torch.arange(12.0).view(3, 4)
+    assert turned[:2] == ("late:1", (1, 4)) and torch.equal(turned[2], grid.t())
+    assert gaps[:2] == ("late:1", (2, 1)) and torch.equal(gaps[2], grid[:, ::2])
+    assert none is None and host[0] == "cpu" and host[2].tolist() == [0, 1, 2]
+    assert empty[2].shape == (0, 4) and torch.equal(lower[2], grid.bfloat16())
+    assert waits == {}
+
+
+@pytest.mark.parametrize("stage", (2, 3))
+def test_zero(late_ranks: Ranks, stage: int) -> None:
+    assert late_ranks(4).run(pipelines.zero_steps, "zb-h1", stage, "lazy", timeout=LIMIT) == [[]] * 4
