@@ -27,16 +27,18 @@ class Ending:
     stderr: str
 
 
-def run_to_the_end(fn: Callable[..., None], world: int, *args: Any, timeout: float = 60.0) -> list[Ending]:
+def run_to_the_end(
+    fn: Callable[..., None], world: int, *args: Any, timeout: float = 60.0, seat: type[Seat] = Seat
+) -> list[Ending]:
     """`fn(rank, world, *args)` on each rank, until all have ended or `timeout` seconds have passed."""
-    processes = Processes(world)
+    processes = Processes(world, seat)
     try:
         # No daemons: multiprocessing ends those in its own way.
-        started = [processes.start(seat, _live, fn, args, daemon=False) for seat in processes.seats]
+        started = [processes.start(each, _live, fn, args, daemon=False) for each in processes.seats]
         deadline = time.monotonic() + timeout
         for process in started:
             process.join(max(0.0, deadline - time.monotonic()))
-        return [_ending(process, seat) for process, seat in zip(started, processes.seats, strict=True)]
+        return [_ending(process, each) for process, each in zip(started, processes.seats, strict=True)]
     finally:
         processes.end()
 

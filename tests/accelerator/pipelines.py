@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,12 +19,13 @@ from torch.utils import _pytree as pytree
 import retrograde as rg
 from retrograde.devices import HAPPENED, Event, streams_of
 from retrograde.devices.streams import DeviceStream
+from retrograde.pipeline import Action
 from retrograde.pipeline.parcel import layout_of
 from retrograde.transport import Parts, ProcessRanks, Way
 from retrograde.transport.lanes import Lane, Received
 from retrograde.transport.messages import Address, Form
 from tests.accelerator import device
-from tests.pipeline.cases import CASES, Case, Data, backward_order, plain_step, replicas_step
+from tests.pipeline.cases import CASES, Case, Data, backward_order, lin, plain_step, replicas_step, tanhs
 
 STEPS = 2
 
@@ -166,3 +169,109 @@ def zero_steps(rank: int, world: int, schedule: str, stage: int, mode: str) -> l
                 wrong.append(f"{name} differs")
     dist.barrier()
     return wrong
+
+
+# ---- W that computes again
+def random_states(rank: int, world: int) -> tuple[list[int], list[str]]:
+    """Which states of the device's generator W set, of those that forwards found: it has none, so they are numbered."""
+    where = device.of_rank(rank)
+    torch.manual_seed(0)
+    case = CASES["plain"]
+    blocks = case.blocks()
+    pipe = pipeline_of(case, blocks, where, "zb-h1", pending=0)
+    data = case.data()
+    plain_step(blocks, data, case.loss, backward_order(pipe.schedule))
+    found: list[Tensor] = []
+    set_to: list[Tensor] = []
+
+    def get(of: torch.device) -> Tensor:
+        assert of == where
+        found.append(torch.zeros(len(found)))
+        return found[-1]
+
+    module = torch.get_device_module(where)
+    with mock.patch.multiple(module, get_rng_state=get, set_rng_state=lambda state, of: set_to.append(state)):
+        step(pipe, data, where)
+    wrong = differences(pipe, blocks, case)
+    dist.barrier()
+    return [len(state) for state in set_to], wrong
+
+
+# ---- what goes wrong
+class Failing(nn.Module):
+    """Raises in the second forward of a step, when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = lin()
+        self.left: int | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.left is not None:
+            self.left -= 1
+            if self.left == 0:
+                raise ValueError("a trap")
+        return torch.tanh(self.a(x))
+
+
+def fail_then_recover(rank: int, world: int, schedule: str, mode: str) -> tuple[str, list[str]]:
+    where = device.of_rank(rank)
+    torch.manual_seed(0)
+    case = Case(lambda: [*tanhs(5), Failing(), *tanhs(2)])
+    blocks = case.blocks()
+    pipe = pipeline_of(case, blocks, where, schedule)
+    data = case.data()
+    traps = [module for stage in pipe.modules() for module in stage.modules() if isinstance(module, Failing)]
+    with device.use(mode):
+        for trap in traps:
+            trap.left = 2
+        with pytest.raises(rg.PipelineError) as caught:
+            step(pipe, data, where)
+        for parameter in pipe.parameters():
+            parameter.grad = None
+        for trap in traps:
+            trap.left = None
+        step(pipe, data, where)
+        plain_step(blocks, data, case.loss, backward_order(pipe.schedule))
+        wrong = differences(pipe, blocks, case)
+    dist.barrier()
+    return str(caught.value), wrong
+
+
+def step_with_a_death(rank: int, world: int) -> None:
+    """Rank 1 ends in its second step, without a word."""
+    where = device.of_rank(rank)
+    torch.manual_seed(0)
+    case = CASES["plain"]
+    pipe = pipeline_of(case, case.blocks(), where, "zb-h1")
+    data = case.data()
+    step(pipe, data, where)
+
+    def end(action: Action) -> None:
+        if str(action) == "1F1":
+            os._exit(7)
+
+    if rank == 1:
+        pipe.watch(end)
+    for text in ("the connection to rank 1 was lost", "lost a rank in an earlier step, start the job again"):
+        with pytest.raises(rg.PipelineError, match=text):
+            step(pipe, data, where)
+    os._exit(0)
+
+
+# ---- ties
+def tied_steps(rank: int, world: int, mode: str) -> tuple[list[str], dict[str, int]]:
+    """What differs, and what the host waited for: sums of ties are staged in its memory."""
+    where = device.of_rank(rank)
+    torch.manual_seed(0)
+    case = CASES["tied at both ends"]
+    blocks = case.blocks()
+    pipe = pipeline_of(case, blocks, where, "1f1b")
+    data = case.data()
+    plain_step(blocks, data, case.loss, backward_order(pipe.schedule))
+    with device.use(mode):
+        step(pipe, data, where)
+        waits = device.synchronisations()
+        wrong = differences(pipe, blocks, case)
+    dist.barrier()
+    return wrong, waits

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from tests.accelerator import pipelines
+from tests.accelerator.ranks import LateSeat
+from tests.endings import run_to_the_end
 from tests.harness import Ranks
 
 WORLD = 2
@@ -49,3 +51,30 @@ def test_a_message_of_all_sorts(late_ranks: Ranks, mode: str, seed: int) -> None
 @pytest.mark.parametrize("stage", (2, 3))
 def test_zero(late_ranks: Ranks, stage: int) -> None:
     assert late_ranks(4).run(pipelines.zero_steps, "zb-h1", stage, "lazy", timeout=LIMIT) == [[]] * 4
+
+
+@pytest.mark.parametrize(("schedule", "mode"), (("1f1b", "lazy"), ("zb-v", "sides")))
+def test_after_a_failure_the_next_step_is_clean(late_ranks: Ranks, schedule: str, mode: str) -> None:
+    first, second = late_ranks(WORLD).run(pipelines.fail_then_recover, schedule, mode, timeout=LIMIT)
+    assert first == second and first[1] == []
+    assert "action" in first[0] and "ValueError: a trap" in first[0]
+
+
+def test_a_rank_that_dies_is_named(late_ranks: Ranks) -> None:
+    """`late_ranks`: the device is built when the time limit begins."""
+    endings = run_to_the_end(pipelines.step_with_a_death, WORLD, timeout=LIMIT, seat=LateSeat)
+    assert [ending.code for ending in endings] == [0, 7], [(ending.said, ending.stderr) for ending in endings]
+
+
+@pytest.mark.parametrize("mode", ("lazy", "sides"))
+def test_tied_parameters(late_ranks: Ranks, mode: str) -> None:
+    """The host waits for what it puts and for what it takes: a gradient on one rank, the sum on the other."""
+    waits = {"Event.synchronize": 1, "copy from the host": 1}
+    assert late_ranks(WORLD).run(pipelines.tied_steps, mode, timeout=LIMIT) == [([], waits)] * WORLD
+
+
+def test_what_is_computed_again_has_the_same_random_numbers(late_ranks: Ranks) -> None:
+    """The second stage repeats all four microbatches. Each W sets the state of its F, and then the one it found."""
+    first, second = late_ranks(WORLD).run(pipelines.random_states, timeout=LIMIT)
+    assert first == ([], [])
+    assert second == ([0, 2, 1, 4, 3, 6, 5, 7], [])

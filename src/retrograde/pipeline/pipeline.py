@@ -43,7 +43,7 @@ from retrograde.pipeline.executor import Batch, Executor, Outcome, total_loss
 from retrograde.pipeline.generators import GENERATORS
 from retrograde.pipeline.lowering import forward_only, lower
 from retrograde.pipeline.options import Cut, Zero, check_apart, group_of
-from retrograde.pipeline.relay import LossRelay, ways_of
+from retrograde.pipeline.loss_path import LossPath, ways_of
 from retrograde.pipeline.schedule import Action, Schedule
 from retrograde.pipeline.search import schedule_for
 from retrograde.pipeline.stage import Loss, Stage, WeightedTarget
@@ -266,7 +266,7 @@ class Pipeline:
         self._streams = streams_of(self.device)
         channel = own.channel(self._streams, PATIENCE, ways_of(self.schedule))
         self._transport = StageTransport(channel, self.rank, self._streams)
-        self._relay = LossRelay(self.schedule, self.rank, self._transport)
+        self._loss_path = LossPath(self.schedule, self.rank, self._transport)
         self._of_ties: Transport = self._transports[0]
         if not self._streams.on_host:
             self._of_ties = own.transport(self._tied, self._streams, PATIENCE)
@@ -416,7 +416,7 @@ class Pipeline:
         if agreed.failures:
             raise PipelineError("\n".join(agreed.failures)) from outcome.error
         outputs = tuple(output for _, output in sorted(outcome.outputs.items()))
-        loss = self._relay.share(mine) if agreed.loss is True else agreed.loss
+        loss = self._loss_path.share(mine) if agreed.loss is True else agreed.loss
         return Result(loss if mine is None else mine, outputs, tuple(each.value for each in losses))
 
     def _check_going(self) -> None:

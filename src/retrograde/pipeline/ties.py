@@ -8,7 +8,7 @@ at which all ranks of the pipeline are; what they add travels as parts of gradie
     all ranks     ───────────── meeting: who has one ──────────────
     first rank                       └─> take, add, put the sum
 
-On a device they are staged in the host's memory (transport/staged.py): the host waits for each that it puts.
+On a device they are staged in the host's memory (transport/staged.py), and the host waits for them.
 """
 
 import contextlib

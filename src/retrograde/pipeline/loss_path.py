@@ -21,7 +21,7 @@ def ways_of(schedule: Schedule) -> list[Way]:
     return sorted(both)
 
 
-class LossRelay:
+class LossPath:
     """One rank's part in it."""
 
     def __init__(self, schedule: Schedule, rank: int, transport: StageTransport) -> None:
