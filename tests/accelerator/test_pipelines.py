@@ -9,6 +9,7 @@ from tests.accelerator import pipelines
 from tests.accelerator.ranks import LateSeat
 from tests.endings import run_to_the_end
 from tests.harness import Ranks
+from tests.stages import EACH_STAGE
 
 WORLD = 2
 LIMIT = 100.0  # seconds
@@ -48,7 +49,7 @@ def test_a_message_of_all_sorts(late_ranks: Ranks, mode: str, seed: int) -> None
     assert waits == {}
 
 
-@pytest.mark.parametrize("stage", (2, 3))
+@EACH_STAGE
 def test_zero(late_ranks: Ranks, stage: int) -> None:
     assert late_ranks(4).run(pipelines.zero_steps, "zb-h1", stage, "lazy", timeout=LIMIT) == [[]] * 4
 

@@ -59,8 +59,8 @@ def exchange(transport: Transport, label: str, value: V) -> list[V]:
 class Agreed(NamedTuple):
     """What all ranks know at the end of a step: the failures of all of them, and the loss if the last stage has one.
 
-    `loss`: True if there is one on a device, which follows (loss_path.py). `lost`: some rank is gone, and there will be no
-    other step."""
+    `loss`: True if there is one on a device, which follows (loss_path.py). `lost`: some rank is gone, and there will be
+    no other step."""
 
     failures: list[str]
     loss: Tensor | Literal[True] | None

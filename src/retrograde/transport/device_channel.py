@@ -49,7 +49,7 @@ class _Posted(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Awaited:
+class _OnItsWay:
     """Implements `Incoming`."""
 
     channel: "DeviceChannel"
@@ -100,9 +100,9 @@ class DeviceChannel:
     def send_void(self, peer: int, address: Address) -> None:
         self._heads.send_void(peer, address)
 
-    def receive(self, peer: int, address: Address) -> _Awaited:
+    def receive(self, peer: int, address: Address) -> _OnItsWay:
         self._heads.receive(peer, address)
-        return _Awaited(self, peer, address)
+        return _OnItsWay(self, peer, address)
 
     def take(self, peer: int, address: Address, stream: Stream) -> Parts | None:
         """Wait for the head of what comes to an address, and make `stream` wait for its tensors."""
