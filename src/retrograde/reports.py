@@ -22,7 +22,7 @@ def explain(units: Sequence[Unit], policy: Policy, grid: Grid) -> str:
     gathers = "1" if policy.keeps_pages else "1 to 2"
     rows = []
     for unit in units:
-        shard = human(unit.shard.nbytes + (unit.source.nbytes if unit.has_masters and not unit.stays else 0))
+        shard = human(unit.shard.nbytes + unit.source_bytes)
         page = human(unit.layout.page_bytes)
         gradient, reductions = (human(unit.shard.nbytes), "1") if any(unit.trained) else (human(0), "0 (frozen)")
         rows.append((unit.name, f"{unit.layout.numel:,}", shard, page, gradient, gathers, reductions))

@@ -27,7 +27,7 @@ from retrograde.engine.materialize import check_resettable
 from retrograde.engine.parametrizing import refuse_parametrizations
 from retrograde.engine.units import UnitMemory, allocate, fill, make_same
 from retrograde.errors import ShardingError
-from retrograde.layout import Grid, Policy, Precision, Units, UnitSpec, find_units, parse_bytes, strides_of
+from retrograde.layout import Grid, Offload, Policy, Precision, Units, UnitSpec, find_units, parse_bytes, strides_of
 from retrograde.parameters import ShardedParameter, refuse_pieces_outside, watch_states, watch_updates
 from retrograde.parameters.access import patch, unpatched
 from retrograde.transport import ProcessRanks, Ranks
@@ -54,6 +54,7 @@ def shard(
     reduce: str = "mean",
     exact: bool | None = None,
     resident: int | str = 0,
+    offload: Offload | str | None = None,
     prefetch: bool = True,
     transport: str = "auto",
     timeout: float = 60.0,
@@ -65,14 +66,15 @@ def shard(
     `rg.Precision`, which says more. `exact=False`, the default on accelerators: the backend adds gradients up in its
     own order. `transport`: "collective", the default on accelerators: by collectives of torch.distributed, for ranks
     that do the same between two steps; "one-sided": whatever each rank does. `resident`: bytes of pages that may stay
-    at stage 3 beyond the one in use and the one being prefetched.
+    at stage 3 beyond the one in use and the one being prefetched. `offload`, of a model on an accelerator: "optimizer"
+    keeps leaves, gradients and optimizer state in the host's memory; "parameters" at stage 3 also what pages are made of.
     `mesh`: of one dimension, or of two, (replicate, shard): each replica has all of the model, sharded over its ranks.
     `timeout`: seconds after which waiting for a rank that never comes, here or later, becomes a `DivergenceError` on
     every rank that waits.
     """
     group = _group(process_group, mesh)
     ranks = ProcessRanks(group, _connecting_time(timeout))
-    options = Options(stage, units, join, precision, reduce, exact, resident, prefetch, transport, timeout)
+    options = Options(stage, units, join, precision, reduce, exact, resident, prefetch, transport, timeout, offload)
     grid = None if mesh is None or mesh.ndim == 1 else grid_of(mesh, group)
     return shard_over(ranks, model, options, grid)
 
@@ -90,11 +92,12 @@ class Options(NamedTuple):
     prefetch: bool = True
     transport: str = "auto"
     timeout: float = 60.0
+    offload: Offload | str | None = None
 
     def policy(self, on_host: bool) -> Policy:
         exact = on_host if self.exact is None else self.exact
         one_of("transport", self.transport, TRANSPORTS, '"auto", "collective" or "one-sided"')
-        return Policy.of(self.stage, self.resident, self.reduce, self.prefetch, self.precision, exact)
+        return Policy.of(self.stage, self.resident, self.reduce, self.prefetch, self.precision, exact, self.offload)
 
     def by_collectives(self, on_host: bool, replicas: int) -> bool:
         """What "auto" comes to. Sums over replicas are not made by collectives yet."""
@@ -111,6 +114,7 @@ class Options(NamedTuple):
             said("precision", self.precision, policy.precision.meaning),
             said("resident", self.resident, float(policy.resident)),
             said("prefetch", self.prefetch, policy.prefetch),
+            said("offload", self.offload, policy.offload.value),
         ]
 
 

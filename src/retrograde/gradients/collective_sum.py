@@ -15,6 +15,7 @@ import torch
 from retrograde.gradients.bucket import Bucket
 from retrograde.gradients.gradient import Gradient
 from retrograde.gradients.keys import FLUSHED
+from retrograde.gradients.landing import room_for_sum
 from retrograde.gradients.strategy import Contributors, RunningSum
 from retrograde.labels import labelled
 from retrograde.layout import Policy
@@ -100,7 +101,7 @@ class CollectiveSum:
 
     def total_of_others(self, unit: Unit, key: Key, offers: Contributors) -> torch.Tensor:
         stream = self._streams.reducing
-        own = self._streams.empty_for_user(unit.layout.shard_numel, unit.shard.dtype)
+        own = room_for_sum(unit, self._streams)
         wire = self._policy.on_the_wire(self._policy.waiting(unit.layout.dtype))
         nothing = stream.empty(unit.layout.padded_numel, wire)
         stream.run(nothing.zero_)

@@ -27,6 +27,7 @@ import torch
 from retrograde.gradients.bucket import Bucket, Grads, huge
 from retrograde.gradients.gradient import Gradient, GradientState, uses_of
 from retrograde.gradients.keys import Keys
+from retrograde.gradients.landing import copy_of_sum, landed, room_for_sum
 from retrograde.gradients.strategy import Strategy
 from retrograde.gradients.window import Windows
 from retrograde.layout import Grid, Policy
@@ -156,7 +157,7 @@ class GradientFlow:
 
     def _launch(self, gradient: Gradient, key: Key, uses: Uses) -> None:
         unit, stream = gradient.unit, self._pool.streams.reducing
-        own = self._pool.streams.empty_for_user(unit.layout.shard_numel, unit.shard.dtype)
+        own = room_for_sum(unit, self._pool.streams)
         gradient.send(key, uses, own)
         gradient.bucket.close(stream)
         self._strategy.launch(gradient)
@@ -194,7 +195,7 @@ class GradientFlow:
                 gradient.sum_up(accumulated(contributors))
                 if any(gradient.left_over):
                     captured = Use.CAPTURED in gradient.uses  # which is the user's
-                    apart = gradient.own.clone() if captured else gradient.own
+                    apart = self._copy_of(gradient) if captured else gradient.own
                     backward.deliveries.append(Delivery(gradient.unit, apart, gradient.left_over))
 
     def reduce_now(self, unit: Unit, grads: Grads, uses: Uses, fates: Uses | None) -> torch.Tensor:
@@ -258,9 +259,16 @@ class GradientFlow:
             total = self._strategy.total(gradient, ranks)
             gradient.sum_up(wanted)
             if any(gradient.left_over):
-                apart = total.clone() if Use.CAPTURED in gradient.uses else total  # what is captured is the user's
+                apart = self._copy_of(gradient) if Use.CAPTURED in gradient.uses else total  # captured: the user's
                 deliveries.append(Delivery(unit, apart, gradient.left_over))
         return deliveries
+
+    def _copy_of(self, gradient: Gradient) -> torch.Tensor:
+        return copy_of_sum(gradient.unit, gradient.own, self._pool.streams)
+
+    def land(self, unit: Unit, total: torch.Tensor, at_once: bool) -> torch.Tensor:
+        """A reduced gradient where the unit's leaves are. `at_once`: somebody reads it before the step."""
+        return landed(unit, total, self._pool.streams, at_once)
 
     def _sum_of_others(self, unit: Unit, key: Key, ranks: Mapping[int, Uses]) -> torch.Tensor:
         here = self._grid.replica in self._grid.replicas_of(ranks)

@@ -1,0 +1,32 @@
+"""Offload on the device: the CPU's numbers, bit for bit, without a race; what is where, and how often the host waits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.accelerator.offloading import train_late, train_on_cpu
+from tests.harness import Ranks
+from tests.stages import EACH_STAGE
+
+WORLD = 2
+OFFLOADS = pytest.mark.parametrize("offload", ("optimizer", "parameters"))
+MODES = pytest.mark.parametrize(("mode", "seed"), (("lazy", 0), ("sides", 0), ("random", 1)))
+
+
+def check(ranks: Ranks, stage: int, mode: str, seed: int, offload: str, **options: Any) -> list[dict[str, int]]:
+    want = ranks(WORLD).run(train_on_cpu, stage, **options)
+    got = ranks(WORLD).run(train_late, stage, mode, seed, offload=offload, **options)
+    for mine, theirs in zip(got, want, strict=True):
+        assert len(mine.values) == len(theirs.values) > 0
+        assert all(map(torch.equal, mine.values, theirs.values))
+    return got[0].waits
+
+
+@EACH_STAGE
+@OFFLOADS
+@MODES
+def test_training(late_ranks: Ranks, stage: int, offload: str, mode: str, seed: int) -> None:
+    check(late_ranks, stage, mode, seed, offload)
