@@ -70,9 +70,7 @@ def train_late(
     return trained
 
 
-def train_on_cpu(
-    rank: int, world: int, stage: int, backwards: int = 1, how: str = "plain", **options: Any
-) -> Trained:
+def train_on_cpu(rank: int, world: int, stage: int, backwards: int = 1, how: str = "plain", **options: Any) -> Trained:
     """A task for the pool."""
     model = build(CPU)
     trained = train(model, rg.shard(model, stage=stage, timeout=20.0, **options), CPU, rank, backwards, how)

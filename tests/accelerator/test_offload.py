@@ -1,4 +1,4 @@
-"""Offload on the device: the CPU's numbers, bit for bit, without a race; what is where, and how often the host waits."""
+"""Offload on the device: the CPU's numbers, without a race; what is where, and how often the host waits."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ Rule 5: memory is allocated on the stream to which it will be free again: what u
 
 A stream runs pieces of work (`run`), records events and waits for them, and has memory of its own (`empty`). Work
 only reads and writes memory that exists already, so that a device may do it later: the host returns at once, and
-on the simulated device (devices/simulated) in any order that the events leave open. Only `to_host` and `finish` make the
-host wait.
+on the simulated device (devices/simulated) in any order that the events leave open. Only `to_host` and `finish` make
+the host wait.
 
 [Note: crossing]
 With offload (layout/offload.py) leaves are in the host's memory and pages on the device. So gradients come to the host
@@ -30,7 +30,7 @@ Rule 1: what crosses lies in pinned memory on the host's side. Otherwise the hos
 Rule 2: before the host reads what has come, or writes what may still be read, it settles: it waits for all copies that
         were noted since it last did. So in a step of training it waits once, when the optimizer is about to update, or
         when somebody looks at gradients before that.
-Rule 3: the sum of a gradient that goes to the host lies in memory of the returning stream, which is the last to read it.
+Rule 3: the sum of a gradient that goes to the host lies in memory of the returning stream, the last to read it.
 Rule 4: where somebody has got a piece of a leaf's memory as a plain tensor (`p.local`), nobody knows when he writes
         to it. From then on every copy is waited for at once.
 """
@@ -106,7 +106,7 @@ class Crossing:
 class Streams:
     """The streams of one device: three of ours, and the one that code runs on now.
 
-    `serving` reads shards for other ranks, at the hands of any thread. `crossing`: copies from and to the host's memory."""
+    `serving` reads shards for other ranks, at the hands of any thread. `crossing`: copies between host and device."""
 
     def __init__(
         self,

@@ -67,7 +67,7 @@ def shard(
     own order. `transport`: "collective", the default on accelerators: by collectives of torch.distributed, for ranks
     that do the same between two steps; "one-sided": whatever each rank does. `resident`: bytes of pages that may stay
     at stage 3 beyond the one in use and the one being prefetched. `offload`, of a model on an accelerator: "optimizer"
-    keeps leaves, gradients and optimizer state in the host's memory; "parameters" at stage 3 also what pages are made of.
+    keeps leaves, gradients and optimizer state in the host's memory; "parameters" at stage 3 also pages' sources.
     `mesh`: of one dimension, or of two, (replicate, shard): each replica has all of the model, sharded over its ranks.
     `timeout`: seconds after which waiting for a rank that never comes, here or later, becomes a `DivergenceError` on
     every rank that waits.

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from retrograde.coordination import Coordinator
+from retrograde.devices import Streams
 from retrograde.engine.materialize import materialize
 from retrograde.errors import ShardingError, UnsupportedError
 from retrograde.layout import Grid, Layout, Offload, Policy, UnitSpec, strides_of
-from retrograde.devices import Streams
 from retrograde.pages import BufferPool
 from retrograde.parameters import ShardedParameter
 from retrograde.torch_internals import give_hooks, set_data, take_hooks
