@@ -33,16 +33,13 @@ def explain(units: Sequence[Unit], policy: Policy, grid: Grid) -> str:
     window = sum(numel * dtype.itemsize for numel, dtype in waiting)
     when = "per step, however many backwards" if policy.until_step else "per backward"
     ranks = f"{grid.world} rank(s)" + f", {grid.replicas} replicas of {grid.shards} shard(s)" * (grid.replicas > 1)
-    return (
-        _table(f"stage {_stage(policy)}, {ranks}", columns, rows)
-        + (
-            f"pages in memory: at most {human(pages)} (the whole model is {human(total)})\n"
-            f"reductions: one per unit {when}\n"
-            f"a window (no_sync, coalesce) holds up to {human(window)} of unreduced gradients per rank at any world size; "
-            "coalesce(budget=...) bounds that\n"
-        )
-        + _offloaded(units, policy)
+    lines = (
+        f"pages in memory: at most {human(pages)} (the whole model is {human(total)})\n"
+        f"reductions: one per unit {when}\n"
+        f"a window (no_sync, coalesce) holds up to {human(window)} of unreduced gradients per rank at any world size; "
+        "coalesce(budget=...) bounds that\n"
     )
+    return _table(f"stage {_stage(policy)}, {ranks}", columns, rows) + lines + _offloaded(units, policy)
 
 
 def _offloaded(units: Sequence[Unit], policy: Policy) -> str:

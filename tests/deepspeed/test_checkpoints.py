@@ -28,7 +28,7 @@ def _engine(stage: int, seed: int, **more: Any) -> Any:
 
 def _train(engine: Any, rank: int, first: int, last: int) -> None:
     for step in range(first, last):
-        engine.backward(engine(batch(rank, step)[0]))
+        engine.backward(engine(batch(rank, step)))
         engine.step()
 
 

@@ -319,11 +319,10 @@ class DeepSpeedEngine(nn.Module):
         path = latest_in(load_dir) if tag is None else Path(load_dir) / checked_tag(tag, 0)
         if path is None:
             return None, {}
-        wanted = Wanted(
-            load_optimizer_states and not load_module_only, load_lr_scheduler_states and not load_module_only
-        )
-        counters = Counters() if load_module_only else self._counters
-        return str(path), self._checkpointed.load(path, counters, load_module_strict, wanted)
+        if load_module_only:
+            return str(path), self._checkpointed.load(path, Counters(), load_module_strict, Wanted(False, False))
+        wanted = Wanted(load_optimizer_states, load_lr_scheduler_states)
+        return str(path), self._checkpointed.load(path, self._counters, load_module_strict, wanted)
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
