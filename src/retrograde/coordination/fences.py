@@ -94,7 +94,7 @@ class WriteFence:
                 unit.edits.begin(slot, piece)
                 self._written = current.record()  # what undoes it is there
                 current.wait(self._streams.serving.record())  # what others read of it has been read
-        unit.settle()
+        self._streams.crossing.settle()  # what was sent of it to the device has left
         version = version_of(piece)
         try:
             yield

@@ -28,8 +28,8 @@ and weights go to the device, by copies that streams do while the host goes on:
 
 Rule 1: what crosses lies in pinned memory on the host's side. Otherwise the host would wait for each copy.
 Rule 2: before the host reads what has come, or writes what may still be read, it settles: it waits for all copies that
-        were noted since it last did. So in a step of training it waits once, when the optimizer is about to update, or
-        when somebody looks at gradients before that.
+        were noted since it last did. So in a step of training it waits once: when the optimizer is about to update, or
+        when somebody looks at gradients before that. Who only looks at gradients waits for no copy to the device.
 Rule 3: the sum of a gradient that goes to the host lies in memory of the returning stream, the last to read it.
 Rule 4: where somebody has got a piece of a leaf's memory as a plain tensor (`p.local`), nobody knows when he writes
         to it. From then on every copy is waited for at once.
@@ -96,6 +96,11 @@ class Crossing:
             if stream is not self.returning:
                 self.returning.wait(event)
         self.returning.finish()
+
+    def await_returned(self) -> None:
+        """The same where the host only touches what comes to it, if something is coming."""
+        if self.returning in self._noted:
+            self.settle()
 
     def settle_always(self) -> None:
         """From now on copies are waited for at once (Rule 4)."""

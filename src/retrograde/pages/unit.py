@@ -157,9 +157,9 @@ class Unit:
             return self.shard.detach()
         return torch.empty((), dtype=self.shard.dtype, device=self._streams.device).expand(self.shard.shape)
 
-    def settle(self) -> None:
-        """The host is about to read or write what it has of the unit: nothing is on its way there or from there."""
-        self._streams.crossing.settle()
+    def await_gradients(self) -> None:
+        """The host is about to read or write gradients: none of them is on its way any more."""
+        self._streams.crossing.await_returned()
 
     def full(self, slot: int) -> FullTensor:
         """The full tensor of a parameter; the page is ready."""

@@ -118,7 +118,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
         with without_torch_function():
             raw = raw_grad(self)
         if raw is not None and owner is not None:
-            owner.unit.settle()
+            owner.unit.await_gradients()
         if raw is not None and type(raw) is not ShardedGradient:
             become(raw, ShardedGradient, self._owner, self.place, self._shape)
         return raw

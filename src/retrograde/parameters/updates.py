@@ -65,7 +65,7 @@ def _zeroing(params: list[torch.Tensor]) -> Iterator[None]:
     for leaf in leaves if waiting else ():
         leaf.owner.flow.forget(leaf.unit, leaf.place)
     for owner in owners:
-        owner.unit.settle()
+        owner.unit.await_gradients()
     with plain_for_a_while(leaves):
         yield
 
