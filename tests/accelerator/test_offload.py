@@ -35,3 +35,21 @@ def check(ranks: Ranks, stage: int, mode: str, seed: int, way: Way, **options: A
 def test_training(late_ranks: Ranks, stage: int, offload: str, mode: str, seed: int) -> None:
     """The host waits once in a step: for gradients, when their norm is computed."""
     assert check(late_ranks, stage, mode, seed, Way(), offload=offload) == [ONCE] * 3
+
+
+@EACH_STAGE
+@OFFLOADS
+@pytest.mark.parametrize("backwards", (2, 4, 8))
+def test_windows(late_ranks: Ranks, stage: int, offload: str, backwards: int) -> None:
+    """What waits stays on the device, so that nothing but its sum crosses, at the window's end or at the step."""
+    for window in ("coalesce", "no_sync"):
+        way = Way(backwards, window)
+        assert check(late_ranks, stage, "lazy", 0, way, offload=offload) == [ONCE] * 3
+
+
+@pytest.mark.parametrize("backwards", (2, 4))
+def test_a_backward_that_adds_to_gradients_is_waited_for(late_ranks: Ranks, backwards: int) -> None:
+    """Once for all of its units. At stage 1 gradients wait for the step anyway."""
+    for stage, waits in ((1, 1), (2, backwards - 1), (3, backwards - 1)):
+        found = check(late_ranks, stage, "lazy", 0, Way(backwards), offload="parameters")
+        assert found == [{"Event.synchronize": waits}] * 3

@@ -11,4 +11,13 @@ from tests.patterns import (
 )
 from tests.patterns.registry import CASES
 
-__all__ = ["CASES", "rows_backward", "rows_extra", "rows_leaves", "rows_model", "rows_offload", "rows_precision", "rows_ranks"]
+__all__ = [
+    "CASES",
+    "rows_backward",
+    "rows_extra",
+    "rows_leaves",
+    "rows_model",
+    "rows_offload",
+    "rows_precision",
+    "rows_ranks",
+]

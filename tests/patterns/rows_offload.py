@@ -14,7 +14,14 @@ from tests.patterns.registry import CASES, add, row
 AGAIN = {
     "22": (
         "optimizer",
-        ("1-plain-mlp", "1-plain-gpt", "2-accumulate-mlp", "6b-two_windows-mlp", "7-no_sync-mlp", "12-frozen_mid_run-mlp"),
+        (
+            "1-plain-mlp",
+            "1-plain-gpt",
+            "2-accumulate-mlp",
+            "6b-two_windows-mlp",
+            "7-no_sync-mlp",
+            "12-frozen_mid_run-mlp",
+        ),
     ),
     "22c": (
         "parameters",

@@ -183,8 +183,29 @@ class GradientFlow:
         self._sum_known(backward)
         if gradient.state is GradientState.SENT:
             self._meet_at_end(backward)
+        self._land(backward)
         gradient.deliver()
         return gradient.packed
+
+    def _land(self, backward: _Backward) -> None:
+        """All that Packs will ask for leave together for the host: if it has to wait for one, it waits for all."""
+        if torch.is_grad_enabled():
+            return  # each is part of a graph
+        for gradient in backward.for_pack.values():
+            waiting = gradient.state is GradientState.SUMMED and gradient.at_leaves is None
+            if waiting and gradient.unit.leaves_on_host:
+                gradient.at_leaves = landed(gradient.unit, gradient.own, self._pool.streams)
+
+    def at_leaves(self, unit: Unit, total: torch.Tensor, at_once: bool) -> torch.Tensor:
+        """A reduced gradient where the unit's leaves are. `at_once`: the host reads it next."""
+        backward = self._backwards.get(current_backward())
+        gradient = None if backward is None else backward.for_pack.get(unit.index)
+        there = None if gradient is None else gradient.at_leaves
+        if there is None:
+            there = landed(unit, total, self._pool.streams)
+        if at_once:
+            unit.await_gradients()
+        return there
 
     def _sum_known(self, backward: _Backward) -> None:
         """What needs no meeting: all ranks are known to have sent it, for the same uses."""
@@ -265,10 +286,6 @@ class GradientFlow:
 
     def _copy_of(self, gradient: Gradient) -> torch.Tensor:
         return copy_of_sum(gradient.unit, gradient.own, self._pool.streams)
-
-    def land(self, unit: Unit, total: torch.Tensor, at_once: bool) -> torch.Tensor:
-        """A reduced gradient where the unit's leaves are. `at_once`: somebody reads it before the step."""
-        return landed(unit, total, self._pool.streams, at_once)
 
     def _sum_of_others(self, unit: Unit, key: Key, ranks: Mapping[int, Uses]) -> torch.Tensor:
         here = self._grid.replica in self._grid.replicas_of(ranks)

@@ -128,7 +128,9 @@ class UnitGraph:
         """The pieces of a reduced gradient, for the leaves."""
         present = self._delivering if self._delivering is not None else self.flow.ready_for_pack(self.unit)
         self.arrived = list(present)
-        pieces = self._pieces_of(self.flow.land(self.unit, grad, self._read_at_once()))
+        if self.unit.leaves_on_host:
+            grad = self.flow.at_leaves(self.unit, grad, self._read_at_once())
+        pieces = self._pieces_of(grad)
         return [piece if there else None for piece, there in zip(pieces, present, strict=True)]
 
     def _read_at_once(self) -> bool:

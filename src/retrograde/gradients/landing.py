@@ -21,10 +21,8 @@ def copy_of_sum(unit: Unit, total: torch.Tensor, streams: Streams) -> torch.Tens
     return copied
 
 
-def landed(unit: Unit, total: torch.Tensor, streams: Streams, at_once: bool) -> torch.Tensor:
-    """The reduced gradient where the leaves are. `at_once`: the host reads it next."""
-    if not unit.leaves_on_host:
-        return total
+def landed(unit: Unit, total: torch.Tensor, streams: Streams) -> torch.Tensor:
+    """A reduced gradient in the host's memory, where the leaves are, or on its way there."""
     if torch.is_grad_enabled():
         return total.to("cpu")  # as part of a graph; the host waits
     returning = streams.crossing.returning
@@ -32,6 +30,4 @@ def landed(unit: Unit, total: torch.Tensor, streams: Streams, at_once: bool) -> 
     returning.wait(streams.current().record())  # which has waited for the sum
     returning.run(lambda: came.copy_(total, non_blocking=True))
     streams.crossing.note(returning)
-    if at_once:
-        streams.crossing.settle()
     return came

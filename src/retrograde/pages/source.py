@@ -56,10 +56,6 @@ class CastCopy:
         if self.is_at(before):
             self._version = now
 
-    @property
-    def on_device(self) -> bool:
-        return self._memory.device == self._streams.device
-
     def is_at(self, version: int) -> bool:
         return self._version == version
 

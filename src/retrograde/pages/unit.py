@@ -87,7 +87,9 @@ class Unit:
         at_home = memory.numel() == layout.padded_numel and memory.device == self._streams.device
         own = memory[layout.span(self.rank)] if at_home else memory
         self.shard = own if masters is None else masters
+        self.leaves_on_host = self.shard.device != self._streams.device  # in its memory, and the page on a device
         self._cast = None if masters is None else CastCopy(masters, own, self._streams)
+        self.source_on_host = own.device != self._streams.device
         self.page = Page(name, layout, self.rank, self._full_tensors(), memory if at_home else None, pool)
         self._coherence = coherence
         self._read_at: int | None = None  # the leaves' version that the page has, once it was read
@@ -130,16 +132,6 @@ class Unit:
     def has_masters(self) -> bool:
         """Are the leaves of another dtype than the page?"""
         return self.shard.dtype != self.layout.dtype
-
-    @property
-    def leaves_on_host(self) -> bool:
-        """Are they in the host's memory, and the page on a device?"""
-        return self.shard.device != self._streams.device
-
-    @property
-    def source_on_host(self) -> bool:
-        """Has a page's part of this rank to come from the host's memory?"""
-        return self.leaves_on_host and (self._cast is None or not self._cast.on_device)
 
     @property
     def source_bytes(self) -> int:
