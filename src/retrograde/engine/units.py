@@ -15,7 +15,7 @@ from retrograde.errors import ShardingError, UnsupportedError
 from retrograde.layout import Grid, Layout, Offload, Policy, UnitSpec, strides_of
 from retrograde.pages import BufferPool
 from retrograde.parameters import ShardedParameter
-from retrograde.torch_internals import give_hooks, set_data, take_hooks
+from retrograde.torch_internals import forget_weight_references, give_hooks, set_data, take_hooks
 from retrograde.transport import Memory, Transport
 
 
@@ -99,6 +99,9 @@ def fill(
         _point(param, slot.name, piece)
 
     params = [param for unit in made for _, param in unit.spec.params]
+    if any(unit.shard(shard).device != device for unit in made):
+        for module in model.modules():
+            forget_weight_references(module)  # they would keep parameters where they are; access.py serves them
     for param in params:
         if id(param) in sources:
             move_in(param, sources[id(param)].full_tensor())
