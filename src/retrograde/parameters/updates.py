@@ -128,15 +128,20 @@ class _Update:
 class _PlainUpdate(_Update):
     """One on plain tensors."""
 
-    _plain: contextlib.AbstractContextManager[Sequence[torch.Tensor]]
+    _while_it_runs: contextlib.ExitStack
+    _select = staticmethod(Holding.selection)
 
     def __enter__(self) -> None:
         super().__enter__()
-        self._plain = plain_for_a_while(self._holding.leaves, self._holding.states(self._optimizer))
-        _written(self._plain.__enter__())
+        selected = self._select(self._holding, self._optimizer)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(selected.in_place_of_all(self._optimizer))
+            updated = stack.enter_context(plain_for_a_while(selected.leaves, selected.states))
+            _written([*updated, *selected.hidden])
+            self._while_it_runs = stack.pop_all()
 
     def __exit__(self, *error: object) -> None:
-        self._plain.__exit__(None, None, None)  # what was raised is nothing to it
+        self._while_it_runs.close()  # what was raised is nothing to it
         self._holding.adopt_new_states(self._optimizer)
         self._end()
 
@@ -144,7 +149,9 @@ class _PlainUpdate(_Update):
         coordinator.begin_step()
 
     def outside(self, closure: Callable[..., Any]) -> Callable[..., Any]:
-        """Everything is sharded while it runs, between two updates."""
+        """Everything is sharded while it runs, between two updates. Nobody stands for another then: what the optimizer
+        has taken from its groups before is what it goes through after it."""
+        self._select = Holding.everything
 
         @functools.wraps(closure)
         def run(*args: Any, **kwargs: Any) -> Any:
