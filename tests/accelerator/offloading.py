@@ -162,29 +162,96 @@ class Inside(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
-        self.weight = nn.Parameter(torch.full((), 0.5))
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autograd.graph.save_on_cpu():
-            return torch.tanh(self.inner(x)) * self.weight
+        with torch.autograd.graph.save_on_cpu(pin_memory=x.device.type != "cpu"):
+            return torch.tanh(self.inner(x))
 
 
-def offloaded_activations(
-    rank: int, world: int, stage: int, where: torch.device | None, offload: str | None
-) -> tuple[list[Tensor], int]:
-    """Around the model and inside one of its blocks. Returns gradients, and bytes of the device between forward and
-    backward beyond those before: no page, no activation."""
-    if where is None:
-        where = CPU
+class Saved(NamedTuple):
+    """`grads` by name; `packed`: what torch's hooks outside ours were given, in elements."""
+
+    grads: list[Tensor]
+    packed: list[int]
+
+
+def offloaded_activations(rank: int, world: int, stage: int, on_device: bool, offload: str | None) -> Saved:
+    """Hooks that copy to the CPU, around the model, and inside one of its blocks."""
+    where = device.of_rank(rank) if on_device else CPU
     model = build(where)
-    model.blocks[1] = Inside(model.blocks[1]).to(where)  # type: ignore[index, operator]
-    engine = rg.shard(model, stage=stage, timeout=20.0, offload=offload, **({} if where == CPU else {"exact": True}))
-    held = 0
-    for step in range(2):
-        with torch.autograd.graph.save_on_cpu():
-            loss = loss_of(model, where, rank, step)
-        held = sum(entry.kind == "gather" for entry in engine.ledger.entries)
-        loss.backward()
-    grads = [parameter.grad.full_tensor() for parameter in model.parameters()]
-    dist.barrier()
-    return [grad.cpu() for grad in grads], held
+    model.blocks[1] = Inside(model.blocks[1])  # type: ignore[index, operator]
+    exact = {"exact": True} if on_device else {}
+    rg.shard(model, stage=stage, timeout=20.0, offload=offload, **exact)  # type: ignore[arg-type]
+    packed: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor.numel())
+        return tensor.cpu()
+
+    with device.use("lazy") if on_device else contextlib.nullcontext():
+        for step in range(2):
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.to(where)):
+                loss = loss_of(model, where, rank, step)
+            loss.backward()
+        grads = [parameter.grad.full_tensor().cpu() for parameter in model.parameters()]  # type: ignore[attr-defined]
+        dist.barrier()
+    return Saved(grads, packed)
+
+
+# ---- whoever looks
+def seen_by_hooks(rank: int, world: int, stage: int, mode: str, seed: int) -> list[list[Tensor]]:
+    """Gradients as hooks, `torch.autograd.grad` and a look at `p.grad` in the middle show them, each beside `.grad`."""
+    where = device.of_rank(rank)
+    seen: list[list[Tensor]] = []
+    with device.use(mode, seed):
+        model = build(where)
+        first = next(model.parameters())
+        before: list[Tensor] = []
+        first.register_hook(lambda grad: before.append(grad.full_tensor().clone()))  # type: ignore[attr-defined]
+        rg.shard(model, stage=stage, timeout=20.0, exact=True, offload="optimizer")
+        last = list(model.parameters())[-1]
+        after: list[Tensor] = []
+        last.register_post_accumulate_grad_hook(
+            lambda leaf: after.append(leaf.grad.full_tensor().clone())  # type: ignore[union-attr]
+        )
+        loss_of(model, where, rank, 0).backward()
+        seen.append([before[0], first.grad.full_tensor()])  # type: ignore[union-attr]
+        seen.append([after[0], last.grad.full_tensor()])  # type: ignore[union-attr]
+        (captured,) = torch.autograd.grad(loss_of(model, where, rank, 0), [first])
+        seen.append([captured.full_tensor(), first.grad.full_tensor()])  # type: ignore[union-attr]
+        dist.barrier()
+    return [[tensor.cpu() for tensor in pair] for pair in seen]
+
+
+# ---- checkpoints
+def checkpointed(rank: int, world: int, stage: int, folder: str, offload: str) -> list[str]:
+    """Saved with offload and loaded into a model without, and the other way round; then both go on."""
+    where = device.of_rank(rank)
+    with device.use("lazy"):
+        models = [build(where) for _ in range(2)]
+        for model, given in zip(models, (offload, None), strict=True):
+            rg.shard(model, stage=stage, timeout=20.0, exact=True, offload=given)
+        optimizers = [adamw(model) for model in models]
+
+        def step(which: int, number: int) -> None:
+            loss_of(models[which], where, rank, number).backward()
+            optimizers[which].step()
+            optimizers[which].zero_grad()
+
+        step(0, 0)
+        rg.save(f"{folder}/offloaded", models[0], optimizers[0])
+        rg.load(f"{folder}/offloaded", models[1], optimizers[1])
+        step(0, 1)
+        step(1, 1)
+        rg.save(f"{folder}/plain", models[1], optimizers[1])
+        rg.load(f"{folder}/plain", models[0], optimizers[0])
+        waits = []
+        for number in (2, 3):
+            device_counters(where)
+            step(0, number)
+            waits.append(device_counters(where))
+            step(1, number)
+        ours, theirs = (model.state_dict() for model in models)
+        wrong = [name for name in ours if not torch.equal(ours[name].cpu(), theirs[name].cpu())]
+        dist.barrier()
+    return wrong + [f"waited {each}" for each in waits if each != {"Event.synchronize": 1}]

@@ -31,9 +31,7 @@ def transport_of(case_id: str) -> str:
     return "one-sided" if CASES[case_id].key.startswith(("11b", "11c", "11d", "11e", "11f")) else "collective"
 
 
-def faults(
-    pool: RankPool, case_id: str, stage: int, mode: str, seed: int, offload: str | None = None
-) -> list[str]:
+def faults(pool: RankPool, case_id: str, stage: int, mode: str, seed: int, offload: str | None = None) -> list[str]:
     """What is wrong with a case: nothing, differences, or the end of what its ranks raised."""
     options: dict[str, object] = {"exact": True, "transport": transport_of(case_id)}
     if offload is not None:
