@@ -169,31 +169,41 @@ class Inside(nn.Module):
 
 
 class Saved(NamedTuple):
-    """`grads` by name; `packed`: what torch's hooks outside ours were given, in elements."""
+    """`packed`: what torch's hooks outside ours were given, in elements."""
 
     grads: list[Tensor]
     packed: list[int]
 
 
-def offloaded_activations(rank: int, world: int, stage: int, on_device: bool, offload: str | None) -> Saved:
-    """Hooks that copy to the CPU, around the model, and inside one of its blocks."""
-    where = device.of_rank(rank) if on_device else CPU
+def with_inside(where: torch.device) -> nn.Module:
     model = build(where)
     model.blocks[1] = Inside(model.blocks[1])  # type: ignore[index, operator]
-    exact = {"exact": True} if on_device else {}
-    rg.shard(model, stage=stage, timeout=20.0, offload=offload, **exact)  # type: ignore[arg-type]
+    return model
+
+
+def backwards_from_cpu(model: nn.Module, where: torch.device, rank: int) -> list[int]:
+    """Two, of which all that is saved goes to the CPU, as by torch's `save_on_cpu`. Returns its elements."""
     packed: list[int] = []
 
     def pack(tensor: Tensor) -> Tensor:
         packed.append(tensor.numel())
-        return tensor.cpu()
+        return torch.empty(tensor.size(), dtype=tensor.dtype, device="cpu").copy_(tensor)
 
+    for step in range(2):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.to(where)):
+            loss = loss_of(model, where, rank, step)
+        loss.backward()
+    return packed
+
+
+def offloaded_activations(rank: int, world: int, stage: int, on_device: bool, offload: str | None) -> Saved:
+    """Hooks around the model, and inside one of its blocks."""
+    where = device.of_rank(rank) if on_device else CPU
+    model = with_inside(where)
+    rg.shard(model, stage=stage, timeout=20.0, offload=offload, exact=True)
     with device.use("lazy") if on_device else contextlib.nullcontext():
-        for step in range(2):
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.to(where)):
-                loss = loss_of(model, where, rank, step)
-            loss.backward()
-        grads = [parameter.grad.full_tensor().cpu() for parameter in model.parameters()]  # type: ignore[attr-defined]
+        packed = backwards_from_cpu(model, where, rank)
+        grads = [parameter.grad.full_tensor().cpu() for parameter in model.parameters()]  # type: ignore[union-attr]
         dist.barrier()
     return Saved(grads, packed)
 

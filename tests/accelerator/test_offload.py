@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +11,23 @@ import torch
 
 from tests.accelerator.matrix import play_late
 from tests.accelerator.offloading import (
+    CPU,
     Way,
+    backwards_from_cpu,
     checkpointed,
     measured,
     offloaded_activations,
     seen_by_hooks,
     train_late,
     train_on_cpu,
+    with_inside,
 )
 from tests.harness import Ranks
 from tests.patterns.cells import LIMIT
 from tests.patterns.oracle import expected
 from tests.patterns.rows import CASES
 from tests.patterns.trace import differences
+from tests.reference import play
 from tests.stages import EACH_STAGE, OPPOSITE_STAGES
 
 WORLD = 2
@@ -142,10 +147,13 @@ def test_hooks_and_captured_gradients_show_what_has_come(late_ranks: Ranks, stag
 @EACH_STAGE
 def test_activations_on_the_cpu(late_ranks: Ranks, stage: int) -> None:
     """By torch's own hooks, around the model and inside it: they get activations; weights stay handles."""
-    pool = late_ranks(WORLD)
-    on_cpu = pool.run(offloaded_activations, stage, False, None)
-    for offload in (None, "parameters"):
-        on_device = pool.run(offloaded_activations, stage, True, offload)
-        for mine, theirs in zip(on_device, on_cpu, strict=True):
-            assert all(map(torch.equal, mine.grads, theirs.grads))
-            assert mine.packed == theirs.packed != []
+    plain = with_inside(CPU)
+    whole: list[list[int]] = []
+    play(plain, WORLD, lambda model, rank: whole.append(backwards_from_cpu(model, CPU, rank)), stage)
+    want = [parameter.grad for parameter in plain.parameters()]
+    for on_device, offload in ((False, "parameters"), (True, None), (True, "parameters")):
+        for rank, saved in enumerate(late_ranks(WORLD).run(offloaded_activations, stage, on_device, offload)):
+            assert all(map(torch.equal, saved.grads, want))
+            weights = Counter(whole[rank]) - Counter(saved.packed)
+            assert set(weights) <= {parameter.numel() for parameter in plain.parameters()} and weights
+            assert not Counter(saved.packed) - Counter(whole[rank])
