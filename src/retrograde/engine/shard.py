@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from retrograde.arguments import Said, check_module, differences, instance, one_of, said, seconds
+from retrograde.arguments import Said, check_module, differences, flag, instance, one_of, said, seconds
 from retrograde.compiling import Services, mark_regions
 from retrograde.coordination import WriteFence
 from retrograde.devices import Streams, can_compute, device_of, streams_of
@@ -55,6 +55,7 @@ def shard(
     exact: bool | None = None,
     resident: int | str = 0,
     prefetch: bool = True,
+    overlap: bool = True,
     transport: str = "auto",
     timeout: float = 60.0,
 ) -> Engine:
@@ -65,14 +66,15 @@ def shard(
     `rg.Precision`, which says more. `exact=False`, the default on accelerators: the backend adds gradients up in its
     own order. `transport`: "collective", the default on accelerators: by collectives of torch.distributed, for ranks
     that do the same between two steps; "one-sided": whatever each rank does. `resident`: bytes of pages that may stay
-    at stage 3 beyond the one in use and the one being prefetched.
+    at stage 3 beyond the one in use and the one being prefetched. `overlap=False`, for looking for faults: on an
+    accelerator everything is done on the stream that is current here.
     `mesh`: of one dimension, or of two, (replicate, shard): each replica has all of the model, sharded over its ranks.
     `timeout`: seconds after which waiting for a rank that never comes, here or later, becomes a `DivergenceError` on
     every rank that waits.
     """
     group = _group(process_group, mesh)
     ranks = ProcessRanks(group, _connecting_time(timeout))
-    options = Options(stage, units, join, precision, reduce, exact, resident, prefetch, transport, timeout)
+    options = Options(stage, units, join, precision, reduce, exact, resident, prefetch, overlap, transport, timeout)
     grid = None if mesh is None or mesh.ndim == 1 else grid_of(mesh, group)
     return shard_over(ranks, model, options, grid)
 
@@ -88,13 +90,23 @@ class Options(NamedTuple):
     exact: bool | None = None
     resident: int | str = 0
     prefetch: bool = True
+    overlap: bool = True
     transport: str = "auto"
     timeout: float = 60.0
 
     def policy(self, on_host: bool) -> Policy:
         exact = on_host if self.exact is None else self.exact
+        flag("overlap", self.overlap)
         one_of("transport", self.transport, TRANSPORTS, '"auto", "collective" or "one-sided"')
         return Policy.of(self.stage, self.resident, self.reduce, self.prefetch, self.precision, exact)
+
+    @property
+    def overlaps(self) -> bool:
+        """A mistake in the argument is told when all can be told (`policy`)."""
+        try:
+            return flag("overlap", self.overlap)
+        except ShardingError:
+            return True
 
     def by_collectives(self, on_host: bool, replicas: int) -> bool:
         """What "auto" comes to. Sums over replicas are not made by collectives yet."""
@@ -126,7 +138,7 @@ def shard_over(
     `grid`: who holds which shard; by default all ranks hold the model together. `sources`: whose values parameters on
     the meta device get, by their identity; the others draw theirs."""
     grid = grid or Grid.line(ranks.rank, ranks.world)
-    streams = streams_of(_device_of(model))
+    streams = streams_of(_device_of(model), options.overlaps)
     fence = WriteFence(streams)
     transport = _transport(ranks, fence, streams, options, grid)
     with transport.shared_fate("shard()"):
