@@ -252,7 +252,7 @@ def _played(rank: int, scene: str, without: Site | None) -> tuple[_Watch, list[T
 @functools.cache
 def _with_every_wait(rank: int, scene: str) -> list[Tensor]:
     _, values, races = _played(rank, scene, None)
-    assert races == [], races
+    assert races == [], f"{scene}: {races}"
     assert values and all(bool(value.isfinite().all()) for value in values)
     return values
 
