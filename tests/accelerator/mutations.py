@@ -59,8 +59,50 @@ class Outcome(NamedTuple):
         return bool(self.races) or self.wrong
 
 
-# Lines that no scene comes by, by file and code, and why.
-UNVISITED: dict[tuple[str, str], str] = {}
+IN_EVERY_ORDER = "tests/streams shows it, on the simulated device; here other waits come to the same"
+BY_THE_HOST = "the host waits in the thread that serves, and the checker takes that for an order of all threads"
+ON_THE_HOST = "memory of the host: nothing is on a stream"
+COPIES = "it also copies: without it nothing arrives"
+AT_ONCE = "what overlap=False asks for; the numbers need the later wait alone"
+
+# Sites that may be left out without anything to be seen here, by file and code, and why they are there.
+NOT_SHOWN: dict[tuple[str, str], str] = {
+    ("communicator.py", "work.wait(offer.stream)"): AT_ONCE,
+    ("bucket.py", "self._producers.append(_Producer(stream, stream.record(), frozenset(mine)))"): IN_EVERY_ORDER,
+    ("bucket.py", "stream.wait(other.event)"): IN_EVERY_ORDER,
+    ("bucket.py", "stream.wait(producer.event)"): IN_EVERY_ORDER,
+    ("pool.py", "return Loan(buffer, stream.record())"): IN_EVERY_ORDER,
+    ("streams.py", "self.reducing.wait(current.record())  # what had the memory before"): IN_EVERY_ORDER,
+    ("fences.py", "self._written = current.record()  # what undoes it is there"): BY_THE_HOST,
+    (
+        "fences.py",
+        "current.wait(self._streams.serving.record())  # what others read of it has been read",
+    ): BY_THE_HOST,
+    ("gathering.py", "fetching.wait(free)"): "as a page's, which is shown, where the scratch page was another stream's",
+    (
+        "gathering.py",
+        "fetching.wait(current.record())  # a step may have written the shard there",
+    ): "as a page's, which is shown; a fresh scratch page has an event that comes to the same",
+    (
+        "gathering.py",
+        "self._pool.give(scratch, current.record())",
+    ): "as a page's, which is shown, where another stream takes the scratch page next",
+}
+
+# Lines that no scene comes by, and why.
+UNVISITED: dict[tuple[str, str], str] = {
+    ("bucket.py", "producer.stream.wait(read)"): "gradients of 4 MiB and more; tests/streams shows it",
+    ("bucket.py", "self.release(stream.record())"): "a bucket that nobody wants; tests/streams comes by",
+    ("staged.py", "return self._streams.current().to_host(value) if where[-1] else value"): BY_THE_HOST,
+    ("staged.py", "self.work.wait(stream)"): ON_THE_HOST,
+    ("strategy.py", "reducing.work.wait(self._streams.reducing)"): "through `_All`, whose line is in scenes",
+    ("strategy.py", "sending.work.wait(self._streams.reducing)"): "through `_All`, whose line is in scenes",
+    ("ties.py", "self._transport.put(result, {other: [total] for other in others}).wait(Stream())"): ON_THE_HOST,
+    ("ties.py", "work.wait(Stream())"): ON_THE_HOST,
+    ("transport.py", "parts = incoming.wait(self._streams.current())"): "pipelines, which are on the host",
+    ("transport.py", "work.wait(stream)"): ON_THE_HOST,
+    ("unit.py", "self._coherence.read_masters(self, flat).wait(stream)"): COPIES,
+}
 
 
 # ---- leaving one out
@@ -152,19 +194,33 @@ def steps(rank: int, **options: Any) -> list[Tensor]:
 
 
 def two_streams(rank: int, **options: Any) -> list[Tensor]:
-    """Backwards on two streams add to the same gradients, and a third one goes on with what they left."""
+    """Backwards on three streams add to the same gradients; only before the step are they ordered by the program."""
     scene = _Scene(rank, **options)
     scene.step(0)
     sides = [torch.Stream(scene.where) for _ in range(2)]
     main = torch.accelerator.current_stream(scene.where)
+    for side in sides:
+        side.wait_stream(main)
     with scene.engine.no_sync():
         for number, side in enumerate(sides):
-            side.wait_stream(main if number == 0 else sides[0])
             with side:
-                loss = scene.loss(number)
-            loss.backward()
+                scene.loss(number).backward()
+    scene.loss(3).backward()
     for side in sides:
         main.wait_stream(side)
+    scene.optimizer.step()
+    scene.optimizer.zero_grad()
+    scene.step(4)
+    return scene.seen()
+
+
+def window(rank: int, **options: Any) -> list[Tensor]:
+    """More gradients wait than the pool keeps buffers for."""
+    scene = _Scene(rank, **options)
+    scene.step(0)
+    with scene.engine.no_sync():
+        for number in range(2):
+            scene.loss(number).backward()
     scene.step(3)
     return scene.seen()
 
@@ -221,8 +277,9 @@ SCENES: dict[str, tuple[Scene, dict[str, Any]]] = {
     "one-sided, backend's order": (steps, {"transport": "one-sided", "exact": False}),
     "no overlap": (two_streams, {"transport": "collective", "overlap": False}),
     "no overlap, one-sided": (two_streams, {"transport": "one-sided", "exact": False, "overlap": False}),
-    "two streams": (two_streams, {"transport": "collective", "stage": 2}),
+    "two streams": (two_streams, {"transport": "collective", "exact": True}),
     "two streams, one-sided": (two_streams, {"transport": "one-sided", "exact": True}),
+    "window": (window, {"transport": "collective", "stage": 2}),
     "edits": (edits, {"transport": "collective"}),
     "edits, one-sided": (edits, {"transport": "one-sided", "exact": True}),
     "given up": (given_up, {"transport": "collective", "exact": True}),
@@ -269,7 +326,8 @@ def sites_in_sources() -> set[Site]:
     found = set()
     for path in sorted(SOURCES.rglob("*.py")):
         text = path.read_text()
-        if ("retrograde.devices import" not in text and path.name != "streams.py") or "simulated" in path.parts:
+        knows = "retrograde.devices import" in text or ".streams" in text
+        if not knows or "simulated" in path.parts:
             continue
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
@@ -304,14 +362,15 @@ def main() -> int:
         sites = all_sites(pools(WORLD))
         for site, scenes in sites.items():
             seen = shown_by(site, scenes, pools(WORLD))
-            print(f"{site.file}: {site.kind} of `{site.code}`: {seen or 'NOT SEEN'}", flush=True)
-            if seen is None:
+            excused = NOT_SHOWN.get((site.file, site.code))
+            print(f"{site.file}: {site.kind} of `{site.code}`: {seen or excused or 'NOT SEEN'}", flush=True)
+            if seen is None and excused is None:
                 missed.append(site)
     unvisited = {(site.file, site.code) for site in sites_in_sources()} - {(s.file, s.code) for s in sites}
-    for name, code in sorted(unvisited):
+    for name, code in sorted(unvisited - set(UNVISITED)):
         print(f"{name}: `{code}` is in no scene")
-    print(f"{len(sites) - len(missed)} of {len(sites)} sites are needed")
-    return 1 if missed else 0
+    print(f"{len(missed)} of {len(sites)} sites can be left out for no reason that is known")
+    return 1 if missed or unvisited != set(UNVISITED) else 0
 
 
 if __name__ == "__main__":

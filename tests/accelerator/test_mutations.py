@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from tests.accelerator.mutations import UNVISITED, WORLD, Site, play, sites_in, sites_in_sources
+from tests.accelerator.mutations import NOT_SHOWN, UNVISITED, WORLD, Site, play, sites_in, sites_in_sources
 from tests.harness import Ranks
 
 # One of each file and kind, with the scene that shows it.
 PART = (
-    ("wait", "page.py", "fetching.wait(self._streams.current().record())", "collective"),
+    ("wait", "page.py", "fetching.wait(free)", "two streams"),
     ("call", "page.py", "self._work.wait(current)", "collective"),
-    ("wait", "bucket.py", "stream.wait(producer.event)", "one-sided"),
+    ("wait", "bucket.py", "stream.wait(self._free)", "collective"),
     ("call", "collective_sum.py", "reducing.work.wait(stream)", "collective"),
     ("wait", "strategy.py", "self._streams.current().wait(self._streams.reducing.record())", "one-sided"),
     ("wait", "fences.py", "serving.wait(self._written)", "one-sided"),
     ("to_host", "staged.py", "return found if isinstance(found, str)", "one-sided"),
-    ("wait", "streams.py", "self.reducing.wait(current.record())", "collective"),
+    ("wait", "pool.py", "self._homes.pop(", "window"),
 )
 
 
@@ -27,11 +27,10 @@ def test_a_site_that_is_left_out_shows(late_ranks: Ranks, kind: str, file: str, 
     assert any(outcome.shown for outcome in late_ranks(WORLD).run(play, scene, site, timeout=120.0))
 
 
-def test_every_site_has_a_scene_or_a_reason() -> None:
-    """`python -m tests.accelerator.mutations` prints those that no scene comes by; each is written down there."""
+def test_what_is_excused_is_there() -> None:
     known = {(site.file, site.code) for site in sites_in_sources()}
-    assert set(UNVISITED) <= known, "what is listed is there"
-    assert all(UNVISITED.values())
+    assert set(UNVISITED) | set(NOT_SHOWN) <= known
+    assert not set(UNVISITED) & set(NOT_SHOWN)
 
 
 def test_sites_are_found_in_sources() -> None:
