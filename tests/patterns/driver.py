@@ -68,6 +68,7 @@ class Player:
         given = {"mesh": mesh_of(self.case.replicas(world), world), "timeout": 15.0} | options
         for name in self.case.sharded:
             given["precision"] = self.case.precision
+            given["whole"] = self.case.whole
             self.engines[name] = rg.shard(self.model.get_submodule(name), stage=stage, **given)
 
     def play(self) -> Trace:
