@@ -69,6 +69,7 @@ class Player:
         given = {"mesh": mesh, "timeout": 15.0, "offload": self.case.offload} | options
         for name in self.case.sharded:
             given["precision"] = self.case.precision
+            given["whole"] = self.case.whole
             self.engines[name] = rg.shard(self.model.get_submodule(name), stage=stage, **given)
 
     def play(self) -> Trace:
