@@ -124,7 +124,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--stage", type=int, default=3)
     parser.add_argument("--transport", default="one-sided", choices=("one-sided", "collective"))
-    parser.add_argument("--limit", type=float, default=240.0, help="seconds for all")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds for all")
     asked = parser.parse_args()
     began = time.monotonic()
     answers = play(asked)
