@@ -1,4 +1,4 @@
-"""So many real ranks on one machine for a few steps: `python -m tests.multiproc.many_ranks [--world 64] [--steps 2]`.
+"""So many real ranks on one machine for a few steps: `python -m benchmarks.many_ranks [--world 64] [--steps 2]`.
 
 They are forked from one process that has imported torch, so that they share its memory. The result is compared with
 plain torch, bit for bit; time and memory are printed. A part of `make test-all`, under a time limit of its own.
