@@ -44,8 +44,7 @@ from benchmarks.stats import Spread
 _WORLD = 4
 _MIB = 2**20
 _PRECISIONS = ("fp32", "bf16")
-_CHECKPOINTING = ("without", "pending", "with")  # the second: with, and retrograde under a limit
-_PENDING = "32MiB"
+_CHECKPOINTING = ("without", "with")
 _SAME = 1e-2  # relative, of gradient norms: engines sum microbatches in other orders, in bf16 too
 _LESS = {False: 0.10, True: 0.50}  # how far our peak is to be below torch's, without and with checkpointing
 
@@ -268,12 +267,11 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
 
 def chosen(options: argparse.Namespace) -> list[Case]:
     return [
-        Case(schedule, precision, checkpointing != "without", _PENDING if checkpointing == "pending" else None)
+        Case(schedule, precision, checkpointing == "with")
         for schedule in options.schedules.split(",")
         if schedule
         for precision in options.precisions.split(",")
         for checkpointing in options.checkpointing.split(",")
-        if checkpointing != "pending" or schedule != "1f1b"  # in which nothing waits
     ]
 
 

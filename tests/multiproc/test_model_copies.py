@@ -33,26 +33,24 @@ def _params(*models: nn.Module) -> list[list[nn.Parameter]]:
     return [list(model.parameters()) for model in models]
 
 
-def average_of_weights(model: nn.Module, loss: Loss) -> Tensor:
-    average = AveragedModel(model)
+def _averaged(average: AveragedModel, model: nn.Module, loss: Loss, steps: int) -> AveragedModel:
     optimizer = sgd(model)
-    for step in range(4):
+    for step in range(steps):
         optimizer.zero_grad()
         loss(step).backward()
         optimizer.step()
         average.update_parameters(model)
+    return average
+
+
+def average_of_weights(model: nn.Module, loss: Loss) -> Tensor:
+    average = _averaged(AveragedModel(model), model, loss, steps=4)
     return torch.cat([value.flatten() for value in average.module.state_dict().values()])
 
 
 def moving_average(model: nn.Module, loss: Loss) -> Tensor:
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
-    optimizer = sgd(model)
-    for step in range(3):
-        optimizer.zero_grad()
-        loss(step).backward()
-        optimizer.step()
-        average.update_parameters(model)
-    return average(batch(0))
+    return _averaged(average, model, loss, steps=3)(batch(0))
 
 
 def frozen_stays_frozen(model: nn.Module, loss: Loss) -> list[bool]:

@@ -1,4 +1,4 @@
-"""The free-form backward matrix: every row, stages 1, 2, 3, worlds 1, 2, 4, bit for bit plain torch (cells.py)."""
+"""The free-form backward matrix: every row, bit for bit plain torch, at the stages and worlds of cells.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """A limit on what waits between I and W: microbatches beyond it are computed again in W, with the same gradients."""
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +35,7 @@ def batch() -> Tensor:
     return torch.randn(BATCH, TOKENS, WIDTH)
 
 
-def play(module: nn.Module, limit: int | None, inputs: list[Tensor], grads: list[Tensor]) -> tuple[Stage, list[Any]]:
+def play(module: nn.Module, limit: float | None, inputs: list[Tensor], grads: list[Tensor]) -> tuple[Stage, list[Any]]:
     """Every F, every I; the stage before its W, and the gradients of the inputs."""
     one = Stage(0, module, split=range(len(inputs)), pending=Pending(limit))
     for number, x in enumerate(inputs):
@@ -80,7 +81,7 @@ def test_the_same_gradients(name: str) -> None:
     make, repeated = MODULES[name]
     inputs, grads = [batch() for _ in range(MICROBATCHES)], [batch() for _ in range(MICROBATCHES)]
     found = []
-    for limit in (None, 0):
+    for limit in (math.inf, 0):
         module = make()
         torch.manual_seed(1)
         one, input_grads = play(module, limit, [x.clone() for x in inputs], grads)
@@ -104,6 +105,17 @@ def test_as_many_pairs_as_there_is_room_for() -> None:
     assert again is not None and again.bytes == 2 * TOKEN_WISE  # its input, and the gradient of its output
     one.backward_weights(0)
     assert one.pending.held == BLOCKS * PAIRS
+
+
+CHECKPOINTS = {None: [False] * MICROBATCHES, "other": [False, True, True], "reentrant": [False] * MICROBATCHES}
+
+
+@pytest.mark.parametrize("recompute", CHECKPOINTS)
+def test_without_a_limit_one_checkpointed_microbatch_has_pairs(recompute: str | None) -> None:
+    one, _ = play(stage("plain", recompute), None, [batch() for _ in range(3)], [batch() for _ in range(3)])
+    assert [flight.repeat is not None for flight in one.flights.values()] == CHECKPOINTS[recompute]
+    one.backward_weights(0)
+    assert one.pending.held == sum(flight.held for flight in one.flights.values())
 
 
 def steps(rank: int, world: int, schedule: str) -> list[str]:

@@ -70,23 +70,34 @@ class Book:
         # saved by the loss only; a recomputed block saves its input, which for the first one is counted as such.
         self.flight = saved(kind, recompute) - TOKEN_WISE + (0 if first else PASSED) + (PASSED if last else 0)
         self.pairs = BLOCKS * PAIRS
+        # Of a checkpointed stage one microbatch has pairs; of others its input and the gradient of its output wait.
+        # torch's reentrant checkpoint runs a backward of its own, which cannot be repeated.
+        self.input_and_grad = PASSED + (NUMBER if last else PASSED)
+        self.repeats = recompute == "other" and not first
+        self.waiting: dict[int, int] = {}  # bytes between I and W, by microbatch
         self.first, self.last = first, last
         self.total = 0
 
     def note(self, action: Action) -> int:
+        if action.kind is ActionKind.I:
+            apart = self.repeats and self.pairs in self.waiting.values()
+            self.waiting[action.microbatch] = self.input_and_grad if apart else self.pairs
+        waiting = self.waiting.get(action.microbatch, 0)
         grows = {
             ActionKind.RECV_F: PASSED,
             ActionKind.F: self.flight - (0 if self.first else PASSED) + (2 * NUMBER if self.last else PASSED),
             ActionKind.SEND_F: -PASSED,
             ActionKind.RECV_B: PASSED,
             # The gradient's buffer becomes part of the last pair; on the last stage the weight of the loss goes.
-            ActionKind.I: self.pairs - self.flight - (NUMBER if self.last else PASSED) + (0 if self.first else PASSED),
+            ActionKind.I: waiting - self.flight - (NUMBER if self.last else PASSED) + (0 if self.first else PASSED),
             ActionKind.B: -self.flight - (NUMBER if self.last else PASSED) + (0 if self.first else PASSED),
             ActionKind.SEND_B: -PASSED,
-            ActionKind.W: -self.pairs,
+            ActionKind.W: -waiting,
             ActionKind.REDUCE: 0,
         }
         self.total += grows[action.kind]
+        if action.kind is ActionKind.W:
+            del self.waiting[action.microbatch]
         return self.total
 
 

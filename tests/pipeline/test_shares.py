@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -45,6 +45,20 @@ def run_split(model: nn.Module, x: Tensor, account: Account | None, lower: bool)
     return flops(split.run_weights), x.grad
 
 
+class Subject(NamedTuple):
+    model: nn.Module
+    theirs: nn.Module  # the same, for torch
+    x: Tensor
+    weights: int  # work of the weight gradients
+
+
+def subject(name: str) -> Subject:
+    torch.manual_seed(0)
+    model, x = ARCHITECTURES[name](), input_of(name)
+    weights = backward_flops(model, x, True) - backward_flops(model, x, False)
+    return Subject(model, copy.deepcopy(model), x, weights)
+
+
 def gradients(model: nn.Module, x: Tensor, lower: bool) -> Tensor:
     x = x.clone().requires_grad_()
     with autocast(lower):
@@ -56,10 +70,7 @@ def gradients(model: nn.Module, x: Tensor, lower: bool) -> Tensor:
 @pytest.mark.parametrize("lower", [False, True])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_eager(name: str, lower: bool) -> None:
-    torch.manual_seed(0)
-    model, x = ARCHITECTURES[name](), input_of(name)
-    theirs = copy.deepcopy(model)
-    weights = backward_flops(model, x, True) - backward_flops(model, x, False)
+    model, theirs, x, weights = subject(name)
     account = Account()
     found, grad = run_split(model, x, account, lower)
     assert found >= BAR * weights
@@ -78,10 +89,7 @@ def test_eager(name: str, lower: bool) -> None:
 def test_compiled(name: str, backend: str) -> None:
     """All of them with inductor: `python -m tests.pipeline.test_shares`."""
     torch._dynamo.reset()
-    torch.manual_seed(0)
-    model, x = ARCHITECTURES[name](), input_of(name)
-    theirs = copy.deepcopy(model)
-    weights = backward_flops(model, x, True) - backward_flops(model, x, False)
+    model, theirs, x, weights = subject(name)
     model.compile(backend=backend, fullgraph=True)  # which graphs that break would refuse
     found, grad = run_split(model, x, None, False)
     assert found >= BAR * weights
@@ -96,10 +104,7 @@ def test_compiled(name: str, backend: str) -> None:
 def test_compiled_under_autocast(name: str, backend: str) -> None:
     """Bit for bit the gradients of the same compiler without a pipeline; its kernels round otherwise than eager."""
     torch._dynamo.reset()
-    torch.manual_seed(0)
-    model, x = ARCHITECTURES[name](), input_of(name)
-    theirs = copy.deepcopy(model)
-    weights = backward_flops(model, x, True) - backward_flops(model, x, False)
+    model, theirs, x, weights = subject(name)
     for each in (model, theirs):
         each.compile(backend=backend, fullgraph=True)
     found, grad = run_split(model, x, None, True)

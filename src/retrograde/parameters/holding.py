@@ -8,17 +8,49 @@ something is another object. To compare takes a tenth of the time.
 import itertools
 import operator
 import weakref
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.optim import Optimizer
 
 from retrograde.coordination import Coordinator
+from retrograde.parameters.leaf import ShardedParameter
+from retrograde.parameters.ownership import is_whole
 from retrograde.parameters.plain import coordinators_of, leaves_in
-from retrograde.parameters.state import adopt_new, sharded_states
+from retrograde.parameters.representatives import Representative, representatives_of
+from retrograde.parameters.state import OptimizerState, adopt_new, sharded_states
 
+T = TypeVar("T")
 _END = object()  # of a row of objects: none that an optimizer has
+
+
+class Selection(NamedTuple):
+    """What an update of plain tensors goes through."""
+
+    groups: list[list[torch.Tensor]]  # the parameters of each
+    leaves: list[ShardedParameter]
+    states: list[OptimizerState]  # what is kept for them
+    hidden: list[ShardedParameter]  # updated as their representatives are
+    representatives: list[Representative]
+
+    @contextmanager
+    def in_place_of_all(self, optimizer: Optimizer) -> Iterator[None]:
+        """The optimizer's groups have these for a while. Afterwards those that were hidden are what they would be."""
+        lists = [group["params"] for group in optimizer.param_groups]
+        _give(optimizer, self.groups)
+        try:
+            yield
+        finally:
+            _give(optimizer, lists)
+            for representative in self.representatives:
+                representative.tell_others()
+
+
+def _give(optimizer: Optimizer, lists: list[list[torch.Tensor]]) -> None:
+    for group, params in zip(optimizer.param_groups, lists, strict=False):  # an update may have added a group
+        group["params"] = params
 
 
 class Holding:
@@ -29,8 +61,10 @@ class Holding:
         self._types = [list(map(type, params)) for params in self._groups]
         self.leaves, owners = leaves_in(itertools.chain.from_iterable(self._groups))
         self._owners = [weakref.ref(owner) for owner in owners]
+        self.whole = all(map(is_whole, self.leaves))
         self._kept: list[Any] = []  # every value of every state
-        self._sharded: list[torch.Tensor] = []  # those of them that are
+        self._all = Selection(self._groups, self.leaves, [], [], [])
+        self._few = self._all  # without those for which others stand
 
     @property
     def coordinators(self) -> list[Coordinator]:
@@ -46,13 +80,30 @@ class Holding:
             and None not in [owner() for owner in self._owners]
         )
 
-    def states(self, optimizer: Optimizer) -> list[torch.Tensor]:
-        """What an elementwise one keeps that is sharded."""
+    def selection(self, optimizer: Optimizer) -> Selection:
+        """What an elementwise one has to go through now, with states that are sharded."""
         if not self._keeps_the_same(optimizer):
-            kept = ((leaf, optimizer.state.get(leaf, {})) for leaf in self.leaves)  # not [leaf], which makes an entry
-            self._sharded = [value for leaf, state in kept for value in sharded_states(state, leaf)]
-            self._kept = list(_values_of(optimizer))
-        return self._sharded
+            self._look(optimizer)
+        return self._few if all(representative.serves for representative in self._few.representatives) else self._all
+
+    def everything(self, optimizer: Optimizer) -> Selection:
+        """The same, with nobody standing for another."""
+        self.selection(optimizer)
+        return self._all
+
+    def _look(self, optimizer: Optimizer) -> None:
+        states = {}
+        for leaf in self.leaves:
+            kept = optimizer.state.get(leaf, {})  # not [leaf], which makes an entry
+            states[leaf] = list(sharded_states(kept, leaf))
+        self._all = Selection(self._groups, self.leaves, _all_of(states.values()), [], [])
+        representatives = representatives_of(optimizer)
+        hidden = _all_of(representative.others for representative in representatives)
+        unseen = set(hidden)
+        groups = [[param for param in params if param not in unseen] for params in self._groups]
+        leaves = [leaf for leaf in self.leaves if leaf not in unseen]
+        self._few = Selection(groups, leaves, _all_of(states[leaf] for leaf in leaves), hidden, representatives)
+        self._kept = list(_values_of(optimizer))
 
     def adopt_new_states(self, optimizer: Optimizer) -> None:
         """After an update of plain tensors."""
@@ -62,6 +113,10 @@ class Holding:
 
     def _keeps_the_same(self, optimizer: Optimizer) -> bool:
         return _same(_values_of(optimizer), self._kept)
+
+
+def _all_of(lists: Iterable[list[T]]) -> list[T]:
+    return list(itertools.chain.from_iterable(lists))
 
 
 def _values_of(optimizer: Optimizer) -> Iterable[Any]:

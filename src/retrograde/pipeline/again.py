@@ -27,13 +27,19 @@ from retrograde.torch_internals import version_of
 
 @dataclass
 class Pending:
-    """How many bytes of pairs a rank may hold between I and W, over all its stages; None is any number."""
+    """The pairs that a rank holds between I and W, over all its stages, and how many bytes of them it may hold.
+
+    Without a limit that depends on the microbatch. Where I had to compute activations again, somebody has chosen memory
+    over time: then those of one microbatch in each stage. Else as many as there are."""
 
     limit: float | None = None
+    stages: int = 1  # that share this
     held: int = 0
 
-    def fits(self, nbytes: int) -> bool:
-        return self.limit is None or self.held + nbytes <= self.limit
+    def has_room(self, nbytes: int, recomputed: bool) -> bool:
+        if self.limit is not None:
+            return self.held + nbytes <= self.limit
+        return not recomputed or self.held + nbytes <= self.stages * nbytes
 
 
 @dataclass(frozen=True)

@@ -102,14 +102,14 @@ class Pipeline:
         mesh: DeviceMesh | dist.ProcessGroup | None = None,
         zero: Zero | None = None,
         cut: Cut | None = None,
-        pending: int | str | None = None,
+        pending: float | str | None = None,
     ) -> None:
         """Every rank of `mesh` gives the same model; each keeps its own stages (`parameters()`).
 
         `loss(output, target)` is the mean over a microbatch, and the step's loss the mean over all samples. With
-        `loss_reduction="sum"` it is a sum: losses and gradients of microbatches add up. Without `loss` the model's
-        output is the loss. `pending` limits the bytes that a rank holds between I and W, as in pending="64MiB": of
-        microbatches beyond it a stage keeps input and output gradient instead, where that is less, and W repeats them.
+        `loss_reduction="sum"` it is a sum: losses and gradients of microbatches add up. Without `loss` the output is
+        the loss. `pending` limits the bytes between I and W on a rank ("64MiB"): of microbatches beyond it, and unless
+        it is given of all but one of a checkpointed stage, input and output gradient are kept, and W repeats them.
         """
         own = self._connect(mesh, zero)
         self.rank = own.rank
@@ -143,7 +143,7 @@ class Pipeline:
         scale_grads: bool = True,
         mesh: DeviceMesh | dist.ProcessGroup | None = None,
         zero: Zero | None = None,
-        pending: int | str | None = None,
+        pending: float | str | None = None,
     ) -> "Pipeline":
         """A pipeline of stages that the user has cut: each rank gives its own, by their numbers in the schedule.
 
@@ -300,6 +300,7 @@ class Pipeline:
         self._names = dict(_names(own))
         chains = {stage: Chain([block.module for block in group]) for stage, group in mine.items()}
         self.engine = self._shard(zero, list(chains.values()))
+        self._pending.stages = len(chains)
         self.stages = {
             number: Stage(number, chain, split=self.schedule.split_microbatches(number), pending=self._pending)
             for number, chain in chains.items()

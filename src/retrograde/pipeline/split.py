@@ -69,6 +69,7 @@ class SplitBackward:
         self._deferring = False
         self._repeating: Waited | None = None  # in a repeated I, what waited in the first
         self.repeatable = True  # nobody has run a backward of their own
+        self.recomputed = False  # was a part of the forward run again in I, as checkpoints do?
         self._casts = Casts()
         self._account = account
         self._parameters = parameters  # while this is here, graphs find them
@@ -171,6 +172,7 @@ class SplitBackward:
 
     def routed(self, call: DeferrableCall, run: Callable[[Tensor], Any]) -> Any:
         """A deferrable call, as an autograd Function of ours; `run` does it for a given input."""
+        self.recomputed |= self._deferring
         if call.dtype is None:
             targets = _targets(call)
             return _Routed.apply(self, call, run, targets, call.x, call.weight, call.bias)  # type: ignore[no-untyped-call]

@@ -206,7 +206,7 @@ class Stage:
         self, microbatch: int, arrived: Parcel, options: Mapping[str, Any], target: WeightedTarget | None = None
     ) -> _Made:
         flight = Flight([], [], self._recorder(microbatch))
-        if flight.split is not None and microbatch in self.split and self.pending.limit is not None:
+        if flight.split is not None and microbatch in self.split:
             flight.repeat = self._repeat(arrived, options, target)
         computed = self._compute(arrived, options, target, flight.split)
         flight.leaves = computed.leaves
@@ -227,7 +227,7 @@ class Stage:
             leaves = [_leaf(*pair) for pair in zip(arrived.tensors, arrived.layout.tensors, strict=True)]
         entered = [t if leaf is None else _enter(leaf) for t, leaf in zip(arrived.tensors, leaves, strict=True)]
         args = arrived.tree(entered)
-        written = Writes.watch(self.module, entered) if self.pending.limit is not None else None
+        written = Writes.watch(self.module, entered)
         del entered, arrived  # the graph and the leaves hold what is needed
         args = args if isinstance(args, tuple) else (args,)
         kwargs = {k: v for k, v in options.items() if self._accepts_all or k in self._accepts}
@@ -237,7 +237,7 @@ class Stage:
             if self.loss is not None and target is not None:
                 given = () if target.value is None else (target.value,)
                 loss = self.loss(output, *given)
-        return _Computed(leaves, output, loss, written is not None and written.happened)
+        return _Computed(leaves, output, loss, written.happened)
 
     def _repeat(self, arrived: Parcel, options: Mapping[str, Any], target: WeightedTarget | None) -> Repeat:
         def forward(split: SplitBackward) -> Recomputed:
@@ -249,12 +249,11 @@ class Stage:
         return Repeat([t for t in inputs if t is not None], forward, Surroundings.now(self._device))
 
     def _hold_less(self, flight: Flight, split: SplitBackward, output_grads: Sequence[Tensor | None]) -> None:
-        """Where there is a limit: hold the pairs, or what they can be made of again (again.py)."""
-        if self.pending.limit is None:
-            return
+        """Hold the pairs, or what they can be made of again (again.py)."""
         repeat, flight.repeat = flight.repeat, None
         waiting = split.waiting_bytes
-        if repeat is not None and split.repeatable and repeat.inputs and not self.pending.fits(waiting):
+        has_room = self.pending.has_room(waiting, split.recomputed)
+        if repeat is not None and split.repeatable and repeat.inputs and not has_room:
             repeat.grads = list(output_grads)
             if repeat.bytes < waiting:
                 repeat.waited = split.forget()
