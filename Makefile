@@ -91,7 +91,7 @@ test-all: test
 	@$(PY) -m tests.accelerator.table --mode sides --stages 3
 	@$(PY) -m tests.accelerator.mutations
 	@$(PY) -m benchmarks.gpu --tiny --device late --into build/gpu-report.md
-	@$(PY) -m tests.multiproc.many_ranks --world 64
+	@$(PY) -m benchmarks.many_ranks --world 64
 	@$(PY) -m tests.pipeline.test_zero
 	@$(PY) -m tests.pipeline.test_shares
 	@$(PY) -m tests.checkpoint.kills --count 200

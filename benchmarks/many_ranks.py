@@ -1,4 +1,4 @@
-"""So many real ranks on one machine for a few steps: `python -m tests.multiproc.many_ranks [--world 64] [--steps 2]`.
+"""So many real ranks on one machine for a few steps: `python -m benchmarks.many_ranks [--world 64] [--steps 2]`.
 
 They are forked from one process that has imported torch, so that they share its memory. The result is compared with
 plain torch, bit for bit; time and memory are printed. A part of `make test-all`, under a time limit of its own.
@@ -124,7 +124,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--stage", type=int, default=3)
     parser.add_argument("--transport", default="one-sided", choices=("one-sided", "collective"))
-    parser.add_argument("--limit", type=float, default=240.0, help="seconds for all")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds for all")
     asked = parser.parse_args()
     began = time.monotonic()
     answers = play(asked)
