@@ -157,7 +157,7 @@ class WriteFence:
             return self.clock, Rest.ASK if edited or self._exposed else Rest.AT_REST
 
     def shard_numel(self, number: int) -> int:
-        return self._units[number % MASTERS].layout.shard_numel
+        return self._units[number % MASTERS].shard.numel()
 
     def shard_to_gather(self, number: int) -> torch.Tensor:
         """A unit's source as the last step left it. Between an edit and the next step nobody wants it."""

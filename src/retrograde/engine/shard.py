@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,10 +27,23 @@ from retrograde.engine.materialize import check_resettable
 from retrograde.engine.parametrizing import refuse_parametrizations
 from retrograde.engine.units import UnitMemory, allocate, fill, make_same
 from retrograde.errors import ShardingError
-from retrograde.layout import Grid, Policy, Precision, Units, UnitSpec, find_units, parse_bytes, strides_of
+from retrograde.layout import (
+    Grid,
+    Loads,
+    Policy,
+    Precision,
+    Units,
+    UnitSpec,
+    Whole,
+    find_units,
+    parse_bytes,
+    strides_of,
+    whole_names,
+)
 from retrograde.parameters import ShardedParameter, refuse_pieces_outside, watch_states, watch_updates
 from retrograde.parameters.access import patch, unpatched
 from retrograde.transport import ProcessRanks, Ranks
+from retrograde.transport.collective import CollectiveTransport
 from retrograde.transport.groups import grid_of, group_of_replicas, process_group_of
 
 FindUnits = Callable[..., list[UnitSpec]]  # `find_units` of one model, and how it is sharded
@@ -56,6 +69,7 @@ def shard(
     prefetch: bool = True,
     transport: str = "auto",
     timeout: float = 60.0,
+    whole: Whole = None,
 ) -> Engine:
     """Shard `model` over the ranks of a process group, in place. Collective: every rank calls it.
 
@@ -68,10 +82,13 @@ def shard(
     `mesh`: of one dimension, or of two, (replicate, shard): each replica has all of the model, sharded over its ranks.
     `timeout`: seconds after which waiting for a rank that never comes, here or later, becomes a `DivergenceError` on
     every rank that waits.
+    `whole`: parameters that are not cut: each is held by one rank, its owner, with its gradient and the optimizer's
+    state, and optimizers that need matrices (Muon) update it there alone. "matrices" (all of two dimensions), "all", a
+    list of parameters, modules or their names, or a predicate of (name, parameter).
     """
     group = _group(process_group, mesh)
     ranks = ProcessRanks(group, _connecting_time(timeout))
-    options = Options(stage, units, join, precision, reduce, exact, resident, prefetch, transport, timeout)
+    options = Options(stage, units, join, precision, reduce, exact, resident, prefetch, transport, timeout, whole)
     grid = None if mesh is None or mesh.ndim == 1 else grid_of(mesh, group)
     return shard_over(ranks, model, options, grid)
 
@@ -89,6 +106,7 @@ class Options(NamedTuple):
     prefetch: bool = True
     transport: str = "auto"
     timeout: float = 60.0
+    whole: Whole = None
 
     def policy(self, on_host: bool) -> Policy:
         exact = on_host if self.exact is None else self.exact
@@ -134,11 +152,12 @@ def shard_over(
         arguments = options.said(policy, grid)
         _check_sums(policy, grid)
         least = parse_bytes(options.join, "join")
-        find = partial(find_units, model, options.units, least, precision=policy.precision)
+        loads = Loads(grid.shards)
+        find = partial(_find, loads, model, options.units, least, precision=policy.precision, whole=options.whole)
         specs = _units_of(model, find, streams.device)
         _prepare_torch()
         added = partial(_added, model, find, streams.device)
-        shard_copy = partial(_shard_copy, ranks, options, grid)
+        shard_copy = partial(_shard_copy, ranks, _for_copies(options, model), grid)
         engine = Engine(
             model,
             policy,
@@ -164,6 +183,18 @@ def _device_of(model: nn.Module) -> torch.device:
     """Where its parameters are. What is no model, or is where nothing can be computed, is told when all can be told."""
     device = device_of(model.parameters()) if isinstance(model, nn.Module) else HOST
     return device if can_compute(device) else HOST
+
+
+def _find(loads: Loads, *args: Any, **kwargs: Any) -> list[UnitSpec]:
+    """`find_units` with owners, who are balanced over all that was found so far."""
+    return loads.assign(find_units(*args, **kwargs))
+
+
+def _for_copies(options: Options, model: nn.Module) -> Options:
+    """What was said of this model's own parameters and modules, by names, which a copy of it has too."""
+    whole = options.whole
+    by_rule = whole is None or isinstance(whole, str) or (callable(whole) and not isinstance(whole, nn.Module))
+    return options if by_rule else options._replace(whole=whole_names(model, whole))
 
 
 def _shard_copy(
@@ -212,7 +243,8 @@ def _enlist(
     at_first = not engine.units
     if specs:
         with engine.transport.shared_fate("making room for units"):
-            made = allocate(specs, engine.policy, engine.grid, engine.transport, engine.pages)
+            even = isinstance(engine.transport, CollectiveTransport) or not engine.policy.exact  # what backends take
+            made = allocate(specs, engine.policy, engine.grid, engine.transport, engine.pages, even)
         _check_same(engine, specs, arguments)
         if at_first:
             engine.open()

@@ -45,20 +45,21 @@ class UnitMemory(NamedTuple):
 
 
 def allocate(
-    specs: Sequence[UnitSpec], policy: Policy, grid: Grid, transport: Transport, pool: BufferPool
+    specs: Sequence[UnitSpec], policy: Policy, grid: Grid, transport: Transport, pool: BufferPool, even: bool = False
 ) -> list[UnitMemory]:
-    """Memory for units; values come later."""
+    """Memory for units; values come later. `even`: all ranks' shards of a unit are equally long."""
     made = []
     for spec in specs:
         strides = [strides_of(param) for _, param in spec.params]
         shapes = [(name, param.shape) for name, param in spec.params]
-        layout = Layout(shapes, spec.dtypes.page, grid.shards, strides)
+        layout = Layout(shapes, spec.dtypes.page, grid.shards, strides, spec.shard_of, even)
         stays = policy.keeps_pages or grid.shards == 1
-        numel = layout.padded_numel if stays else layout.shard_numel
+        shard_numel = layout.shard_sizes[grid.shard]
+        numel = layout.padded_numel if stays else shard_numel
         stream = pool.streams.current()
         memory = transport.allocate(Memory.SHARD, numel, layout.dtype, stream)
         apart = spec.dtypes.master != spec.dtypes.page
-        masters = stream.empty(layout.shard_numel, spec.dtypes.master).zero_() if apart else None
+        masters = stream.empty(shard_numel, spec.dtypes.master).zero_() if apart else None
         made.append(UnitMemory(spec, layout, memory.zero_(), masters))
     return made
 

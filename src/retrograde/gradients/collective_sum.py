@@ -104,7 +104,7 @@ class CollectiveSum:
                 brought = stream.empty(sent.numel(), sent.dtype)
                 work = self._transport.exchange(want, sent, brought)
             else:
-                brought = stream.empty(unit.layout.shard_numel, sent.dtype)
+                brought = stream.empty(unit.shard.numel(), sent.dtype)
                 work = self._transport.add_up(want, sent, brought)
         if work is None:
             return False
@@ -147,7 +147,7 @@ class CollectiveSum:
         if key.turn != FLUSHED:
             return self._one_by_one.total_of_others(unit, key, offers)
         stream = self._streams.reducing
-        own = self._streams.empty_for_user(unit.layout.shard_numel, unit.shard.dtype)
+        own = self._streams.empty_for_user(unit.shard.numel(), unit.shard.dtype)
         wire = self._policy.on_the_wire(self._policy.waiting(unit.layout.dtype))
         nothing = stream.empty(unit.layout.padded_numel, wire)
         stream.run(nothing.zero_)
@@ -160,7 +160,7 @@ class CollectiveSum:
         stream = self._streams.reducing
         summed = RunningSum(own, stream)
         with labelled("sum of gradient of", unit.name):
-            for rank, part in enumerate(_parts(reducing.brought, unit.layout.shard_numel)):
+            for rank, part in enumerate(_parts(reducing.brought, unit.shard.numel())):
                 summed.add(rank, part)
             summed.finish(self._transport.world if self._policy.mean else 1)
         self._streams.current().wait(stream.record())

@@ -159,17 +159,17 @@ class GradientFlow:
 
     def _launch(self, gradient: Gradient, key: Key, uses: Uses) -> None:
         unit, stream = gradient.unit, self._pool.streams.reducing
-        own = self._pool.streams.empty_for_user(unit.layout.shard_numel, unit.shard.dtype)
+        own = self._pool.streams.empty_for_user(unit.shard.numel(), unit.shard.dtype)
         gradient.send(key, uses, own)
         gradient.bucket.close(stream)
         self._strategy.launch(gradient)
-        elements = unit.layout.padded_numel - unit.layout.shard_numel
+        elements = unit.layout.padded_numel - unit.shard.numel()
         nbytes = elements * self._policy.on_the_wire(gradient.bucket.dtype).itemsize
         self._ledger.record(Activity.REDUCE, unit.name, nbytes + self._bytes_to_replicas(unit))
 
     def _bytes_to_replicas(self, unit: Unit) -> int:
         """Of the sum that this rank sends to the other holders of its shard."""
-        elements = unit.layout.shard_numel * (self._grid.replicas - 1)
+        elements = unit.shard.numel() * (self._grid.replicas - 1)
         return elements * self._policy.between_replicas(unit.shard.dtype).itemsize
 
     def _to_pack(self, gradient: Gradient, fates: Uses) -> torch.Tensor:

@@ -251,7 +251,7 @@ class OrderedSum:
 
     def total_of_others(self, unit: Unit, key: Key, offers: Contributors) -> torch.Tensor:
         stream = self._streams.reducing
-        own = self._streams.empty_for_user(unit.layout.shard_numel, unit.shard.dtype)
+        own = self._streams.empty_for_user(unit.shard.numel(), unit.shard.dtype)
         return self._complete(_ShardSum(unit, key, own, stream), offers)
 
     def _complete(self, shard: _ShardSum, offers: Contributors) -> torch.Tensor:

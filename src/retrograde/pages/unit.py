@@ -228,7 +228,7 @@ class Unit:
     def shard_after(self, edits: int, dtype: torch.dtype, stream: Stream) -> torch.Tensor:
         """A copy, made on `stream` in this dtype, of the shard as it was after so many edits. What was edited since, or
         is being edited now, is not read."""
-        old = stream.empty(self.layout.shard_numel, dtype)
+        old = stream.empty(self.shard.numel(), dtype)
         before = dict(self.edits.later_than(edits))
 
         def copy() -> None:
