@@ -30,6 +30,7 @@ from retrograde.errors import ShardingError
 from retrograde.layout import (
     Grid,
     Loads,
+    Offload,
     Policy,
     Precision,
     Units,
@@ -66,6 +67,7 @@ def shard(
     reduce: str = "mean",
     exact: bool | None = None,
     resident: int | str = 0,
+    offload: Offload | str | None = None,
     prefetch: bool = True,
     transport: str = "auto",
     timeout: float = 60.0,
@@ -75,20 +77,21 @@ def shard(
 
     `units`: "auto" (repeated blocks), module classes, or a predicate; `join`: those of fewer bytes become one unit with
     the next. `precision`: "bf16" or "fp16" (modules compute in it, the optimizer updates fp32 masters), or an
-    `rg.Precision`, which says more. `exact=False`, the default on accelerators: the backend adds gradients up in its
-    own order. `transport`: "collective", the default on accelerators: by collectives of torch.distributed, there for
-    ranks that do the same between two steps; "one-sided": whatever each rank does. `resident`: bytes of pages that
-    may stay at stage 3 beyond the one in use and the one being prefetched.
-    `mesh`: of one dimension, or of two, (replicate, shard): each replica has all of the model, sharded over its ranks.
-    `timeout`: seconds after which waiting for a rank that never comes, here or later, becomes a `DivergenceError` on
-    every rank that waits.
-    `whole`: parameters that are not cut: each is held by one rank, its owner, with its gradient and the optimizer's
-    state, and optimizers that need matrices (Muon) update it there alone. "matrices" (all of two dimensions), "all", a
-    list of parameters, modules or their names, or a predicate of (name, parameter).
+    `rg.Precision`. `exact=False`, the default on accelerators: the backend adds gradients up in its own order.
+    `transport`: "collective", the default on accelerators: by collectives of torch.distributed, there for ranks that do
+    the same between two steps; "one-sided": whatever each rank does. `resident`: bytes of pages that may stay at stage
+    3 beyond the one in use and the one being prefetched. `offload`, of a model on an accelerator: "optimizer" keeps
+    leaves, gradients and optimizer state in the host's memory; "parameters" at stage 3 also pages' sources. `mesh`: of
+    one dimension, or of two, (replicate, shard). `timeout`: seconds after which waiting for a rank that never comes
+    becomes a `DivergenceError` on every rank that waits. `whole`: parameters that are not cut; each is held by one rank
+    with its gradient and state, and optimizers that need matrices (Muon) update it there alone: "matrices" (of two
+    dimensions), "all", a list of parameters, modules or their names, or a predicate of (name, parameter).
     """
     group = _group(process_group, mesh)
     ranks = ProcessRanks(group, _connecting_time(timeout))
-    options = Options(stage, units, join, precision, reduce, exact, resident, prefetch, transport, timeout, whole)
+    options = Options(
+        stage, units, join, precision, reduce, exact, resident, prefetch, transport, timeout, whole, offload
+    )
     grid = None if mesh is None or mesh.ndim == 1 else grid_of(mesh, group)
     return shard_over(ranks, model, options, grid)
 
@@ -107,11 +110,12 @@ class Options(NamedTuple):
     transport: str = "auto"
     timeout: float = 60.0
     whole: Whole = None
+    offload: Offload | str | None = None
 
     def policy(self, on_host: bool) -> Policy:
         exact = on_host if self.exact is None else self.exact
         one_of("transport", self.transport, TRANSPORTS, '"auto", "collective" or "one-sided"')
-        return Policy.of(self.stage, self.resident, self.reduce, self.prefetch, self.precision, exact)
+        return Policy.of(self.stage, self.resident, self.reduce, self.prefetch, self.precision, exact, self.offload)
 
     def by_collectives(self, on_host: bool, replicas: int) -> bool:
         """What "auto" comes to. Gradients of replicas do not go by collectives."""
@@ -128,6 +132,7 @@ class Options(NamedTuple):
             said("precision", self.precision, policy.precision.meaning),
             said("resident", self.resident, float(policy.resident)),
             said("prefetch", self.prefetch, policy.prefetch),
+            said("offload", self.offload, policy.offload.value),
         ]
 
 

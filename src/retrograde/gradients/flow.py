@@ -30,6 +30,7 @@ import torch
 from retrograde.gradients.bucket import Bucket, Grads, huge
 from retrograde.gradients.gradient import Gradient, GradientState, uses_of
 from retrograde.gradients.keys import Keys
+from retrograde.gradients.landing import copy_of_sum, landed, room_for_sum
 from retrograde.gradients.strategy import Strategy
 from retrograde.gradients.window import Windows
 from retrograde.layout import Grid, Policy
@@ -159,7 +160,7 @@ class GradientFlow:
 
     def _launch(self, gradient: Gradient, key: Key, uses: Uses) -> None:
         unit, stream = gradient.unit, self._pool.streams.reducing
-        own = self._pool.streams.empty_for_user(unit.shard.numel(), unit.shard.dtype)
+        own = room_for_sum(unit, self._pool.streams)
         gradient.send(key, uses, own)
         gradient.bucket.close(stream)
         self._strategy.launch(gradient)
@@ -185,8 +186,29 @@ class GradientFlow:
         self._sum_known(backward)
         if gradient.state is GradientState.SENT:
             self._meet_for_all([gradient], backward)
+        self._land(backward)
         gradient.deliver()
         return gradient.packed
+
+    def _land(self, backward: _Backward) -> None:
+        """All that Packs will ask for leave together for the host: if it has to wait for one, it waits for all."""
+        if torch.is_grad_enabled():
+            return  # each is part of a graph
+        for gradient in backward.for_pack.values():
+            waiting = gradient.state is GradientState.SUMMED and gradient.at_leaves is None
+            if waiting and gradient.unit.leaves_on_host:
+                gradient.at_leaves = landed(gradient.unit, gradient.own, self._pool.streams)
+
+    def at_leaves(self, unit: Unit, total: torch.Tensor, at_once: bool) -> torch.Tensor:
+        """A reduced gradient where the unit's leaves are. `at_once`: the host reads it next."""
+        backward = self._backwards.get(current_backward())
+        gradient = None if backward is None else backward.for_pack.get(unit.index)
+        there = None if gradient is None else gradient.at_leaves
+        if there is None:
+            there = landed(unit, total, self._pool.streams)
+        if at_once:
+            unit.await_gradients()
+        return there
 
     def _sum_known(self, backward: _Backward) -> None:
         """What needs no meeting: all ranks are known to have sent it, for the same uses."""
@@ -201,7 +223,8 @@ class GradientFlow:
         gradient.sum_up(accumulated(ranks))
         if not any(gradient.left_over):
             return []
-        apart = total.clone() if Use.CAPTURED in gradient.uses else total  # what is captured is the user's
+        captured = Use.CAPTURED in gradient.uses  # which is the user's
+        apart = copy_of_sum(gradient.unit, gradient.own, self._pool.streams) if captured else total
         return [Delivery(gradient.unit, apart, gradient.left_over)]
 
     def reduce_now(self, unit: Unit, grads: Grads, uses: Uses, fates: Uses | None) -> torch.Tensor:

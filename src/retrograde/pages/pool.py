@@ -51,12 +51,16 @@ class BufferPool:
         if self._held + buffer.nbytes <= self.limit:
             self._free.append(Loan(buffer, free))
         else:
-            self.ledger.hold(-buffer.nbytes)
+            self._let_go(Loan(buffer, free))
 
     def trim(self, limit: float = -1) -> None:
         """Let go of free buffers, the oldest first, until what is held fits in `limit` bytes; of all by default."""
         while self._free and self._held > limit:
-            self.ledger.hold(-self._free.pop(0).data.nbytes)
+            self._let_go(self._free.pop(0))
+
+    def _let_go(self, loan: Loan) -> None:
+        self.streams.current().wait(loan.free)  # the stream to which the memory returns may use it at once
+        self.ledger.hold(-loan.data.nbytes)
 
     @property
     def used(self) -> int:
