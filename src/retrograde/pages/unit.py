@@ -77,8 +77,7 @@ class Unit:
         # Plain tensors that share the leaves' memory and version counters: reading a leaf itself is slower.
         self.pieces = tuple(leaf.detach() for leaf in leaves)
         self.edits = EditLog()
-        # Slots that Engine.full_params holds: where the leaf is its full tensor, and where one rank's edits are to be
-        # everybody's.
+        # Slots that Engine.full_params holds: where the leaf is its full tensor; where a rank's edits are everybody's.
         self.whole_leaves: set[int] = set()
         self.edited_alone: set[int] = set()
         self.version_at_rest = self.version  # when the weights last were as all ranks know (coordination/fences.py)
