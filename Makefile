@@ -91,6 +91,7 @@ test-all: test
 	@$(PY) -m tests.pipeline.test_zero
 	@$(PY) -m tests.pipeline.test_shares
 	@$(PY) -m tests.checkpoint.kills --count 200
+	@$(PY) -m tests.checkpoint.loaded
 
 fuzz: $(READY)
 	@$(PY) -m tests.fuzz --count $(N) --seed $(SEED)

@@ -86,8 +86,10 @@ class Coordinator:
             first = min([position.reason for position in positions], key=_URGENCY.__getitem__)
             if first in (Reason.STEP, Reason.VALUE):
                 self._require_same(positions)
-            flow.sum_sent({rank: position.sent for rank, position in enumerate(positions)})
+            flow.sum_sent(positions)
             concluded = self._conclude(first, positions)
+            if Reason.STEP not in concluded:
+                self._transport.meeting_is_over()
             if reason in concluded:
                 if reason in (Reason.STEP, Reason.VALUE):
                     flow.fresh = False
@@ -143,7 +145,9 @@ class Coordinator:
         """Start reading the page as this rank sees it now."""
         self._come_to_rest()
         if self._gathering is not None and not alone and self._fence.is_at_rest(self._fence.stamp(unit)):
-            return self._gathering.gather(unit, page)
+            work = self._gathering.gather(unit, page)
+            if work is not None:
+                return work
         return self._read(unit.index, unit, page)
 
     def read_masters(self, unit: Unit, flat: torch.Tensor) -> Work:
@@ -212,4 +216,5 @@ class Coordinator:
     def end_step(self) -> None:
         self._fence.come_to_rest()
         self._transport.shards_changed()
+        self._transport.meeting_is_over()
         self._pager.renew()

@@ -46,39 +46,38 @@ class UnitMemory(NamedTuple):
 
 
 def allocate(
-    specs: Sequence[UnitSpec], policy: Policy, grid: Grid, transport: Transport, pool: BufferPool
+    specs: Sequence[UnitSpec], policy: Policy, grid: Grid, transport: Transport, pool: BufferPool, even: bool = False
 ) -> list[UnitMemory]:
-    """Memory for units; values come later."""
+    """Memory for units; values come later. `even`: all ranks' shards of a unit are equally long."""
     made = []
     for spec in specs:
         strides = [strides_of(param) for _, param in spec.params]
         shapes = [(name, param.shape) for name, param in spec.params]
-        layout = Layout(shapes, spec.dtypes.page, grid.shards, strides)
+        layout = Layout(shapes, spec.dtypes.page, grid.shards, strides, spec.shard_of, even)
         memory = _memory(layout, policy, grid, transport, pool.streams)
-        made.append(UnitMemory(spec, layout, memory.zero_(), _masters(spec, layout, memory, policy, pool.streams)))
+        masters = _masters(spec, layout.shard_sizes[grid.shard], memory, policy, pool.streams)
+        made.append(UnitMemory(spec, layout, memory.zero_(), masters))
     return made
 
 
 def _memory(layout: Layout, policy: Policy, grid: Grid, transport: Transport, streams: Streams) -> torch.Tensor:
     """What pages are made of: where they are themselves, or on the host."""
     if policy.offload is Offload.PARAMETERS and not streams.on_host and not policy.keeps_pages:
-        return streams.crossing.pinned(layout.shard_numel, layout.dtype)
+        return streams.crossing.pinned(layout.shard_sizes[grid.shard], layout.dtype)
     stays = policy.keeps_pages or grid.shards == 1
-    numel = layout.padded_numel if stays else layout.shard_numel
+    numel = layout.padded_numel if stays else layout.shard_sizes[grid.shard]
     return transport.allocate(Memory.SHARD, numel, layout.dtype, streams.current())
 
 
-def _masters(
-    spec: UnitSpec, layout: Layout, source: torch.Tensor, policy: Policy, streams: Streams
-) -> torch.Tensor | None:
+def _masters(spec: UnitSpec, numel: int, source: torch.Tensor, policy: Policy, streams: Streams) -> torch.Tensor | None:
     """The shard, if it is of another dtype than pages, or is to be where their source is not."""
     dtype = spec.dtypes.master
     on_host = policy.offload is not Offload.NOTHING or streams.on_host
-    if dtype == layout.dtype and on_host == (source.device.type == "cpu"):
+    if dtype == source.dtype and on_host == (source.device.type == "cpu"):
         return None
     if on_host and not streams.on_host:
-        return streams.crossing.pinned(layout.shard_numel, dtype).zero_()
-    return streams.current().empty(layout.shard_numel, dtype).zero_()
+        return streams.crossing.pinned(numel, dtype).zero_()
+    return streams.current().empty(numel, dtype).zero_()
 
 
 def fill(

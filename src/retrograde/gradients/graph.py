@@ -173,7 +173,7 @@ class UnitGraph:
         """All of what `piece` is this rank's part of, as part of the graph that `piece` is part of."""
         layout = self.unit.layout
         place = layout.piece(layout.slots[slot], self.unit.rank)
-        shard = torch.nn.functional.pad(piece, (place.start, layout.shard_numel - place.stop))
+        shard = torch.nn.functional.pad(piece, (place.start, self.unit.shard.numel() - place.stop))
         if self.unit.leaves_on_host:
             shard = shard.to(self.unit.page.device)
         present = [index == slot for index in range(len(self.unit.leaves))]

@@ -10,7 +10,7 @@ from retrograde.pages import Unit
 def room_for_sum(unit: Unit, streams: Streams) -> torch.Tensor:
     """Memory for the reduced gradient of this rank's shard, which the reducing stream writes."""
     empty = streams.empty_for_host if unit.leaves_on_host else streams.empty_for_user
-    return empty(unit.layout.shard_numel, unit.shard.dtype)
+    return empty(unit.shard.numel(), unit.shard.dtype)
 
 
 def copy_of_sum(unit: Unit, total: torch.Tensor, streams: Streams) -> torch.Tensor:

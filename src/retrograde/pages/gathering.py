@@ -13,8 +13,8 @@ class PageGathering:
         self._transport = transport
         self._pool = pool
 
-    def gather(self, unit: Unit, page: torch.Tensor) -> Work:
-        """Start reading all shards of a unit, which are at rest, into the memory of a page.
+    def gather(self, unit: Unit, page: torch.Tensor) -> Work | None:
+        """Start reading all shards of a unit, which are at rest, into the memory of a page. None: read them alone.
 
         A source that is on the host has been brought to its place in the page."""
         own = page[unit.layout.span(unit.rank)] if unit.source_on_host else unit.source
@@ -28,5 +28,7 @@ class PageGathering:
         fetching.wait(current.record())  # a step may have written the shard there
         if unit.source_on_host:
             fetch_own(scratch, unit.layout.span(unit.rank), unit.source, self._pool.streams)
-        self.gather(unit, scratch).wait(current)  # which may write the shard next, or have the memory
+        work = self.gather(unit, scratch)
+        if work is not None:
+            work.wait(current)  # which may write the shard next, or have the memory
         self._pool.give(scratch, current.record())

@@ -160,7 +160,9 @@ class Page:
             self._work = read(memory)
             self._loaded = fetching.record()
         self._become(PageState.LOADING)
-        self._pool.ledger.record(Activity.GATHER, self._name, self._layout.page_bytes - self._layout.shard_bytes)
+        self._pool.ledger.record(
+            Activity.GATHER, self._name, self._layout.page_bytes - self._layout.bytes_of(self._shard)
+        )
 
     def finish(self) -> None:
         """Wait for it; then the full tensors show it."""

@@ -250,7 +250,7 @@ class Unit:
         is being edited now, is not read."""
         if self.leaves_on_host:
             stream = Stream()
-        old = stream.empty(self.layout.shard_numel, dtype)
+        old = stream.empty(self.shard.numel(), dtype)
         before = dict(self.edits.later_than(edits))
 
         def copy() -> None:
