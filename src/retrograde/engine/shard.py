@@ -80,12 +80,10 @@ def shard(
     `rg.Precision`, which says more. `exact=False`, the default on accelerators: the backend adds gradients up in its
     own order. `transport`: "collective", the default on accelerators: by collectives of torch.distributed, there for
     ranks that do the same between two steps; "one-sided": whatever each rank does. `resident`: bytes of pages that
-    may stay at stage 3 beyond the one in use and the one being prefetched. `offload`, of a model on an accelerator:
-    "optimizer" keeps leaves, gradients and optimizer state in the host's memory; "parameters" at stage 3 also pages'
-    sources.
+    may stay at stage 3 beyond the one in use and the one being prefetched. `offload`, on accelerators: "optimizer":
+    leaves, gradients and optimizer state are in the host's memory; "parameters": at stage 3 also pages' sources.
     `mesh`: of one dimension, or of two, (replicate, shard): each replica has all of the model, sharded over its ranks.
-    `timeout`: seconds after which waiting for a rank that never comes, here or later, becomes a `DivergenceError` on
-    every rank that waits.
+    `timeout`: seconds after which waiting for a rank that never comes, here or later, is a `DivergenceError` on all.
     `whole`: parameters that are not cut: each is held by one rank, its owner, with its gradient and the optimizer's
     state, and optimizers that need matrices (Muon) update it there alone. "matrices" (all of two dimensions), "all", a
     list of parameters, modules or their names, or a predicate of (name, parameter).
