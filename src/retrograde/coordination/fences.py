@@ -72,6 +72,9 @@ class WriteFence:
             self._written = self._streams.current().record()
 
     # ---- the main thread
+    def refuse_capture(self, what: str) -> None:
+        self._streams.refuse_capture(what)
+
     def stamp(self, unit: Unit) -> Stamp:
         """Which state of the other ranks' shards goes with this rank's own."""
         return Stamp(self.clock, unit.edits.made, unit.version - unit.version_at_rest, self._stepped)

@@ -40,6 +40,8 @@ from typing import cast
 
 import torch
 
+from retrograde.errors import UnsupportedError
+
 Event = object  # what `record` gives and `wait` takes: opaque to everybody else
 
 HAPPENED: Event = object()  # the event of work that was done when it was issued
@@ -66,6 +68,11 @@ class Stream:
 
     def finish(self) -> None:
         """The host waits for what was issued here before."""
+
+    @property
+    def capturing(self) -> bool:
+        """Is what is issued here recorded into a graph, to be played again without us?"""
+        return False
 
 
 class Crossing:
@@ -121,18 +128,29 @@ class Streams:
         serving: Stream,
         current: Callable[[], Stream],
         returning: Stream | None = None,
+        overlap: bool = True,
     ) -> None:
-        """`returning`: on which copies to the host go, where there is a device."""
+        """`returning`: on which copies to the host go, where there is a device. `overlap`: may what we issue run beside
+        what the user does? If not, ours are the user's own, and calls in the order of collectives, on streams of their
+        process group, are waited for as soon as they have been issued."""
         self.device = device
+        self.on_host = device.type == "cpu"
+        self.overlap = overlap
         self.reducing = reducing
         self.fetching = fetching
         self.serving = serving
         self.current = current
         self.crossing = Crossing(returning or Stream())
 
-    @property
-    def on_host(self) -> bool:
-        return self.device.type == "cpu"
+    def refuse_capture(self, what: str) -> None:
+        """A graph has the kernels of one stream, and addresses of memory. Which page is fetched when, on which stream,
+        who meets whom: all that is decided by the host, and would not be played again."""
+        if self.current().capturing:
+            raise UnsupportedError(
+                f"{what} while the current stream of {self.device} is being captured into a graph: when the graph is "
+                f"replayed, nothing would be fetched, reduced or agreed on. Leave what uses sharded weights out of the "
+                f"graph, and capture what lies between, functions of plain tensors"
+            )
 
     def empty_for_user(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory that the reducing stream writes and that then is the user's: of the current stream, to which it
@@ -183,17 +201,29 @@ class DeviceStream(Stream):
     def finish(self) -> None:
         self._stream.record_event().synchronize()
 
+    @property
+    def capturing(self) -> bool:
+        return self._stream.is_capturing()
 
-def streams_of(device: torch.device) -> Streams:
-    """The streams of a device: the host's own, or those of an accelerator."""
+
+def streams_of(device: torch.device, overlap: bool = True) -> Streams:
+    """The streams of a device: the host's own, or those of an accelerator.
+
+    Without `overlap` those that fetch and reduce are the stream that is current now. Whoever uses another one later
+    still waits for it, and is waited for, by events. What is read for other ranks is not ours to delay: behind a call
+    of the process group, which waits for a rank, it would wait for the rank that reads."""
     if device.type == "cpu":
         host = Stream()
         return Streams(device, host, host, host, lambda: host)
-    reducing, fetching, serving, returning = (DeviceStream(torch.Stream(device)) for _ in range(4))
 
     def current() -> Stream:
         return DeviceStream(torch.accelerator.current_stream(device))
 
+    serving = DeviceStream(torch.Stream(device))
+    if not overlap:
+        only = current()
+        return Streams(device, only, only, serving, current, only, overlap)
+    reducing, fetching, returning = (DeviceStream(torch.Stream(device)) for _ in range(3))
     return Streams(device, reducing, fetching, serving, current, returning)
 
 

@@ -55,7 +55,7 @@ def allocate(
         shapes = [(name, param.shape) for name, param in spec.params]
         layout = Layout(shapes, spec.dtypes.page, grid.shards, strides, spec.shard_of, even)
         memory = _memory(layout, policy, grid, transport, pool.streams)
-        masters = _masters(spec, layout.shard_sizes[grid.shard], memory, policy, pool.streams)
+        masters = _masters(spec, memory, layout.shard_sizes[grid.shard], policy, pool.streams)
         made.append(UnitMemory(spec, layout, memory.zero_(), masters))
     return made
 
@@ -69,11 +69,11 @@ def _memory(layout: Layout, policy: Policy, grid: Grid, transport: Transport, st
     return transport.allocate(Memory.SHARD, numel, layout.dtype, streams.current())
 
 
-def _masters(spec: UnitSpec, numel: int, source: torch.Tensor, policy: Policy, streams: Streams) -> torch.Tensor | None:
+def _masters(spec: UnitSpec, source: torch.Tensor, numel: int, policy: Policy, streams: Streams) -> torch.Tensor | None:
     """The shard, if it is of another dtype than pages, or is to be where their source is not."""
     dtype = spec.dtypes.master
     on_host = policy.offload is not Offload.NOTHING or streams.on_host
-    if dtype == source.dtype and on_host == (source.device.type == "cpu"):
+    if dtype == spec.dtypes.page and on_host == (source.device.type == "cpu"):
         return None
     if on_host and not streams.on_host:
         return streams.crossing.pinned(numel, dtype).zero_()

@@ -127,14 +127,14 @@ class UnitGraph:
 
     def packed(self, grad: torch.Tensor) -> Sequence[torch.Tensor | None]:
         """The pieces of a reduced gradient, for the leaves."""
-        there = None
+        on_host = None
         present = self._delivering
         if present is None:
             gradient = self.flow.ready_for_pack(self.unit)
-            present, there = gradient.packed, gradient.at_leaves
+            present, on_host = gradient.packed, gradient.at_leaves
         self.arrived = list(present)
         if self.unit.leaves_on_host:
-            grad = landed(grad, self.flow.streams) if there is None else there
+            grad = landed(grad, self.flow.streams) if on_host is None else on_host
             if self._read_at_once():
                 self.unit.await_gradients()
         pieces = self._pieces_of(grad)

@@ -77,9 +77,9 @@ class Unit:
         # Plain tensors that share the leaves' memory and version counters: reading a leaf itself is slower.
         self.pieces = tuple(leaf.detach() for leaf in leaves)
         self.edits = EditLog()
-        # Slots that Engine.full_params holds: where the leaf is its full tensor; where a rank's edits are everybody's.
-        self.whole_leaves: set[int] = set()
-        self.edited_alone: set[int] = set()
+        # Slots that Engine.full_params holds.
+        self.whole_leaves: set[int] = set()  # where the leaf is its full tensor
+        self.edited_alone: set[int] = set()  # where one rank's edits are to be everybody's
         self.version_at_rest = self.version  # when the weights last were as all ranks know (coordination/fences.py)
         self.frozen_handles: weakref.WeakSet[object] = weakref.WeakSet()  # of frozen parameters, in graphs
         self._streams = pool.streams
