@@ -157,15 +157,17 @@ def measured(rank: int, world: int, stage: int, offload: str, precision: str | N
 
 # ---- activations
 class Inside(nn.Module):
-    """Its own activations go to the CPU, by torch's hooks inside ours."""
+    """What is saved behind its inner module goes to the CPU, by torch's hooks inside ours."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, width: int) -> None:
         super().__init__()
         self.inner = inner
+        self.norm = nn.LayerNorm(width)
 
     def forward(self, x: Tensor) -> Tensor:
+        inner = self.inner(x)
         with torch.autograd.graph.save_on_cpu(pin_memory=x.device.type != "cpu"):
-            return torch.tanh(self.inner(x))
+            return torch.tanh(self.norm(inner))
 
 
 class Saved(NamedTuple):
@@ -176,21 +178,27 @@ class Saved(NamedTuple):
 
 
 def with_inside(where: torch.device) -> nn.Module:
-    model = build(where)
-    model.blocks[1] = Inside(model.blocks[1])  # type: ignore[index, operator]
-    return model
+    torch.manual_seed(0)
+    model = SPEC.build()
+    model.blocks[1] = Inside(model.blocks[1], model.head.in_features)  # type: ignore[index, operator, union-attr, arg-type]
+    return model if where.type == "cpu" else device.move(model, where)
 
 
 def backwards_from_cpu(model: nn.Module, where: torch.device, rank: int) -> list[int]:
-    """Two, of which all that is saved goes to the CPU, as by torch's `save_on_cpu`. Returns its elements."""
+    """Two, of which all that is saved goes to the CPU. Returns its elements.
+
+    Torch's `save_on_cpu` makes transposed tensors contiguous, with which a product differs in its last bits."""
     packed: list[int] = []
 
     def pack(tensor: Tensor) -> Tensor:
         packed.append(tensor.numel())
-        return torch.empty(tensor.size(), dtype=tensor.dtype, device="cpu").copy_(tensor)
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu").copy_(tensor)
+
+    def unpack(kept: Tensor) -> Tensor:
+        return torch.empty_strided(kept.size(), kept.stride(), dtype=kept.dtype, device=where).copy_(kept)
 
     for step in range(2):
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.to(where)):
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             loss = loss_of(model, where, rank, step)
         loss.backward()
     return packed

@@ -30,7 +30,7 @@ import torch
 from retrograde.gradients.bucket import Bucket, Grads, huge
 from retrograde.gradients.gradient import Gradient, GradientState, uses_of
 from retrograde.gradients.keys import Keys
-from retrograde.gradients.landing import copy_of_sum, landed, room_for_sum
+from retrograde.gradients.landing import copy_of_sum, land_together, room_for_sum
 from retrograde.gradients.strategy import Strategy
 from retrograde.gradients.window import Windows
 from retrograde.layout import Grid, Policy
@@ -94,6 +94,7 @@ class GradientFlow:
         self._strategy = strategy
         self._policy = policy
         self._pool = pool
+        self.streams = pool.streams
         self._meet = meet
         self._ledger = ledger
         self._keys = Keys(transport)
@@ -160,10 +161,9 @@ class GradientFlow:
         return gradient
 
     def _launch(self, gradient: Gradient, key: Key, uses: Uses) -> None:
-        unit, stream = gradient.unit, self._pool.streams.reducing
-        own = room_for_sum(unit, self._pool.streams)
-        gradient.send(key, uses, own)
-        gradient.bucket.close(stream)
+        unit = gradient.unit
+        gradient.send(key, uses, room_for_sum(unit, self.streams))
+        gradient.bucket.close(self.streams.reducing)
         self._strategy.launch(gradient)
         elements = unit.layout.padded_numel - unit.shard.numel()
         nbytes = elements * self._policy.on_the_wire(gradient.bucket.dtype).itemsize
@@ -180,36 +180,16 @@ class GradientFlow:
         gradient.reached = tuple(fate is Use.ACCUMULATED for fate in fates)
         return gradient.own
 
-    def ready_for_pack(self, unit: Unit) -> tuple[bool, ...]:
-        """Pack asks for a reduced gradient: now it is there. Returns for which parameters."""
+    def ready_for_pack(self, unit: Unit) -> Gradient:
+        """Pack asks for a reduced gradient: now it is there."""
         backward = self._current()
         gradient = backward.for_pack[unit.index]
         self._sum_known(backward)
         if gradient.state is GradientState.SENT:
             self._meet_for_all([gradient], backward)
-        self._land(backward)
+        land_together(backward.for_pack.values(), self.streams)
         gradient.deliver()
-        return gradient.packed
-
-    def _land(self, backward: _Backward) -> None:
-        """All that Packs will ask for leave together for the host: if it has to wait for one, it waits for all."""
-        if torch.is_grad_enabled():
-            return  # each is part of a graph
-        for gradient in backward.for_pack.values():
-            waiting = gradient.state is GradientState.SUMMED and gradient.at_leaves is None
-            if waiting and gradient.unit.leaves_on_host:
-                gradient.at_leaves = landed(gradient.unit, gradient.own, self._pool.streams)
-
-    def at_leaves(self, unit: Unit, total: torch.Tensor, at_once: bool) -> torch.Tensor:
-        """A reduced gradient where the unit's leaves are. `at_once`: the host reads it next."""
-        backward = self._backwards.get(current_backward())
-        gradient = None if backward is None else backward.for_pack.get(unit.index)
-        there = None if gradient is None else gradient.at_leaves
-        if there is None:
-            there = landed(unit, total, self._pool.streams)
-        if at_once:
-            unit.await_gradients()
-        return there
+        return gradient
 
     def _sum_known(self, backward: _Backward) -> None:
         """What needs no meeting: all ranks are known to have sent it, for the same uses."""
@@ -224,9 +204,9 @@ class GradientFlow:
         gradient.sum_up(accumulated(ranks))
         if not any(gradient.left_over):
             return []
-        captured = Use.CAPTURED in gradient.uses  # which is the user's
-        apart = copy_of_sum(gradient.unit, gradient.own, self._pool.streams) if captured else total
-        return [Delivery(gradient.unit, apart, gradient.left_over)]
+        if Use.CAPTURED in gradient.uses:  # what is captured is the user's
+            total = copy_of_sum(gradient.unit, total, self.streams)
+        return [Delivery(gradient.unit, total, gradient.left_over)]
 
     def reduce_now(self, unit: Unit, grads: Grads, uses: Uses, fates: Uses | None) -> torch.Tensor:
         """Send and sum at once, for a reduction that is itself part of a graph. What is to be divided has been.

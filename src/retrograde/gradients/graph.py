@@ -25,6 +25,7 @@ import torch
 from retrograde.errors import UnsupportedError
 from retrograde.gradients.bucket import Grads
 from retrograde.gradients.flow import GradientFlow
+from retrograde.gradients.landing import landed
 from retrograde.pages import FullTensor, Pager, Unit, alive
 from retrograde.torch_internals import (
     Fate,
@@ -126,10 +127,16 @@ class UnitGraph:
 
     def packed(self, grad: torch.Tensor) -> Sequence[torch.Tensor | None]:
         """The pieces of a reduced gradient, for the leaves."""
-        present = self._delivering if self._delivering is not None else self.flow.ready_for_pack(self.unit)
+        on_host = None
+        present = self._delivering
+        if present is None:
+            gradient = self.flow.ready_for_pack(self.unit)
+            present, on_host = gradient.packed, gradient.at_leaves
         self.arrived = list(present)
         if self.unit.leaves_on_host:
-            grad = self.flow.at_leaves(self.unit, grad, self._read_at_once())
+            grad = landed(grad, self.flow.streams) if on_host is None else on_host
+            if self._read_at_once():
+                self.unit.await_gradients()
         pieces = self._pieces_of(grad)
         return [piece if there else None for piece, there in zip(pieces, present, strict=True)]
 

@@ -1,9 +1,12 @@
 """Where the reduced gradient of a unit is made, and how it gets to where the leaves are: [Note: crossing] in
 devices/streams.py."""
 
+from collections.abc import Iterable
+
 import torch
 
 from retrograde.devices import Streams
+from retrograde.gradients.gradient import Gradient, GradientState
 from retrograde.pages import Unit
 
 
@@ -21,7 +24,7 @@ def copy_of_sum(unit: Unit, total: torch.Tensor, streams: Streams) -> torch.Tens
     return copied
 
 
-def landed(unit: Unit, total: torch.Tensor, streams: Streams) -> torch.Tensor:
+def landed(total: torch.Tensor, streams: Streams) -> torch.Tensor:
     """A reduced gradient in the host's memory, where the leaves are, or on its way there."""
     if torch.is_grad_enabled():
         return total.to("cpu")  # as part of a graph; the host waits
@@ -31,3 +34,13 @@ def landed(unit: Unit, total: torch.Tensor, streams: Streams) -> torch.Tensor:
     returning.run(lambda: came.copy_(total, non_blocking=True))
     streams.crossing.note(returning)
     return came
+
+
+def land_together(gradients: Iterable[Gradient], streams: Streams) -> None:
+    """All that Packs will ask for leave together for the host: if it has to wait for one, it waits for all."""
+    if torch.is_grad_enabled():
+        return  # each is part of a graph
+    for gradient in gradients:
+        waiting = gradient.state is GradientState.SUMMED and gradient.at_leaves is None
+        if waiting and gradient.unit.leaves_on_host:
+            gradient.at_leaves = landed(gradient.own, streams)
