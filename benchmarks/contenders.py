@@ -88,12 +88,12 @@ def _ddp_zero(model: GPT, work: Workload) -> Training:
     return Training(_torch_step(wrapped, optimizer))
 
 
-def fully_shard_blocks(model: nn.Module, blocks: Iterable[nn.Module], reshard: bool) -> None:
+def fully_shard_blocks(model: nn.Module, blocks: Iterable[nn.Module], reshard: bool, device: str = "cpu") -> None:
     """Each block is a unit, and what is left is the root's."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = init_device_mesh(device, (torch.distributed.get_world_size(),))
     # None is torch's default: every unit but the root, which backward needs at once, drops its weights.
     policy = None if reshard else False
     for block in blocks:

@@ -12,7 +12,7 @@ from retrograde.errors import (
     StateError,
     UnsupportedError,
 )
-from retrograde.layout import Precision
+from retrograde.layout import Offload, Precision
 from retrograde.ledger import Entry, Ledger
 from retrograde.parameters import elementwise, full_tensor, parameter_of, per_parameter
 from retrograde.pipeline.fused import defer
@@ -27,6 +27,7 @@ __all__ = [
     "Entry",
     "Ledger",
     "Microbatches",
+    "Offload",
     "Pipeline",
     "PipelineError",
     "Precision",

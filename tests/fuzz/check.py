@@ -44,6 +44,7 @@ class EngineSide:
             mesh=mesh_of(recipe.replicas, recipe.world),
             transport=transport_of(recipe),
             precision=recipe.dtypes,
+            whole=recipe.whole,
             timeout=TIMEOUT,
         )
         self.engine.gradient_divisor = recipe.parts

@@ -230,6 +230,35 @@ def test_a_rank_that_evaluates_alone_is_not_waited_for(ranks: Ranks) -> None:
     assert second[STRAY_AT].reads == 0
 
 
+def _evaluates_after_a_step(rank: int, world: int, clip: bool) -> list[float]:
+    """Rank 0 reads pages while the others sit in a barrier, straight from their step or from their last meeting."""
+    model = build()
+    rg.shard(model, transport="collective", timeout=10.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        loss_of(model, batch(rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if clip:
+        loss_of(model, batch(rank)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with torch.no_grad():
+        if rank == 0:
+            losses = [loss_of(model, batch(7, step)).item() for step in range(3)]
+        dist.barrier()
+        if rank == 1:
+            losses = [loss_of(model, batch(7, step)).item() for step in range(3)]
+    dist.barrier()
+    return losses
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_others_sit_in_a_barrier_after_a_step(ranks: Ranks, clip: bool) -> None:
+    """Their service threads serve the rank that evaluates, and later that rank's the others."""
+    first, second = ranks(2).run(_evaluates_after_a_step, clip, timeout=LIMIT)
+    assert first == second
+
+
 # ---- sums that are not complete
 def _hooked(rank: int, world: int) -> list[tuple[Tensor, Tensor]]:
     """What a hook sees of a gradient that one rank puts and another brings to a call, and what there is after it."""

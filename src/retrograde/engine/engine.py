@@ -318,6 +318,7 @@ class Engine:
 
 
 def _piece_of_gradient(leaf: ShardedParameter) -> torch.Tensor | None:
+    leaf.unit.await_gradients()
     with without_torch_function():
         grad = raw_grad(leaf)
         return None if grad is None else plain(grad)

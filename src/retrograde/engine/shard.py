@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from retrograde.arguments import Said, check_module, differences, instance, one_of, said, seconds
+from retrograde.arguments import Said, check_module, differences, flag, instance, one_of, said, seconds
 from retrograde.compiling import Services, mark_regions
 from retrograde.coordination import WriteFence
 from retrograde.devices import Streams, can_compute, device_of, streams_of
@@ -30,6 +30,7 @@ from retrograde.errors import ShardingError
 from retrograde.layout import (
     Grid,
     Loads,
+    Offload,
     Policy,
     Precision,
     Units,
@@ -66,7 +67,9 @@ def shard(
     reduce: str = "mean",
     exact: bool | None = None,
     resident: int | str = 0,
+    offload: Offload | str | None = None,
     prefetch: bool = True,
+    overlap: bool = True,
     transport: str = "auto",
     timeout: float = 60.0,
     whole: Whole = None,
@@ -75,20 +78,20 @@ def shard(
 
     `units`: "auto" (repeated blocks), module classes, or a predicate; `join`: those of fewer bytes become one unit with
     the next. `precision`: "bf16" or "fp16" (modules compute in it, the optimizer updates fp32 masters), or an
-    `rg.Precision`, which says more. `exact=False`, the default on accelerators: the backend adds gradients up in its
-    own order. `transport`: "collective", the default on accelerators: by collectives of torch.distributed, there for
-    ranks that do the same between two steps; "one-sided": whatever each rank does. `resident`: bytes of pages that
-    may stay at stage 3 beyond the one in use and the one being prefetched.
-    `mesh`: of one dimension, or of two, (replicate, shard): each replica has all of the model, sharded over its ranks.
-    `timeout`: seconds after which waiting for a rank that never comes, here or later, becomes a `DivergenceError` on
-    every rank that waits.
-    `whole`: parameters that are not cut: each is held by one rank, its owner, with its gradient and the optimizer's
-    state, and optimizers that need matrices (Muon) update it there alone. "matrices" (all of two dimensions), "all", a
-    list of parameters, modules or their names, or a predicate of (name, parameter).
+    `rg.Precision`. `exact=False`, the default on accelerators: the backend adds gradients up in its own order.
+    `transport`: "collective", the default on accelerators: by collectives of torch.distributed, there for ranks that do
+    the same between two steps; "one-sided": whatever each rank does. `resident`: bytes of pages that may stay at stage
+    3 beyond the one in use and the one being prefetched. `offload`, of a model on an accelerator: "optimizer" keeps
+    leaves, gradients and optimizer state in the host's memory; "parameters" at stage 3 also pages' sources. `mesh`: of
+    one dimension, or of two, (replicate, shard). `timeout`: seconds after which waiting for a rank that never comes
+    becomes a `DivergenceError`. `whole`: parameters that are not cut, for optimizers that need matrices (Muon): each is
+    held by one rank, with gradient and state: "matrices", "all", a list of parameters, modules or names, or a predicate
+    of (name, parameter). `overlap=False`, for looking for faults: everything is done on the current stream.
     """
     group = _group(process_group, mesh)
     ranks = ProcessRanks(group, _connecting_time(timeout))
-    options = Options(stage, units, join, precision, reduce, exact, resident, prefetch, transport, timeout, whole)
+    how = (stage, units, join, precision, reduce, exact, resident, prefetch, overlap, transport, timeout)
+    options = Options(*how, whole, offload)
     grid = None if mesh is None or mesh.ndim == 1 else grid_of(mesh, group)
     return shard_over(ranks, model, options, grid)
 
@@ -104,14 +107,25 @@ class Options(NamedTuple):
     exact: bool | None = None
     resident: int | str = 0
     prefetch: bool = True
+    overlap: bool = True
     transport: str = "auto"
     timeout: float = 60.0
     whole: Whole = None
+    offload: Offload | str | None = None
 
     def policy(self, on_host: bool) -> Policy:
         exact = on_host if self.exact is None else self.exact
+        flag("overlap", self.overlap)
         one_of("transport", self.transport, TRANSPORTS, '"auto", "collective" or "one-sided"')
-        return Policy.of(self.stage, self.resident, self.reduce, self.prefetch, self.precision, exact)
+        return Policy.of(self.stage, self.resident, self.reduce, self.prefetch, self.precision, exact, self.offload)
+
+    @property
+    def overlaps(self) -> bool:
+        """A mistake in the argument is told when all can be told (`policy`)."""
+        try:
+            return flag("overlap", self.overlap)
+        except ShardingError:
+            return True
 
     def by_collectives(self, on_host: bool, replicas: int) -> bool:
         """What "auto" comes to. Gradients of replicas do not go by collectives."""
@@ -128,6 +142,7 @@ class Options(NamedTuple):
             said("precision", self.precision, policy.precision.meaning),
             said("resident", self.resident, float(policy.resident)),
             said("prefetch", self.prefetch, policy.prefetch),
+            said("offload", self.offload, policy.offload.value),
         ]
 
 
@@ -143,7 +158,7 @@ def shard_over(
     `grid`: who holds which shard; by default all ranks hold the model together. `sources`: whose values parameters on
     the meta device get, by their identity; the others draw theirs."""
     grid = grid or Grid.line(ranks.rank, ranks.world)
-    streams = streams_of(_device_of(model))
+    streams = streams_of(_device_of(model), options.overlaps)
     fence = WriteFence(streams)
     transport = _transport(ranks, fence, streams, options, grid)
     with transport.shared_fate("shard()"):

@@ -21,6 +21,7 @@ import torch
 from retrograde.gradients.bucket import Bucket
 from retrograde.gradients.gradient import Gradient
 from retrograde.gradients.keys import FLUSHED
+from retrograde.gradients.landing import room_for_sum
 from retrograde.gradients.strategy import Contributors, OrderedSum, RunningSum
 from retrograde.labels import labelled
 from retrograde.layout import Policy
@@ -147,7 +148,7 @@ class CollectiveSum:
         if key.turn != FLUSHED:
             return self._one_by_one.total_of_others(unit, key, offers)
         stream = self._streams.reducing
-        own = self._streams.empty_for_user(unit.shard.numel(), unit.shard.dtype)
+        own = room_for_sum(unit, self._streams)
         wire = self._policy.on_the_wire(self._policy.waiting(unit.layout.dtype))
         nothing = stream.empty(unit.layout.padded_numel, wire)
         stream.run(nothing.zero_)

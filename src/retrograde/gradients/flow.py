@@ -30,6 +30,7 @@ import torch
 from retrograde.gradients.bucket import Bucket, Grads, huge
 from retrograde.gradients.gradient import Gradient, GradientState, uses_of
 from retrograde.gradients.keys import Keys
+from retrograde.gradients.landing import copy_of_sum, land_together, room_for_sum
 from retrograde.gradients.strategy import Strategy
 from retrograde.gradients.window import Windows
 from retrograde.layout import Grid, Policy
@@ -93,6 +94,7 @@ class GradientFlow:
         self._strategy = strategy
         self._policy = policy
         self._pool = pool
+        self.streams = pool.streams
         self._meet = meet
         self._ledger = ledger
         self._keys = Keys(transport)
@@ -113,6 +115,7 @@ class GradientFlow:
         """All gradients of `unit` in this backward have arrived. Returns what Pack is to get, if anything.
 
         `uses`: what becomes of those that are there. `fates`: what becomes of any that come from other ranks."""
+        self._pool.streams.refuse_capture(f"unit {unit.name}: its gradients are collected")
         self._note(uses)
         if not any(uses):
             return None  # `inputs=` has a parameter of this unit, on which nothing depends
@@ -158,10 +161,9 @@ class GradientFlow:
         return gradient
 
     def _launch(self, gradient: Gradient, key: Key, uses: Uses) -> None:
-        unit, stream = gradient.unit, self._pool.streams.reducing
-        own = self._pool.streams.empty_for_user(unit.shard.numel(), unit.shard.dtype)
-        gradient.send(key, uses, own)
-        gradient.bucket.close(stream)
+        unit = gradient.unit
+        gradient.send(key, uses, room_for_sum(unit, self.streams))
+        gradient.bucket.close(self.streams.reducing)
         self._strategy.launch(gradient)
         elements = unit.layout.padded_numel - unit.shard.numel()
         nbytes = elements * self._policy.on_the_wire(gradient.bucket.dtype).itemsize
@@ -178,15 +180,16 @@ class GradientFlow:
         gradient.reached = tuple(fate is Use.ACCUMULATED for fate in fates)
         return gradient.own
 
-    def ready_for_pack(self, unit: Unit) -> tuple[bool, ...]:
-        """Pack asks for a reduced gradient: now it is there. Returns for which parameters."""
+    def ready_for_pack(self, unit: Unit) -> Gradient:
+        """Pack asks for a reduced gradient: now it is there."""
         backward = self._current()
         gradient = backward.for_pack[unit.index]
         self._sum_known(backward)
         if gradient.state is GradientState.SENT:
             self._meet_for_all([gradient], backward)
+        land_together(backward.for_pack.values(), self.streams)
         gradient.deliver()
-        return gradient.packed
+        return gradient
 
     def _sum_known(self, backward: _Backward) -> None:
         """What needs no meeting: all ranks are known to have sent it, for the same uses."""
@@ -201,8 +204,9 @@ class GradientFlow:
         gradient.sum_up(accumulated(ranks))
         if not any(gradient.left_over):
             return []
-        apart = total.clone() if Use.CAPTURED in gradient.uses else total  # what is captured is the user's
-        return [Delivery(gradient.unit, apart, gradient.left_over)]
+        if Use.CAPTURED in gradient.uses:  # what is captured is the user's
+            total = copy_of_sum(gradient.unit, total, self.streams)
+        return [Delivery(gradient.unit, total, gradient.left_over)]
 
     def reduce_now(self, unit: Unit, grads: Grads, uses: Uses, fates: Uses | None) -> torch.Tensor:
         """Send and sum at once, for a reduction that is itself part of a graph. What is to be divided has been.

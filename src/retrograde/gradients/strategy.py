@@ -23,6 +23,7 @@ from retrograde.devices import Event, Stream
 from retrograde.gradients.bucket import Bucket
 from retrograde.gradients.gradient import Gradient
 from retrograde.gradients.keys import FLUSHED
+from retrograde.gradients.landing import room_for_sum
 from retrograde.labels import labelled
 from retrograde.layout import Grid, Policy
 from retrograde.pages import BufferPool, Unit
@@ -251,7 +252,7 @@ class OrderedSum:
 
     def total_of_others(self, unit: Unit, key: Key, offers: Contributors) -> torch.Tensor:
         stream = self._streams.reducing
-        own = self._streams.empty_for_user(unit.shard.numel(), unit.shard.dtype)
+        own = room_for_sum(unit, self._streams)
         return self._complete(_ShardSum(unit, key, own, stream), offers)
 
     def _complete(self, shard: _ShardSum, offers: Contributors) -> torch.Tensor:

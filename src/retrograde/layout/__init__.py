@@ -3,6 +3,7 @@
 from retrograde.layout.boxes import Box, slot_boxes, view_box
 from retrograde.layout.flat import Layout, Slot, is_dense, row_by_row, strides_of
 from retrograde.layout.grid import Grid
+from retrograde.layout.offload import Offload
 from retrograde.layout.owners import Loads
 from retrograde.layout.policy import Policy, check_reduce, check_stage, parse_bytes
 from retrograde.layout.precision import Dtypes, Precision
@@ -15,6 +16,7 @@ __all__ = [
     "Grid",
     "Layout",
     "Loads",
+    "Offload",
     "Policy",
     "Precision",
     "Slot",

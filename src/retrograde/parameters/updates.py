@@ -67,6 +67,8 @@ def _zeroing(params: list[torch.Tensor]) -> Iterator[None]:
     waiting = {owner for owner in owners if owner.flow.has_pending(owner.unit)}
     for leaf in leaves if waiting else ():
         leaf.owner.flow.forget(leaf.unit, leaf.place)
+    for owner in owners:
+        owner.unit.await_gradients()
     with plain_for_a_while(leaves):
         yield
 

@@ -109,9 +109,14 @@ class Communicator:
         self.size = len(rows[0])
         self._host = host
         self._on_host = streams.on_host
+        self._overlap = streams.overlap
 
     def start(self, offer: Offer) -> CallWork:
-        """On the offer's stream: the call begins when what was issued there is done."""
+        """On the offer's stream: the call begins when what was issued there is done. Without overlap the stream waits
+        for it at once."""
         started: list[dist.Work] = []
         offer.stream.run(lambda: started.append(offer.start(self._group)))
-        return CallWork(started[0], offer, self._host, self._on_host)
+        work = CallWork(started[0], offer, self._host, self._on_host)
+        if not self._overlap:
+            work.wait(offer.stream)
+        return work
