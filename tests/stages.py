@@ -27,3 +27,5 @@ WHOLE_STAGES = pytest.mark.parametrize("stage", (1, 2))
 ALONE_OR_NOT = pytest.mark.parametrize("world", (1, 2))
 # With one other rank and with several: what is about the others.
 WITH_OTHERS = pytest.mark.parametrize("world", (2, 4))
+# Every stage with one other rank, and the one that reads and reduces most with several: for what takes long.
+STAGES_WITH_OTHERS = pytest.mark.parametrize(("world", "stage"), ((2, 1), (2, 2), (2, 3), (4, 3)))

@@ -26,6 +26,8 @@ def alone(rank: int, world: int, case: Callable[..., object], *args: object, **o
 
 
 EACH_MODE = pytest.mark.parametrize(("mode", "seed"), device.MODES)
+# As late as permitted, the opposite, and a mixture: for what takes long. The checker finds races in any of them.
+TELLING_MODES = pytest.mark.parametrize(("mode", "seed"), (("lazy", 0), ("sides", 0), ("random", 1)))
 
 
 def each_case(*cases: Callable[..., object]) -> pytest.MarkDecorator:

@@ -12,7 +12,7 @@ from torch import nn
 import retrograde as rg
 from tests.accelerator import device
 from tests.accelerator.matrix import play_late
-from tests.accelerator.ranks import EACH_MODE
+from tests.accelerator.ranks import TELLING_MODES
 from tests.accelerator.training import build
 from tests.harness import Ranks
 from tests.patterns.cells import LIMIT
@@ -49,7 +49,7 @@ def check(ranks: Ranks, case_id: str, stage: int, mode: str, seed: int, transpor
 
 
 @pytest.mark.parametrize(("case_id", "transport"), ROWS)
-@EACH_MODE
+@TELLING_MODES
 def test_rows(late_ranks: Ranks, case_id: str, transport: str, mode: str, seed: int) -> None:
     check(late_ranks, case_id, 3, mode, seed, transport)
 

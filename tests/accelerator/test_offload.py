@@ -22,6 +22,7 @@ from tests.accelerator.offloading import (
     train_on_cpu,
     with_inside,
 )
+from tests.accelerator.ranks import TELLING_MODES
 from tests.harness import Ranks
 from tests.patterns.cells import LIMIT
 from tests.patterns.oracle import expected
@@ -32,7 +33,10 @@ from tests.stages import EACH_STAGE, OPPOSITE_STAGES
 
 WORLD = 2
 OFFLOADS = pytest.mark.parametrize("offload", ("optimizer", "parameters"))
-MODES = pytest.mark.parametrize(("mode", "seed"), (("lazy", 0), ("sides", 0), ("random", 1)))
+# Where pages stay, at stages 1 and 2, "parameters" is "optimizer".
+OFFLOADED_STAGES = pytest.mark.parametrize(
+    ("stage", "offload"), ((1, "optimizer"), (2, "parameters"), (3, "optimizer"), (3, "parameters"))
+)
 ONCE = {"Event.synchronize": 1}
 
 
@@ -48,16 +52,14 @@ def check(ranks: Ranks, stage: int, mode: str, seed: int, way: Way, **options: A
     return got[0].waits
 
 
-@EACH_STAGE
-@OFFLOADS
-@MODES
+@OFFLOADED_STAGES
+@TELLING_MODES
 def test_training(late_ranks: Ranks, stage: int, offload: str, mode: str, seed: int) -> None:
     """The host waits once in a step: for gradients, when their norm is computed."""
     assert check(late_ranks, stage, mode, seed, Way(), offload=offload) == [ONCE] * 3
 
 
-@EACH_STAGE
-@OFFLOADS
+@OFFLOADED_STAGES
 @pytest.mark.parametrize("backwards", (2, 4, 8))
 def test_windows(late_ranks: Ranks, stage: int, offload: str, backwards: int) -> None:
     """What waits stays on the device, so that nothing but its sum crosses, at the window's end or at the step."""
@@ -113,8 +115,7 @@ def test_rows(late_ranks: Ranks, case_id: str, stage: int, transport: str, mode:
         assert differences(got[rank], want[rank], CASES[case_id].rtol) == []
 
 
-@EACH_STAGE
-@OFFLOADS
+@OFFLOADED_STAGES
 @pytest.mark.parametrize("precision", (None, "bf16"))
 def test_what_is_on_the_device_between_steps(
     late_ranks: Ranks, stage: int, offload: str, precision: str | None
@@ -128,8 +129,7 @@ def test_what_is_on_the_device_between_steps(
         assert found.said.startswith(f"offload of {offload}: ") and "in the host's memory" in found.said
 
 
-@EACH_STAGE
-@OFFLOADS
+@OFFLOADED_STAGES
 def test_checkpoints(late_ranks: Ranks, tmp_path: Path, stage: int, offload: str) -> None:
     """With offload or without, one is the other's. Writing to shards from files leaves no wait behind."""
     for wrong in late_ranks(WORLD).run(checkpointed, stage, str(tmp_path), offload):

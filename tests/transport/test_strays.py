@@ -30,7 +30,7 @@ from tests.patterns.rows import CASES
 from tests.patterns.trace import differences
 from tests.reference import Program
 from tests.small import BLOCKS, Small, backward_that_raises, backwards, batch, build, loss_of
-from tests.stages import EACH_STAGE, WITH_OTHERS
+from tests.stages import STAGES_WITH_OTHERS
 
 STEPS = 7
 STRAY_AT = 3  # the step in which a rank does something else: the order knows the others' steps by then
@@ -47,8 +47,7 @@ ROWS = (
 
 
 @pytest.mark.parametrize("case_id", ROWS)
-@EACH_STAGE
-@WITH_OTHERS
+@STAGES_WITH_OTHERS
 def test_rows(ranks: Ranks, world: int, case_id: str, stage: int) -> None:
     got = ranks(world).run(play_rank, case_id, stage, timeout=LIMIT, transport="collective")
     want = expected(case_id, world, stage)
@@ -204,8 +203,7 @@ def _with_a_stray(rank: int, world: int, stage: int, kind: str) -> list[Counted]
 
 
 @pytest.mark.parametrize("kind", STRAYS)
-@WITH_OTHERS
-@EACH_STAGE
+@STAGES_WITH_OTHERS
 def test_a_stray_is_served_and_exact(ranks: Ranks, world: int, stage: int, kind: str) -> None:
     """It costs messages of the order, some one-sided reads, and one meeting more: in that step, and where a page was
     prefetched in vain because of it in the next. After that all is as before."""

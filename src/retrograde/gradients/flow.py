@@ -29,7 +29,7 @@ import torch
 
 from retrograde.gradients.bucket import Bucket, Grads, huge
 from retrograde.gradients.gradient import Gradient, GradientState, uses_of
-from retrograde.gradients.keys import Keys
+from retrograde.gradients.keys import Keys, by_key
 from retrograde.gradients.landing import copy_of_sum, land_together, room_for_sum
 from retrograde.gradients.strategy import Strategy
 from retrograde.gradients.window import Windows
@@ -495,9 +495,3 @@ def due_offers(positions: Sequence[Position]) -> dict[int, Offers]:
         rank: {key: uses for key, uses in position.sent.items() if key.backward <= first or not uses}
         for rank, position in enumerate(positions)
     }
-
-
-def by_key(offers: Mapping[int, Offers]) -> dict[Key, dict[int, Uses]]:
-    """rank -> key -> uses, turned into key -> rank -> uses, in the same order on all ranks."""
-    keys = sorted({key for of_rank in offers.values() for key in of_rank})
-    return {key: {rank: of_rank[key] for rank, of_rank in offers.items() if key in of_rank} for key in keys}

@@ -1,9 +1,10 @@
 """Names of gradients: ranks that do the same things since a meeting come to the same ones."""
 
 from collections import Counter
+from collections.abc import Mapping
 
 from retrograde.pages import Unit
-from retrograde.transport import Key, Transport
+from retrograde.transport import Key, Offers, Transport, Uses
 
 FLUSHED = 0  # the turn of what a meeting asks for
 
@@ -44,3 +45,9 @@ class Keys:
         """What is sent next is another attempt: others may still get the parts of this one."""
         self._attempt += 1
         self._turns.clear()
+
+
+def by_key(offers: Mapping[int, Offers]) -> dict[Key, dict[int, Uses]]:
+    """rank -> key -> uses, turned into key -> rank -> uses, in the same order on all ranks."""
+    keys = sorted({key for of_rank in offers.values() for key in of_rank})
+    return {key: {rank: of_rank[key] for rank, of_rank in offers.items() if key in of_rank} for key in keys}
