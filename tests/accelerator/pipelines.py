@@ -25,7 +25,7 @@ from retrograde.transport import Parts, ProcessRanks, Way
 from retrograde.transport.lanes import Lane, Received
 from retrograde.transport.messages import Address, Form
 from tests.accelerator import device
-from tests.pipeline.cases import CASES, Case, Data, backward_order, lin, plain_step, replicas_step, tanhs
+from tests.pipeline.cases import CASES, Case, Data, backward_order, compare, lin, plain_step, replicas_step, tanhs
 
 STEPS = 2
 
@@ -52,7 +52,7 @@ def steps(rank: int, world: int, schedule: str, names: Sequence[str], mode: str,
                 for number, (found, want) in enumerate(zip(map(_host, losses), wanted, strict=True))
                 if not case.same(found, want)
             ]
-            wrong += [f"{name}: {text}" for text in differences(pipe, blocks, case)]
+            wrong += compare(name, pipe, blocks, case)
         dist.barrier()
     return wrong
 
@@ -70,18 +70,6 @@ def step(pipe: rg.Pipeline, data: Data, where: torch.device) -> Tensor:
 def sent(tensor: Tensor, where: torch.device) -> Tensor:
     """Without waiting."""
     return tensor.pin_memory().to(where, non_blocking=True)
-
-
-def differences(pipe: rg.Pipeline, blocks: Sequence[nn.Module], case: Case) -> list[str]:
-    whole = dict(nn.ModuleList(blocks).named_parameters(remove_duplicate=False))
-    wrong = []
-    for name, parameter in pipe.named_parameters():
-        want, found = whole[name].grad, parameter.grad
-        if (want is None) != (found is None):
-            wrong.append(f"{name} has gradient {found is not None}, torch {want is not None}")
-        elif want is not None and found is not None and not case.same(_host(found), want):
-            wrong.append(f"{name} differs")
-    return wrong
 
 
 def _host(tensor: Tensor) -> Tensor:
@@ -192,7 +180,7 @@ def random_states(rank: int, world: int) -> tuple[list[int], list[str]]:
     module = torch.get_device_module(where)
     with mock.patch.multiple(module, get_rng_state=get, set_rng_state=lambda state, of: set_to.append(state)):
         step(pipe, data, where)
-    wrong = differences(pipe, blocks, case)
+    wrong = compare("", pipe, blocks, case)
     dist.barrier()
     return [len(state) for state in set_to], wrong
 
@@ -233,7 +221,7 @@ def fail_then_recover(rank: int, world: int, schedule: str, mode: str) -> tuple[
             trap.left = None
         step(pipe, data, where)
         plain_step(blocks, data, case.loss, backward_order(pipe.schedule))
-        wrong = differences(pipe, blocks, case)
+        wrong = compare("", pipe, blocks, case)
     dist.barrier()
     return str(caught.value), wrong
 
@@ -272,6 +260,6 @@ def tied_steps(rank: int, world: int, mode: str) -> tuple[list[str], dict[str, i
     with device.use(mode):
         step(pipe, data, where)
         waits = device.synchronisations()
-        wrong = differences(pipe, blocks, case)
+        wrong = compare("", pipe, blocks, case)
     dist.barrier()
     return wrong, waits

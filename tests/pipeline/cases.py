@@ -364,7 +364,7 @@ def compare(name: str, pipe: Pipeline, blocks: list[nn.Module], case: Case) -> l
     whole = dict(nn.ModuleList(blocks).named_parameters(remove_duplicate=False))
     wrong = []
     for key, parameter in pipe.named_parameters():
-        wanted, found = whole[key].grad, parameter.grad
+        wanted, found = whole[key].grad, None if parameter.grad is None else parameter.grad.cpu()
         if (wanted is None) != (found is None):
             wrong.append(f"{name}: {key} has gradient {found is not None}, torch {wanted is not None}")
         elif wanted is not None and not case.same(found, wanted):
