@@ -83,6 +83,25 @@ def undeclared(model: nn.Module, loss: Loss) -> Tensor:
     return _trained(model, loss, Averaging(model.parameters()))
 
 
+@rg.elementwise
+class Replacing(Optimizer):
+    """Gives its parameters other memory, as older optimizers do."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            param.data = param.data - 2**-3 * param.grad
+
+
+def replaced(model: nn.Module, loss: Loss) -> Tensor:
+    optimizer = Replacing(model.parameters(), {})
+    for step in range(3):
+        optimizer.zero_grad()
+        loss(step).backward()
+        optimizer.step()
+    return torch.stack([param.detach().norm() for param in model.parameters()])
+
+
 def _trained(model: nn.Module, loss: Loss, optimizer: Averaging) -> Tensor:
     for step in range(3):
         optimizer.zero_grad()
@@ -101,7 +120,7 @@ def _trained(model: nn.Module, loss: Loss, optimizer: Averaging) -> Tensor:
 
 
 @EACH_STAGE
-@pytest.mark.parametrize("idiom", (declared, undeclared), ids=lambda idiom: idiom.__name__)
+@pytest.mark.parametrize("idiom", (declared, undeclared, replaced), ids=lambda idiom: idiom.__name__)
 def test_idiom(ranks: Ranks, idiom: Any, stage: int) -> None:
     assert ranks(2).run(both, stage, idiom, net) == ["", ""]
 

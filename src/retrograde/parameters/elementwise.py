@@ -61,6 +61,11 @@ def is_elementwise(cls: type[Optimizer], step: Callable[..., Any] | None = None)
     return _found[cls, step]
 
 
+def is_declared(cls: type[Optimizer]) -> bool:
+    """Is it the user who says that its optimizers work so?"""
+    return cls in _declared
+
+
 def is_per_parameter(cls: type[Optimizer], step: Callable[..., Any] | None = None) -> bool:
     """The same of parameters."""
     own = step or cls.step

@@ -90,6 +90,14 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
         with torch.no_grad():
             self.copy_(value)
 
+    def return_to_shard(self) -> None:
+        """Somebody may have given it other memory while it was plain (`p.data = value`): what is there goes back."""
+        piece = self.piece
+        with without_torch_function():
+            if piece.numel() and self.data_ptr() != piece.data_ptr():
+                piece.copy_(self.detach())
+                set_data(self, piece)
+
     def prepare_to_be_loaded(self) -> None:
         raise UnsupportedError(
             f"{self.called}: reading a checkpoint into the parameter itself, while other ranks may read it: load into "

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from retrograde.coordination import Coordinator
 from retrograde.errors import UnsupportedError
 from retrograde.parameters.clipping import clip_norm
-from retrograde.parameters.elementwise import is_elementwise, is_per_parameter
+from retrograde.parameters.elementwise import is_declared, is_elementwise, is_per_parameter
 from retrograde.parameters.handlers import USED_TOGETHER
 from retrograde.parameters.holding import Holding, holding_of
 from retrograde.parameters.owned import owned_for_a_while
@@ -171,6 +171,10 @@ class _PlainUpdate(_Update):
         return [*updated, *selected.hidden]
 
     def _adopt(self) -> None:
+        """What the update has made becomes sharded. torch's own write where parameters lie; others may not."""
+        if is_declared(type(self._optimizer)):
+            for leaf in self._holding.leaves:
+                leaf.return_to_shard()
         self._holding.adopt_new_states(self._optimizer)
 
     def _begin(self, coordinator: Coordinator) -> None:
