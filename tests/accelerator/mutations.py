@@ -97,9 +97,7 @@ UNVISITED: dict[tuple[str, str], str] = {
     ("staged.py", "self.work.wait(stream)"): ON_THE_HOST,
     ("strategy.py", "reducing.work.wait(self._streams.reducing)"): "through `_All`, whose line is in scenes",
     ("strategy.py", "sending.work.wait(self._streams.reducing)"): "through `_All`, whose line is in scenes",
-    ("ties.py", "self._transport.put(result, {other: [total] for other in others}).wait(Stream())"): ON_THE_HOST,
-    ("ties.py", "work.wait(Stream())"): ON_THE_HOST,
-    ("transport.py", "parts = incoming.wait(self._streams.current())"): "pipelines, which are on the host",
+    ("transport.py", "parts = incoming.wait(self._streams.current())"): "pipelines: test_pipelines.py",
     ("transport.py", "work.wait(stream)"): ON_THE_HOST,
     ("unit.py", "self._coherence.read_masters(self, flat).wait(stream)"): COPIES,
 }
