@@ -28,8 +28,8 @@ __all__ = ["WORKER_ENVIRONMENT", "Pools", "RankError", "RankPool", "RankTimeout"
 START_LIMIT = 120.0
 # An error on one rank usually leaves the others waiting for it: they get this long to say something too.
 GRACE = 5.0
-# Process groups made by the tasks die with the default group. Renewing it keeps their threads from piling up: each group of
-# gloo has one that wakes up a hundred times a second.
+# Process groups made by the tasks die with the default group. Renewing it keeps their threads from piling up: one of
+# each of gloo's wakes up a hundred times a second.
 CALLS_PER_GROUP = 20
 
 
