@@ -151,7 +151,7 @@ def _deepspeed(stage: int, bf16: bool = False) -> Setup:
     return setup
 
 
-def _retrograde(stage: int, compiled: bool = False, transport: str | None = None, bf16: bool = False) -> Setup:
+def _retrograde(stage: int, compiled: bool = False, transport: str = "auto", bf16: bool = False) -> Setup:
     def setup(model: GPT, work: Workload) -> Training:
         import retrograde as rg
 

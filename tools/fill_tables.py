@@ -85,6 +85,14 @@ FIGURES = (
 )
 
 
+def records_in(folder: Path) -> dict[str, Any]:
+    """What was measured of each contender, in the last run of each field."""
+    records: dict[str, Any] = {}
+    for field in FIELDS:
+        records |= json.loads((folder / f"latest-{field}.json").read_text(encoding="utf-8"))["contenders"]
+    return records
+
+
 def figures(records: dict[str, Any]) -> str:
     """A row for each figure. FSDP2 at stage 3 reshards after forward; DDP shards nothing."""
     lines = [
@@ -102,11 +110,9 @@ def main() -> None:
     if which in ("patterns", "overhead", "window", "pipeline"):
         fill(which, source.read_text(encoding="utf-8"))
         return
-    records: dict[str, Any] = {}
     for field in FIELDS:
         fill(field, (source / f"latest-{field}.md").read_text(encoding="utf-8"))
-        records |= json.loads((source / f"latest-{field}.json").read_text(encoding="utf-8"))["contenders"]
-    fill("figures", figures(records))
+    fill("figures", figures(records_in(source)))
 
 
 if __name__ == "__main__":
