@@ -23,7 +23,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE
 N ?= 1000
 SEED ?= 0
 
-.PHONY: help demo quick test test-all lint fuzz patterns bench bench-overhead bench-window bench-pipeline clean
+.PHONY: help demo quick test test-all lint fuzz patterns bench bench-overhead bench-window bench-pipeline gpu-test clean
 
 help:
 	@echo "make demo      train a small GPT on 2 ranks, stage 3, and compare it with plain torch"
@@ -37,6 +37,7 @@ help:
 	@echo "make bench-overhead  what sharding costs per small parameter, into docs/benchmarks.md, in ten minutes"
 	@echo "make bench-window  several backwards a step, reduced each time or once, into docs/benchmarks.md"
 	@echo "make bench-pipeline  pipelines beside torch.distributed.pipelining, 120M parameters, into docs/benchmarks.md"
+	@echo "make gpu-test  on accelerators: matrix, pipelines, overhead, memory, windows, training beside FSDP2; a report"
 	@echo "make clean     remove the virtual environment and everything built"
 
 # The first interpreter that runs and is new enough; a name on PATH alone may be a shim that does not.
@@ -88,9 +89,13 @@ test-all: test
 	@$(PY) -m tests.patterns.table
 	@$(PY) -m tests.accelerator.table
 	@$(PY) -m tests.accelerator.table --mode sides --stages 3
+	@$(PY) -m tests.accelerator.mutations
+	@$(PY) -m benchmarks.gpu --tiny --device late --into build/gpu-report.md
+	@$(PY) -m benchmarks.many_ranks --world 64
 	@$(PY) -m tests.pipeline.test_zero
 	@$(PY) -m tests.pipeline.test_shares
 	@$(PY) -m tests.checkpoint.kills --count 200
+	@$(PY) -m tests.checkpoint.loaded
 
 fuzz: $(READY)
 	@$(PY) -m tests.fuzz --count $(N) --seed $(SEED)
@@ -116,6 +121,9 @@ bench-window: $(PEERS)
 bench-pipeline: $(READY)
 	@$(PY) -m benchmarks.pipeline --bubble
 	@$(PY) tools/fill_tables.py pipeline benchmarks/results/latest-pipeline.md
+
+gpu-test: $(READY)
+	@$(PY) -m benchmarks.gpu
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache

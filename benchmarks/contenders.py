@@ -97,12 +97,14 @@ def _ddp_zero(model: GPT, work: Workload) -> Training:
     return Training(_torch_step(wrapped, optimizer))
 
 
-def fully_shard_blocks(model: nn.Module, blocks: Iterable[nn.Module], reshard: bool, bf16: bool = False) -> None:
+def fully_shard_blocks(
+    model: nn.Module, blocks: Iterable[nn.Module], reshard: bool, device: str = "cpu", bf16: bool = False
+) -> None:
     """Each block is a unit, and what is left is the root's."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = init_device_mesh(device, (torch.distributed.get_world_size(),))
     # None is torch's default: every unit but the root, which backward needs at once, drops its weights.
     policy = None if reshard else False
     precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
@@ -116,7 +118,7 @@ def _fsdp2(reshard: bool, compiled: bool = False, bf16: bool = False) -> Setup:
         if compiled:
             for block in model.blocks:
                 block.compile()  # block by block, as torchtitan does
-        fully_shard_blocks(model, model.blocks, reshard, bf16)
+        fully_shard_blocks(model, model.blocks, reshard, bf16=bf16)
         return Training(_torch_step(model, _adamw(model, work)))
 
     return setup

@@ -12,9 +12,9 @@ from retrograde.errors import (
     StateError,
     UnsupportedError,
 )
-from retrograde.layout import Precision
+from retrograde.layout import Offload, Precision
 from retrograde.ledger import Entry, Ledger
-from retrograde.parameters import elementwise, full_tensor, parameter_of
+from retrograde.parameters import elementwise, full_tensor, parameter_of, per_parameter
 from retrograde.pipeline.fused import defer
 from retrograde.pipeline.options import Cut, Microbatches, Zero
 from retrograde.pipeline.pipeline import Pipeline
@@ -27,6 +27,7 @@ __all__ = [
     "Entry",
     "Ledger",
     "Microbatches",
+    "Offload",
     "Pipeline",
     "PipelineError",
     "Precision",
@@ -43,6 +44,7 @@ __all__ = [
     "load",
     "load_pretrained",
     "parameter_of",
+    "per_parameter",
     "save",
     "shard",
 ]

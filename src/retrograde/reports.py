@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Column, Table
 
-from retrograde.layout import Grid, Policy
+from retrograde.layout import Grid, Offload, Policy
 from retrograde.ledger import Activity, Ledger
 from retrograde.pages import Unit
 
@@ -22,7 +22,7 @@ def explain(units: Sequence[Unit], policy: Policy, grid: Grid) -> str:
     gathers = "1" if policy.keeps_pages else "1 to 2"
     rows = []
     for unit in units:
-        shard = human(unit.shard.nbytes + (unit.source.nbytes if unit.has_masters and not unit.stays else 0))
+        shard = human(unit.shard.nbytes + unit.source_bytes)
         page = human(unit.layout.page_bytes)
         gradient, reductions = (human(unit.shard.nbytes), "1") if any(unit.trained) else (human(0), "0 (frozen)")
         rows.append((unit.name, f"{unit.layout.numel:,}", shard, page, gradient, gathers, reductions))
@@ -33,12 +33,25 @@ def explain(units: Sequence[Unit], policy: Policy, grid: Grid) -> str:
     window = sum(numel * dtype.itemsize for numel, dtype in waiting)
     when = "per step, however many backwards" if policy.until_step else "per backward"
     ranks = f"{grid.world} rank(s)" + f", {grid.replicas} replicas of {grid.shards} shard(s)" * (grid.replicas > 1)
-    return _table(f"stage {_stage(policy)}, {ranks}", columns, rows) + (
+    lines = (
         f"pages in memory: at most {human(pages)} (the whole model is {human(total)})\n"
         f"reductions: one per unit {when}\n"
         f"a window (no_sync, coalesce) holds up to {human(window)} of unreduced gradients per rank at any world size; "
         "coalesce(budget=...) bounds that\n"
     )
+    return _table(f"stage {_stage(policy)}, {ranks}", columns, rows) + lines + _offloaded(units, policy)
+
+
+def _offloaded(units: Sequence[Unit], policy: Policy) -> str:
+    if policy.offload is Offload.NOTHING:
+        return ""
+    said = f"offload of {policy.offload.value}: "
+    on_host = [unit for unit in units if unit.leaves_on_host]
+    if not on_host:
+        return said + "the model computes in the host's memory, so that there is nothing to move\n"
+    held = human(sum(unit.shard.nbytes + (unit.source_bytes if unit.source_on_host else 0) for unit in on_host))
+    sources = "" if any(unit.source_on_host for unit in on_host) else "; what pages are made of is on the device"
+    return said + f"{held} of shards in the host's memory, gradients and optimizer state too{sources}\n"
 
 
 def _stage(policy: Policy) -> int:

@@ -105,6 +105,22 @@ def operators() -> dict[str, int]:
     return load().operators()
 
 
+def streams() -> dict[str, int]:
+    """How many jobs were issued on which stream. Collectives are left out: their streams are the process group's."""
+    return load().streams()
+
+
+@contextlib.contextmanager
+def capturing() -> Iterator[None]:
+    """The current stream says that what is issued there is recorded into a graph. Nothing is."""
+    native = load()
+    native.set_capturing(True)
+    try:
+        yield
+    finally:
+        native.set_capturing(False)
+
+
 def reset_counters() -> None:
     load().reset_counters()
 

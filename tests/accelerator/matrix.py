@@ -22,14 +22,14 @@ from tests.patterns.trace import Trace
 def play_late(rank: int, world: int, case_id: str, stage: int, mode: str, seed: int, **options: Any) -> Trace:
     """A task for the pool. What a row makes without saying where is on the device too."""
     where = device.of_rank(rank)
-    with mock.patch.dict(SPECS, {name: _on_device(spec, where) for name, spec in SPECS.items()}):
+    with mock.patch.dict(SPECS, {name: on_device(spec, where) for name, spec in SPECS.items()}):
         with device.use(mode, seed), torch.device(where):
             trace = Player(CASES[case_id], rank, world, stage, **options).play()
             dist.barrier()  # a rank that drops its model takes its shards along, and others may still be reading
             return _on_host(trace)
 
 
-def _on_device(spec: Spec, where: torch.device) -> Spec:
+def on_device(spec: Spec, where: torch.device) -> Spec:
     return replace(spec, build=partial(_built, spec.build, where), make_batch=partial(_drawn, spec.make_batch, where))
 
 

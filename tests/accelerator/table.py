@@ -31,9 +31,11 @@ def transport_of(case_id: str) -> str:
     return "one-sided" if CASES[case_id].key.startswith(("11b", "11c", "11d", "11e", "11f")) else "collective"
 
 
-def faults(pool: RankPool, case_id: str, stage: int, mode: str, seed: int) -> list[str]:
+def faults(pool: RankPool, case_id: str, stage: int, mode: str, seed: int, offload: str | None = None) -> list[str]:
     """What is wrong with a case: nothing, differences, or the end of what its ranks raised."""
-    options = {"exact": True, "transport": transport_of(case_id)}
+    options: dict[str, object] = {"exact": True, "transport": transport_of(case_id)}
+    if offload is not None:
+        options["offload"] = offload
     want = expected(case_id, pool.world, stage)
     try:
         got = pool.run(play_late, case_id, stage, mode, seed, timeout=LIMIT, **options)
@@ -49,6 +51,7 @@ def main() -> int:
     parser.add_argument("--stages", type=int, nargs="+", default=STAGES)
     parser.add_argument("--mode", default="lazy", choices=sorted({mode for mode, _ in device.MODES}))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--offload", choices=("optimizer", "parameters"))
     parser.add_argument("rows", nargs="*", help="parts of names of cases; all by default")
     asked = parser.parse_args()
     torch.set_num_threads(1)
@@ -57,7 +60,7 @@ def main() -> int:
     exact = 0
     with contextlib.closing(Pools(LateSeat)) as ranks:
         for stage, case_id in itertools.product(asked.stages, chosen):
-            found = faults(ranks(asked.world), case_id, stage, asked.mode, asked.seed)
+            found = faults(ranks(asked.world), case_id, stage, asked.mode, asked.seed, asked.offload)
             exact += not found
             if found:
                 print(f"{case_id}, stage {stage}: " + "\n".join(found[:4]), flush=True)

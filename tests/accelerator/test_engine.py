@@ -34,6 +34,7 @@ ROWS = (
     ("11e-unequal_backwards-mlp", "one-sided"),
     ("24-tensor_hooks_window-mlp", "one-sided"),
     ("31n-filled_anew-gpt", "one-sided"),
+    ("1-plain-lstm", "one-sided"),  # of which parts run in autograd's threads, where gradients are off
     ("33-plain-gpt", "collective"),
     ("33g-edited_leaves-mlp", "one-sided"),
 )

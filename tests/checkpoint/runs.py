@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from retrograde.parameters import ShardedTensor
 from tests.small import Small, batch, build, loss_of
 
 State = dict[str, Any]
@@ -82,14 +83,40 @@ def train(model: nn.Module, optimizers: list[Optimizer], rank: int, *steps: int)
 
 
 def whole(state: Any) -> Any:
-    """The same with everything whole and plain."""
+    """The same with everything whole and plain. What is kept for a whole parameter has its owner alone."""
     if isinstance(state, dict):
-        return {key: whole(value) for key, value in state.items()}
+        return {key: whole(value) for key, value in state.items() if not _of_another(value)}
     if isinstance(state, list):
         return [whole(value) for value in state]
     if not isinstance(state, Tensor):
         return state
-    return (state.full_tensor() if hasattr(state, "full_tensor") else state).detach().clone()
+    if isinstance(state, ShardedTensor):
+        owned = state.unit.layout.shard_of is not None
+        return state.put_together([state.local]).clone() if owned else state.full_tensor().detach().clone()
+    return state.detach().clone()
+
+
+def _of_another(value: Any) -> bool:
+    if not isinstance(value, ShardedTensor) or value.unit.layout.shard_of is None:
+        return False
+    return value.unit.layout.shard_with(value.place) != value.unit.rank
+
+
+def merged(by_rank: Sequence[State]) -> State:
+    """What all ranks have of `everything`, who have to agree where several have something."""
+    model = by_rank[0]["model"]
+    optimizers = []
+    assert all(differences(model, other["model"]) == [] for other in by_rank)
+    for states in zip(*(each["optimizers"] for each in by_rank), strict=True):
+        kept: dict[int, State] = {}
+        for number, key, value in (
+            (n, k, v) for each in states for n, s in each["state"].items() for k, v in s.items()
+        ):
+            known = kept.setdefault(number, {}).setdefault(key, value)
+            assert differences(known, value) == [], (number, key)
+        ordered = {number: dict(sorted(state.items())) for number, state in sorted(kept.items())}
+        optimizers.append({**states[0], "state": ordered})
+    return {"model": model, "optimizers": optimizers}
 
 
 def everything(model: nn.Module, optimizers: list[Optimizer]) -> State:
@@ -100,17 +127,25 @@ def everything(model: nn.Module, optimizers: list[Optimizer]) -> State:
     }
 
 
-def differences(one: Any, other: Any, path: str = "") -> list[str]:
-    """Bit for bit."""
+def differences(one: Any, other: Any, path: str = "", tolerance: float = 0.0) -> list[str]:
+    """Bit for bit, unless a tolerance is given."""
     if isinstance(one, dict) and isinstance(other, dict):
         if one.keys() != other.keys():
             return [f"{path}: {sorted(one.keys() ^ other.keys(), key=str)}"]
-        return [found for key in one for found in differences(one[key], other[key], f"{path}.{key}")]
+        return [found for key in one for found in differences(one[key], other[key], f"{path}.{key}", tolerance)]
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         pairs = list(zip(one, other, strict=True))
-        return [found for number, pair in enumerate(pairs) for found in differences(*pair, f"{path}.{number}")]
+        return [
+            found for number, pair in enumerate(pairs) for found in differences(*pair, f"{path}.{number}", tolerance)
+        ]
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        alike = one.dtype == other.dtype and torch.equal(one, other)
+        alike = one.dtype == other.dtype and _equal(one, other, tolerance)
     else:
         alike = one == other
     return [] if alike else [path]
+
+
+def _equal(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    if tolerance == 0:
+        return torch.equal(one, other)
+    return one.shape == other.shape and torch.allclose(one, other, rtol=tolerance, atol=tolerance)

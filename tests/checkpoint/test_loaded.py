@@ -9,58 +9,35 @@ import torch
 import torch.distributed as dist
 
 import retrograde as rg
+from tests.checkpoint.loaded import KINDS, SavedAt, faults, load
 from tests.checkpoint.runs import OPTIMIZERS, State, buffered, differences, everything, new, train
 from tests.harness import Ranks
 from tests.meshes import mesh_of
-from tests.reference import play
-from tests.small import backwards
-from tests.stages import EACH_STAGE, STAGES, WORLDS
+from tests.stages import OPPOSITE_STAGES, STAGES, WORLDS
 
-EACH_OPTIMIZER = pytest.mark.parametrize("kind", OPTIMIZERS)
-# Each saved by another number of ranks, at another stage.
-SAVED_BY = {"adamw": (2, 3), "sgd": (4, 2), "muon": (1, 1), "adafactor": (2, 1)}
-
-
-def _saved(rank: int, world: int, path: str, kind: str, stage: int) -> State:
-    model = new(3)
-    rg.shard(model, stage)
-    optimizers = OPTIMIZERS[kind](model)
-    train(model, optimizers, rank, 0, 1)
-    rg.save(path, model, optimizers)
-    return everything(model, optimizers)
+# Each saved by another number of ranks, at another stage; `python -m tests.checkpoint.loaded` has the whole table.
+SAVED_AT = {
+    "adamw": SavedAt(1, 3),
+    "sgd": SavedAt(4, 2),
+    "muon": SavedAt(2, 1),
+    "adafactor": SavedAt(2, 1),
+    "adamw in bf16": SavedAt(4, 3),
+    "muon by owners": SavedAt(4, 3),
+    "muon by owners in bf16": SavedAt(2, 2),
+}
 
 
-def _loaded(rank: int, world: int, path: str, kind: str, replicas: int = 1) -> list[State]:
-    """At every stage, into a new run and into one that has stepped."""
-    found = []
-    for stage in STAGES:
-        model = new(5)
-        rg.shard(model, stage, mesh=mesh_of(replicas, world))
-        optimizers = OPTIMIZERS[kind](model)
-        if stage > 1:
-            train(model, optimizers, rank, 0)
-        rg.load(path, model, optimizers)
-        found.append(everything(model, optimizers))
-    dist.barrier()
-    return found
-
-
-@EACH_OPTIMIZER
-def test_at_every_world_and_stage(ranks: Ranks, tmp_path: Path, kind: str) -> None:
-    saved_by, stage = SAVED_BY[kind]
-    path = str(tmp_path / "checkpoint")
-    saved = ranks(saved_by).run(_saved, path, kind, stage)[0]
-    for world in WORLDS:
-        for by_stage in ranks(world).run(_loaded, path, kind):
-            for loaded in by_stage:
-                assert differences(saved, loaded) == []
+@pytest.mark.parametrize("kind", SAVED_AT)
+def test_at_every_stage(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    """What one rank has saved by all numbers of ranks, the rest by two and by four."""
+    saved_at = SAVED_AT[kind]
+    worlds = WORLDS if saved_at.world == 1 else (2, 4)
+    assert faults(ranks, str(tmp_path / "checkpoint"), KINDS[kind], saved_at, worlds) == []
 
 
 def test_in_replicas(ranks: Ranks, tmp_path: Path) -> None:
     path = str(tmp_path / "checkpoint")
-    saved = ranks(2).run(_saved, path, "adamw", 3)[0]
-    for by_stage in ranks(4).run(_loaded, path, "adamw", replicas=2):
-        assert all(differences(saved, loaded) == [] for loaded in by_stage)
+    assert faults(ranks, path, KINDS["adamw"], SavedAt(2, 3), (4,), replicas=2) == []
 
 
 def _saved_in_replicas(rank: int, world: int, path: str) -> State:
@@ -75,11 +52,11 @@ def _saved_in_replicas(rank: int, world: int, path: str) -> State:
 def test_of_replicas(ranks: Ranks, tmp_path: Path) -> None:
     path = str(tmp_path / "checkpoint")
     saved = ranks(4).run(_saved_in_replicas, path)[0]
-    for by_stage in ranks(2).run(_loaded, path, "adamw"):
-        assert all(differences(saved, loaded) == [] for loaded in by_stage)
+    for by_stage in ranks(2).run(load, path, KINDS["adamw"], STAGES):
+        assert all(differences(saved, loaded) == [] for loaded, _ in by_stage)
 
 
-# ---- going on
+# ---- going on with schedules
 def _goes_on(rank: int, world: int, folder: str, stage: int) -> list[str]:
     wrong = []
     for kind in OPTIMIZERS:
@@ -111,36 +88,9 @@ def _run(rank: int, path: str, kind: str, stage: int, resumed: bool) -> State:
     return {**everything(model, optimizers), "drawn": torch.rand(3)}
 
 
-@EACH_STAGE
+@OPPOSITE_STAGES
 def test_going_on_is_not_having_stopped(ranks: Ranks, tmp_path: Path, stage: int) -> None:
     assert ranks(2).run(_goes_on, str(tmp_path), stage) == [[], []]
-
-
-def _goes_on_elsewhere(rank: int, world: int, path: str, stage: int) -> State:
-    model = new(5)
-    rg.shard(model, stage)
-    optimizers = OPTIMIZERS["adamw"](model)
-    rg.load(path, model, optimizers)
-    train(model, optimizers, rank, 2, 3)
-    return everything(model, optimizers)
-
-
-@EACH_STAGE
-def test_going_on_at_another_world_is_that_world(ranks: Ranks, tmp_path: Path, stage: int) -> None:
-    """Plain torch takes the same checkpoint and plays all ranks."""
-    world = {1: 4, 2: 2, 3: 4}[stage]
-    path = str(tmp_path / "checkpoint")
-    ranks(1).run(_saved, path, "adamw", 3)
-    plain = new(7)
-    optimizers = OPTIMIZERS["adamw"](plain)
-    rg.load(path, plain, optimizers)
-    for step in (2, 3):
-        play(plain, world, backwards(step), stage)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for state in ranks(world).run(_goes_on_elsewhere, path, stage):
-        assert differences(everything(plain, optimizers), state) == []
 
 
 # ---- all that a model has

@@ -44,6 +44,7 @@ class EngineSide:
             mesh=mesh_of(recipe.replicas, recipe.world),
             transport=transport_of(recipe),
             precision=recipe.dtypes,
+            whole=recipe.whole,
             timeout=TIMEOUT,
         )
         self.engine.gradient_divisor = recipe.parts
@@ -103,12 +104,13 @@ class EngineSide:
         """After a step nothing of what came before it is left."""
         flow, transport = self.engine.flow, self.engine.transport
         host = transport._host if isinstance(transport, CollectiveTransport) else transport
+        kept = [*host._parts, *(transport._courtesies._parts if host is not transport else ())]
         left = {
             "pages": self._pages(),
             "pending gradients": flow._pending,
             "backwards": flow._backwards,
             "launches": flow._orphans,
-            "parts of gradients": [key for key, _ in host._parts if key.meeting < transport.meetings],
+            "parts of gradients": [key for key, _ in kept if key.meeting < transport.meetings],
         }
         self.faults += [f"{what} left after a step: {list(found)}" for what, found in left.items() if found]
         held = self.engine.ledger.resident
@@ -120,9 +122,8 @@ class EngineSide:
 
 
 def transport_of(recipe: Recipe) -> str:
-    """By collectives go half of the programs for which they are: ranks do the same between two steps."""
-    fit = recipe.replicas == 1 and all(phase.alike for phase in recipe.phases)
-    return "collective" if fit and recipe.seed % 2 else "one-sided"
+    """By collectives go half of the programs, whether ranks do the same or stray."""
+    return "collective" if recipe.seed % 2 else "one-sided"
 
 
 def play(recipe: Recipe, rank: int) -> Trace:

@@ -33,6 +33,7 @@ def recipe(seed: int) -> Recipe:
         in_backward=alike and not exact and chance.random() < 0.1,
         replicas=_replicas(seed, world),
         parts=random.Random(f"parts {seed}").choice((1, 1, 1, 2)),
+        whole=random.Random(f"whole {seed}").choice((None, None, "matrices", "all")),
     )
     if not exact and not shape.in_backward:  # whole numbers are in double precision
         shape = replace(shape, precision=random.Random(f"precision {seed}").choice((None, "bf16", "wide")))

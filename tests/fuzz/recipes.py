@@ -80,6 +80,7 @@ class Recipe:
     in_backward: bool = False
     replicas: int = 1  # of the sharded model, each on a run of neighbouring ranks
     parts: int = 1  # by which what a backward adds to `.grad` is divided
+    whole: str | None = None  # parameters that one rank holds
     precision: str | None = None  # of pages, with masters in fp32; "wide": bf16, with gradients that add up in fp32
 
     @property

@@ -62,7 +62,7 @@ def _simpler_blocks(recipe: Recipe) -> Iterator[Recipe]:
 
 def _defaults(recipe: Recipe) -> Iterator[Recipe]:
     defaults: dict[str, object] = {"prefetch": False, "resident": 0, "hooked": False, "units": "blocks"}
-    defaults |= {"replicas": 1, "parts": 1, "precision": None}
+    defaults |= {"replicas": 1, "parts": 1, "precision": None, "whole": None}
     for name, value in defaults.items():
         if getattr(recipe, name) != value:
             yield replace(recipe, **{name: value})  # type: ignore[arg-type]

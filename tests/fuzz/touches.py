@@ -317,7 +317,8 @@ def optimizers(at: Toucher) -> None:
         optimizer.step(closure if needs_closure or at.number(2) else None)
         for param in at.params:
             param.copy_(param.round())
-    for state in optimizer.state.values():
+    by_owners = isinstance(optimizer, torch.optim.Muon | torch.optim.Adafactor)  # who may keep it alone
+    for state in () if by_owners else optimizer.state.values():
         at.see(*(len(value.shape) for value in state.values() if isinstance(value, Tensor)))
 
 

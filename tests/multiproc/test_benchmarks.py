@@ -104,3 +104,24 @@ def test_a_rank_that_dies_is_named_and_takes_its_crew_along(tmp_path: Path) -> N
         with pytest.raises(CrewError, match=r"alone, rank 0: (died while idle|process ended)"):
             crew.ask(Turn(steps=1, settle=0))
     assert not other.is_alive()
+
+
+def test_what_is_for_accelerators_runs_on_the_test_device(tmp_path: Path) -> None:
+    """All sections: `python -m benchmarks.gpu --tiny --device late`, in `make test-all`."""
+    into = tmp_path / "report.md"
+    done = run("benchmarks.gpu", "--device", "late", "--into", str(into), "--sections", "matrix", "overlap", "training")
+    said = into.read_text()
+    assert done.returncode == 0, said
+    assert [line[3:] for line in said.splitlines() if line.startswith("## ")] == ["matrix", "overlap", "training"]
+    assert "2 of 2 rows and stages are exact" in said
+    assert "and without overlap: True" in said
+    losses = [line.split("|")[4].strip() for line in said.splitlines() if line.startswith("| retrograde-")]
+    assert len(losses) == 2
+    assert losses[0] == losses[1]
+
+
+def test_no_accelerator_is_said_in_a_line() -> None:
+    done = run("benchmarks.gpu")
+    assert done.returncode == 0
+    assert done.stdout.count("\n") == 1
+    assert "no accelerator here" in done.stdout

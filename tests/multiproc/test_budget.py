@@ -167,10 +167,10 @@ def test_cold_units_make_room(ranks: Ranks) -> None:
         assert [counts[f"tiles.{i}"] for i in range(6)] == [1, 1, 2, 0, 0, 0]
 
 
-def _raises_after_making_room(rank: int, world: int) -> tuple[list[int], list[float]]:
+def _raises_after_making_room(rank: int, world: int, transport: str) -> tuple[list[int], list[float]]:
     """What had to make room in a backward that then raised came from good ones: it is not lost."""
     model = Tiles()
-    engine = rg.shard(model, 2, units=nn.Linear, reduce="sum")
+    engine = rg.shard(model, 2, units=nn.Linear, reduce="sum", transport=transport)
     sizes = [unit.layout.page_bytes for unit in engine.units]
     with engine.coalesce(budget=sum(sizes[:2])):
         _play(model, [[(0, 1), (1, 1)]] * 3 + [[(2, 1)]])
@@ -183,8 +183,9 @@ def _raises_after_making_room(rank: int, world: int) -> tuple[list[int], list[fl
     return held, [got[f"tiles.{i}.weight"][0, 0].item() for i in range(3)]
 
 
-def test_a_backward_that_raises_loses_only_its_own(ranks: Ranks) -> None:
-    for held, values in ranks(2).run(_raises_after_making_room):
+@pytest.mark.parametrize("transport", ["one-sided", "collective"])
+def test_a_backward_that_raises_loses_only_its_own(ranks: Ranks, transport: str) -> None:
+    for held, values in ranks(2).run(_raises_after_making_room, transport):
         assert 0 not in held  # it did make room
         assert values[:2] == [6.0, 6.0] and values[2] in (2.0, 4.0)
 

@@ -65,9 +65,11 @@ class Player:
     def _shard(self, stage: int, world: int, options: dict[str, Any]) -> None:
         import retrograde as rg
 
-        given = {"mesh": mesh_of(self.case.replicas(world), world), "timeout": 15.0} | options
+        mesh = mesh_of(self.case.replicas(world), world)
+        given = {"mesh": mesh, "timeout": 15.0, "offload": self.case.offload} | options
         for name in self.case.sharded:
             given["precision"] = self.case.precision
+            given["whole"] = self.case.whole
             self.engines[name] = rg.shard(self.model.get_submodule(name), stage=stage, **given)
 
     def play(self) -> Trace:

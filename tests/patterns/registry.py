@@ -65,6 +65,8 @@ class Case:
     rtol: float = 0.0  # whoever sets it says why
     principal: bool = True  # the others are left out where time is short: at world 4 in the test suite
     precision: str | None = None  # that of `rg.shard`; the data are in it too
+    offload: str | None = None  # that of `rg.shard`
+    whole: str | None = None  # that of `rg.shard`
     most_replicas: int = 1  # of the sharded model, as far as the world can be divided by them
     steps: int = 3  # enough to compare a step's memory with the step before it, momentum included
 

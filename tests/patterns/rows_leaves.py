@@ -121,6 +121,19 @@ def muon(model: nn.Module, batch: Batch, ctx: Context) -> None:
     _plain(model, batch, ctx)
 
 
+# Exact: owners compute with plain tensors.
+@row("31r", "Muon for matrices, each updated by the rank that holds it whole", BOTH, optimizer=_muon, whole="matrices")
+def muon_by_owners(model: nn.Module, batch: Batch, ctx: Context) -> None:
+    _plain(model, batch, ctx)
+
+
+@row(
+    "31s", "Adafactor, each parameter updated by the rank that holds it whole", BOTH, optimizer=_adafactor, whole="all"
+)
+def adafactor_by_owners(model: nn.Module, batch: Batch, ctx: Context) -> None:
+    _plain(model, batch, ctx)
+
+
 class Lamb(Optimizer):
     """The update of Adam, scaled by the norms of the parameter and of the update."""
 

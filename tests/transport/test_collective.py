@@ -1,4 +1,4 @@
-"""Pages and gradients by collectives of torch.distributed: exact, counted, and told where ranks do not do the same."""
+"""Pages and gradients by collectives of torch.distributed: exact and counted. Ranks that stray: test_strays.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.patterns.driver import play_rank
 from tests.patterns.oracle import expected
 from tests.patterns.rows import CASES
 from tests.patterns.trace import differences
-from tests.small import BLOCKS, DIM, batch, build, loss_of
+from tests.small import BLOCKS, batch, build, loss_of
 from tests.stages import EACH_STAGE, OPPOSITE_STAGES, WITH_OTHERS
 
 UNITS = BLOCKS + 1  # and the root
@@ -94,23 +94,7 @@ def test_clipping_is_one_meeting_more(ranks: Ranks) -> None:
         assert messages == {"Ordered": 2, "Meet": 1}
 
 
-# ---- ranks that do not do the same
-def _strays(rank: int, world: int) -> str:
-    model = build()
-    rg.shard(model, transport="collective", timeout=20.0)
-    with pytest.raises(rg.DivergenceError) as caught:
-        for step in range(3):
-            model.blocks[rank](torch.ones(2, DIM))
-            loss_of(model, batch(rank, step)).backward()
-    return str(caught.value)
-
-
-def test_ranks_that_use_different_units_are_told(ranks: Ranks) -> None:
-    for text in ranks(2).run(_strays):
-        assert "ranks use units in different orders" in text
-        assert 'shard(transport="one-sided")' in text
-
-
+# ---- arguments
 def _refused(rank: int, world: int) -> list[str]:
     found = []
     for options in ({"transport": "carrier pigeon"}, {"transport": "collective" if rank else "one-sided"}):

@@ -49,6 +49,7 @@ def test_the_table_in_the_docs_is_this_one() -> None:
 
 # A value of the right type by which a config asks for something.
 _ON: dict[Kind, Any] = {Kind.BOOL: True, Kind.WHOLE: 4, Kind.TEXT: "bf16", Kind.ANYTHING: 4, Kind.SECTION: {"any": 1}}
+_ON[Kind.NUMBER] = 0.5
 
 
 @pytest.mark.parametrize(
@@ -66,8 +67,9 @@ def test_what_is_not_there_yet_is_refused_by_name(word: Word) -> None:
         ("bf16.enabled", False),
         ("bf16.bf16_optimizer_states", False),
         ("data_types.param_dtype", "fp32"),
-        ("zero_optimization.offload_optimizer", {"device": "none", "pin_memory": True}),
-        ("zero_optimization.offload_param", None),
+        ("zero_optimization.offload_optimizer.device", "none"),
+        ("zero_optimization.offload_optimizer.ratio", 1.0),
+        ("zero_optimization.offload_param.device", None),
         ("zero_optimization.cpu_offload", False),
         ("zero_optimization.mics_shard_size", -1),
         ("data_types.grad_accum_dtype", "fp32"),
@@ -79,7 +81,7 @@ def test_what_is_turned_off_is_taken(key: str, off: Any) -> None:
 
 
 @pytest.mark.parametrize("name", MISSING)
-def test_methods_that_are_not_there_yet_say_so(name: str) -> None:
+def test_arguments_that_are_not_there_yet_say_so(name: str) -> None:
     error = missing(name)
     assert isinstance(error, rg.UnsupportedError | NotImplementedError)
     assert str(error).startswith(f"{name}: ") and "is not there yet; " in str(error)
@@ -185,6 +187,30 @@ def test_prefetch_precision_and_reduction() -> None:
     assert Config.of(LEAST, 2).precision == rg.Precision() and Config.of(LEAST, 2).stage == 0
     assert _asked("bf16.enabled", True).precision == rg.Precision(param="bf16")
     assert _asked("gradient_accumulation_dtype", "fp32").precision == rg.Precision(accumulate="fp32")
+
+
+def test_offload() -> None:
+    nothing, optimizer, parameters = rg.Offload
+    zero = "zero_optimization."
+    assert Config.of(LEAST, 2).offload is _asked(zero + "offload_param", None).offload is nothing
+    assert _asked(zero + "offload_optimizer", {"device": "none", "pin_memory": True}).offload is nothing
+    assert _asked(zero + "offload_optimizer", {"device": "cpu", "pin_memory": True}).offload is optimizer
+    assert _asked(zero + "cpu_offload", True).offload is optimizer
+    assert _asked(zero + "offload_param", {"device": "cpu"}).offload is parameters
+    assert _asked(zero + "cpu_offload_param", True).offload is parameters
+    both = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+    assert Config.of(LEAST | {"zero_optimization": both}, 2).offload is parameters
+
+
+@pytest.mark.parametrize("section", ("offload_optimizer", "offload_param"))
+def test_offload_to_disks_is_refused_by_name(section: str) -> None:
+    key = f"zero_optimization.{section}"
+    with pytest.raises(NotYetError, match=rf"^{key}\.device: offload to disks is not there yet; \"cpu\" or \"none\""):
+        _asked(key, {"device": "nvme", "nvme_path": "/local"})
+    with pytest.raises(ConfigError, match=rf"^{key}\.device='disk' is not known; give \"cpu\" or \"none\""):
+        _asked(key, {"device": "disk"})
+    with pytest.raises(ConfigError, match=rf"^{key}\.devise: is not a key that is known; did you mean {key}\.device"):
+        _asked(key, {"devise": "cpu"})
 
 
 # ---- marks

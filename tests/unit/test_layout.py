@@ -130,3 +130,55 @@ def test_strides_are_kept_of_other_orders_only() -> None:
     assert strides_of(torch.empty(4, 6)[:, ::2]) is None, "it has gaps"
     assert strides_of(torch.empty(1).expand(2, 2)) is None, "elements share a place"
     assert strides_of(torch.empty(0, 3).t()) == (1, 3)
+
+
+# ---- whole parameters
+OWNERS = [
+    (0, 0, 1, 1, 2),
+    (0, 1, 1, 1, 1),
+    (2, 2, 2, 2, 2),
+    (0, 0, 0, 0, 3),
+]
+
+
+def _whole_layout(name: str, shard_of: tuple[int, ...], world: int = 4, even: bool = False) -> Layout:
+    shapes = SHAPES[name]
+    named = [(f"p{i}", torch.Size(shape)) for i, shape in enumerate(shapes)]
+    return Layout(named, torch.float32, world, shard_of=shard_of[: len(shapes)], even=even)
+
+
+@pytest.mark.parametrize("even", (False, True))
+@pytest.mark.parametrize("shard_of", OWNERS)
+@pytest.mark.parametrize("name", SHAPES)
+def test_whole_parameters_lie_in_the_shards_of_their_owners(name: str, shard_of: tuple[int, ...], even: bool) -> None:
+    layout = _whole_layout(name, shard_of, even=even)
+    for place, slot in enumerate(layout.slots):
+        held = [layout.within(slot, rank) for rank in range(4)]
+        sizes = [part.stop - part.start for part in held]
+        assert sizes == [slot.numel if rank == shard_of[place] else 0 for rank in range(4)]
+        assert layout.shard_with(place) == shard_of[place]
+        piece, span = layout.piece(slot, shard_of[place]), layout.span(shard_of[place])
+        assert (span.start + piece.start, span.start + piece.stop) == (slot.offset, slot.end)
+        assert slot.offset % 16 == 0, "it begins where torch's allocator might have put it"
+    spans = [layout.span(rank) for rank in range(4)]
+    assert [i for span in spans for i in range(span.start, span.stop)] == list(range(layout.padded_numel))
+    assert layout.offsets == sorted(layout.offsets)
+    for rank in range(4):
+        assert sum(layout.runs(rank)) == layout.shard_sizes[rank]
+
+
+def test_shards_are_as_long_as_what_they_have() -> None:
+    layout = _whole_layout("plain", (0, 2, 2))  # 12, 5 and 8 elements, each in 16
+    assert layout.shard_sizes == (16, 16, 32, 16), "no shard is empty"
+    assert (layout.padded_numel, layout.shard_numel, layout.page_bytes) == (80, 32, 320)
+    assert [layout.bytes_of(rank) for rank in range(4)] == [64, 64, 128, 64]
+    assert _whole_layout("plain", (0, 2, 2), even=True).shard_sizes == (32, 32, 32, 32)
+
+
+def test_whole_parameters_of_one_owner_and_size_are_cut_alike() -> None:
+    named = [(f"p{i}", torch.Size([3, 4])) for i in range(3)]
+    layout = Layout(named, torch.float32, 2, shard_of=(0, 0, 1))
+    cut = Layout(named, torch.float32, 2)
+    assert layout.cuts[0] == layout.cuts[1] != layout.cuts[2]
+    assert cut.cuts[0] == layout.cuts[0] and cut.shard_with(0) is None
+    assert Layout(named, torch.float32, 1).shard_with(2) == 0

@@ -28,6 +28,7 @@ from retrograde.checkpoint.targets import Fill, distinct, leaf_of, leave_to_writ
 from retrograde.engine.named_state import numbered_names, numbered_state
 from retrograde.errors import CheckpointError
 from retrograde.parameters import ShardedParameter
+from retrograde.parameters.ownership import updated_elsewhere
 from retrograde.parameters.sharded_tensor import ShardedTensor
 
 _COUNTER = "step"  # torch's name: it has no elements of the parameter
@@ -197,10 +198,11 @@ def _plan_optimizers(plan: Plan, checkpoint: Checkpoint, subject: Subject) -> No
     for optimizer in subject.optimizers:
         names = numbered_names(optimizer, subject.names)
         params = [param for group in optimizer.param_groups for param in group["params"]]
+        elsewhere = updated_elsewhere(optimizer)
         state: dict[str, Any] = {}
         for number, (name, param) in enumerate(zip(names, params, strict=True)):
             saved = checkpoint.state.get(str(number) if checkpoint.numbered else name)
-            if saved is not None:
+            if saved is not None and param not in elsewhere:
                 kept = optimizer.state.get(param, {})
                 state[name] = {key: _target(plan, f"{key} of {name}", each, param, kept) for key, each in saved.items()}
         groups = _by_name(checkpoint.groups, names) if checkpoint.numbered else list(checkpoint.groups)

@@ -25,7 +25,7 @@ def held_parts(tensor: torch.Tensor) -> list[Held]:
     """What this rank holds: of a sharded tensor a few boxes, of a plain one all of it."""
     if not isinstance(tensor, ShardedTensor):
         return [Held(Extent.all_of(tensor.shape), tensor.detach())]
-    unit, slot, piece = tensor.unit, tensor.slot, tensor.local
+    unit, slot, piece = tensor.unit, tensor.slot, tensor.piece  # read, or written by leave of all (leave_to_write)
     mine = unit.layout.within(slot, unit.rank)
     if mine.start >= mine.stop:
         return []

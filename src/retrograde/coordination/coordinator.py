@@ -79,6 +79,7 @@ class Coordinator:
     def attend(self, reason: Reason, label: str, value: Callable[[], Value] = lambda: None) -> list[Position]:
         """Meet for `reason`, and for what others came for before it; returns the positions of the last meeting."""
         flow = self._flow
+        self._fence.refuse_capture(f"{reason} ({label}): ranks meet")
         while True:
             self._pager.finish_reads()  # at this meeting another rank may get leave to write
             mine = Position(reason, label, flow.sent_offers(), flow.pending_offers(), value())
@@ -86,8 +87,10 @@ class Coordinator:
             first = min([position.reason for position in positions], key=_URGENCY.__getitem__)
             if first in (Reason.STEP, Reason.VALUE):
                 self._require_same(positions)
-            flow.sum_sent({rank: position.sent for rank, position in enumerate(positions)})
+            flow.sum_sent(positions)
             concluded = self._conclude(first, positions)
+            if Reason.STEP not in concluded:
+                self._transport.meeting_is_over()
             if reason in concluded:
                 if reason in (Reason.STEP, Reason.VALUE):
                     flow.fresh = False
@@ -143,7 +146,9 @@ class Coordinator:
         """Start reading the page as this rank sees it now."""
         self._come_to_rest()
         if self._gathering is not None and not alone and self._fence.is_at_rest(self._fence.stamp(unit)):
-            return self._gathering.gather(unit, page)
+            work = self._gathering.gather(unit, page)
+            if work is not None:
+                return work
         return self._read(unit.index, unit, page)
 
     def read_masters(self, unit: Unit, flat: torch.Tensor) -> Work:
@@ -167,6 +172,7 @@ class Coordinator:
     @contextlib.contextmanager
     def writing(self, what: str, unit: Unit, slot: int) -> Iterator[None]:
         """Around an edit of a parameter's piece in place."""
+        self._fence.refuse_capture(f"{what}: a sharded parameter is written to")
         if self._fence.must_be_passed(unit, slot):
             self.pass_fence(what)
         with self._fence.edit(unit, slot):
@@ -212,4 +218,5 @@ class Coordinator:
     def end_step(self) -> None:
         self._fence.come_to_rest()
         self._transport.shards_changed()
+        self._transport.meeting_is_over()
         self._pager.renew()

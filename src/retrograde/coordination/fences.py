@@ -72,6 +72,9 @@ class WriteFence:
             self._written = self._streams.current().record()
 
     # ---- the main thread
+    def refuse_capture(self, what: str) -> None:
+        self._streams.refuse_capture(what)
+
     def stamp(self, unit: Unit) -> Stamp:
         """Which state of the other ranks' shards goes with this rank's own."""
         return Stamp(self.clock, unit.edits.made, unit.version - unit.version_at_rest, self._stepped)
@@ -94,6 +97,7 @@ class WriteFence:
                 unit.edits.begin(slot, piece)
                 self._written = current.record()  # what undoes it is there
                 current.wait(self._streams.serving.record())  # what others read of it has been read
+        self._streams.crossing.settle()  # what was sent of it to the device has left
         version = version_of(piece)
         try:
             yield
@@ -108,6 +112,7 @@ class WriteFence:
 
     def advance(self, phase: WritePhase) -> None:
         """All ranks have passed a fence, and may write from now on, whatever each came for."""
+        self._streams.crossing.settle()
         with self._lock:
             self.clock += 1
             if phase is WritePhase.STEPPED:
@@ -122,6 +127,7 @@ class WriteFence:
     def expose(self) -> None:
         """A piece is given out as a plain tensor: from now on readers ask (Rule 4)."""
         self._exposed = True
+        self._streams.crossing.settle_always()
 
     def serve_during_step(self) -> None:
         """This step is a row of edits, with reads among them: it has passed the fence that they need."""
@@ -157,7 +163,19 @@ class WriteFence:
             return self.clock, Rest.ASK if edited or self._exposed else Rest.AT_REST
 
     def shard_numel(self, number: int) -> int:
-        return self._units[number % MASTERS].layout.shard_numel
+        return self._units[number % MASTERS].shard.numel()
+
+    def shard_to_gather(self, number: int) -> torch.Tensor:
+        """A unit's source as the last step left it. Between an edit and the next step nobody wants it."""
+        unit = self._units[number]
+        with self._lock:
+            edited = unit.edits.made or unit.version != unit.version_at_rest or not unit.source_is_current
+            if self.phase is WritePhase.READ and edited:
+                raise RuntimeError(
+                    f"it has edited unit {unit.name} since the last step, and the others read it as it was before; let "
+                    f"all ranks make the same edits between the same reads"
+                )
+            return unit.source if unit.source_is_current else unit.shard.to(unit.layout.dtype)
 
     def shard_for(self, number: int, stamp: Stamp) -> torch.Tensor | str:
         """A unit's source, or its masters, as the reader needs it, else why it is not to be had (yet)."""

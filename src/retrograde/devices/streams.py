@@ -15,13 +15,32 @@ Rule 5: memory is allocated on the stream to which it will be free again: what u
 
 A stream runs pieces of work (`run`), records events and waits for them, and has memory of its own (`empty`). Work
 only reads and writes memory that exists already, so that a device may do it later: the host returns at once, and
-on the simulated device (devices/simulated) in any order that the events leave open. Only `to_host` makes the host wait.
+on the simulated device (devices/simulated) in any order that the events leave open. Only `to_host` and `finish` make
+the host wait.
+
+[Note: crossing]
+With offload (layout/offload.py) leaves are in the host's memory and pages on the device. So gradients come to the host
+and weights go to the device, by copies that streams do while the host goes on:
+
+    device   sum of a gradient ── returning ──┐                  ┌── fetching ──> source, or page
+                                              v                  │
+    host                                   .grad ── update ──> leaf
+
+Rule 1: what crosses lies in pinned memory on the host's side. Otherwise the host would wait for each copy.
+Rule 2: before the host reads what has come, or writes what may still be read, it settles: it waits for all copies that
+        were noted since it last did. So in a step of training it waits once: when the optimizer is about to update, or
+        when somebody looks at gradients before that. Who only looks at gradients waits for no copy to the device.
+Rule 3: the sum of a gradient that goes to the host lies in memory of the returning stream, the last to read it.
+Rule 4: where somebody has got a piece of a leaf's memory as a plain tensor (`p.local`), nobody knows when he writes
+        to it. From then on every copy is waited for at once.
 """
 
 from collections.abc import Callable, Iterable
 from typing import cast
 
 import torch
+
+from retrograde.errors import UnsupportedError
 
 Event = object  # what `record` gives and `wait` takes: opaque to everybody else
 
@@ -47,11 +66,59 @@ class Stream:
         """The tensor where the host can read it, with what was issued here before. The host waits for that."""
         return tensor
 
+    def finish(self) -> None:
+        """The host waits for what was issued here before."""
+
+    @property
+    def capturing(self) -> bool:
+        """Is what is issued here recorded into a graph, to be played again without us?"""
+        return False
+
+
+class Crossing:
+    """The copies of one model. Where everything is in the host's memory there are none."""
+
+    def __init__(self, returning: Stream) -> None:
+        self.returning = returning
+        self._noted: dict[Stream, Event] = {}
+        self._at_once = False
+
+    @staticmethod
+    def pinned(numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory of the host that streams can copy from and to."""
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
+
+    def note(self, stream: Stream) -> None:
+        """What was issued there last reads or writes the host's memory."""
+        self._noted[stream] = stream.record()
+        if self._at_once:
+            self.settle()
+
+    def settle(self) -> None:
+        """The host waits for what has been noted (Rule 2)."""
+        if not self._noted:
+            return
+        noted, self._noted = self._noted, {}
+        for stream, event in noted.items():
+            if stream is not self.returning:
+                self.returning.wait(event)
+        self.returning.finish()
+
+    def await_returned(self) -> None:
+        """The same where the host only touches what comes to it, if something is coming."""
+        if self.returning in self._noted:
+            self.settle()
+
+    def settle_always(self) -> None:
+        """From now on copies are waited for at once (Rule 4)."""
+        self._at_once = True
+        self.settle()
+
 
 class Streams:
     """The streams of one device: three of ours, and the one that code runs on now.
 
-    `serving` reads shards for other ranks, at the hands of any thread."""
+    `serving` reads shards for other ranks, at the hands of any thread. `crossing`: copies between host and device."""
 
     def __init__(
         self,
@@ -60,16 +127,30 @@ class Streams:
         fetching: Stream,
         serving: Stream,
         current: Callable[[], Stream],
+        returning: Stream | None = None,
+        overlap: bool = True,
     ) -> None:
+        """`returning`: on which copies to the host go, where there is a device. `overlap`: may what we issue run beside
+        what the user does? If not, ours are the user's own, and calls in the order of collectives, on streams of their
+        process group, are waited for as soon as they have been issued."""
         self.device = device
+        self.on_host = device.type == "cpu"
+        self.overlap = overlap
         self.reducing = reducing
         self.fetching = fetching
         self.serving = serving
         self.current = current
+        self.crossing = Crossing(returning or Stream())
 
-    @property
-    def on_host(self) -> bool:
-        return self.device.type == "cpu"
+    def refuse_capture(self, what: str) -> None:
+        """A graph has the kernels of one stream, and addresses of memory. Which page is fetched when, on which stream,
+        who meets whom: all that is decided by the host, and would not be played again."""
+        if self.current().capturing:
+            raise UnsupportedError(
+                f"{what} while the current stream of {self.device} is being captured into a graph: when the graph is "
+                f"replayed, nothing would be fetched, reduced or agreed on. Leave what uses sharded weights out of the "
+                f"graph, and capture what lies between, functions of plain tensors"
+            )
 
     def empty_for_user(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory that the reducing stream writes and that then is the user's: of the current stream, to which it
@@ -77,6 +158,13 @@ class Streams:
         current = self.current()
         memory = current.empty(numel, dtype)
         self.reducing.wait(current.record())  # what had the memory before
+        return memory
+
+    def empty_for_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory that the reducing stream writes and that is then copied to the host ([Note: crossing], Rule 3)."""
+        returning = self.crossing.returning
+        memory = returning.empty(numel, dtype)
+        self.reducing.wait(returning.record())  # what had the memory before
         return memory
 
 
@@ -102,20 +190,41 @@ class DeviceStream(Stream):
             return torch.empty(numel, dtype=dtype, device=self._stream.device)
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type == "cpu":
+            return tensor  # of a model that is offloaded
         with self._stream:
             copied = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
             copied.copy_(tensor, non_blocking=True)
-            self._stream.record_event().synchronize()
+        self.finish()
         return copied
 
+    def finish(self) -> None:
+        self._stream.record_event().synchronize()
 
-def streams_of(device: torch.device) -> Streams:
-    """The streams of a device: the host's own, or those of an accelerator."""
+    @property
+    def capturing(self) -> bool:
+        return self._stream.is_capturing()
+
+
+def streams_of(device: torch.device, overlap: bool = True) -> Streams:
+    """The streams of a device: the host's own, or those of an accelerator.
+
+    Without `overlap` those that fetch and reduce are the stream that is current now. Whoever uses another one later
+    still waits for it, and is waited for, by events. What is read for other ranks is not ours to delay: behind a call
+    of the process group, which waits for a rank, it would wait for the rank that reads."""
     if device.type == "cpu":
         host = Stream()
         return Streams(device, host, host, host, lambda: host)
-    reducing, fetching, serving = (DeviceStream(torch.Stream(device)) for _ in range(3))
-    return Streams(device, reducing, fetching, serving, lambda: DeviceStream(torch.accelerator.current_stream(device)))
+
+    def current() -> Stream:
+        return DeviceStream(torch.accelerator.current_stream(device))
+
+    serving = DeviceStream(torch.Stream(device))
+    if not overlap:
+        only = current()
+        return Streams(device, only, only, serving, current, only, overlap)
+    reducing, fetching, returning = (DeviceStream(torch.Stream(device)) for _ in range(3))
+    return Streams(device, reducing, fetching, serving, current, returning)
 
 
 def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:

@@ -65,7 +65,9 @@ class Engine:
         strategy: Strategy
         gathering = None
         if isinstance(transport, CollectiveTransport):
-            strategy = CollectiveSum(transport, policy, self.buckets)
+            strategy = one_by_one = OrderedSum(transport, grid, policy, self.buckets)
+            if grid.replicas == 1:
+                strategy = CollectiveSum(transport, policy, self.buckets, one_by_one)
             gathering = PageGathering(transport, self.pages)
         else:
             strategy = (OrderedSum if policy.exact else BackendSum)(transport, grid, policy, self.buckets)
@@ -80,7 +82,7 @@ class Engine:
     def open(self) -> None:
         """All ranks have agreed on how the model is sharded: make what they can only make together."""
         if isinstance(self.transport, CollectiveTransport):
-            self.transport.open()
+            self.transport.open(self.grid.rows)
         elif not self.policy.exact:
             self.transport.open_collectives()
 
@@ -316,6 +318,7 @@ class Engine:
 
 
 def _piece_of_gradient(leaf: ShardedParameter) -> torch.Tensor | None:
+    leaf.unit.await_gradients()
     with without_torch_function():
         grad = raw_grad(leaf)
         return None if grad is None else plain(grad)

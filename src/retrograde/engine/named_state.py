@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from retrograde.errors import CheckpointError
+from retrograde.parameters.ownership import updated_elsewhere
 
 StateByName = dict[str, Any]
 
@@ -46,8 +47,11 @@ def named_state(optimizers: Sequence[Optimizer], names: Mapping[nn.Parameter, st
         if taken:
             raise CheckpointError(f"optimizer: parameter {min(taken)} is in two of them; give each to one optimizer")
         numbered = optimizer.state_dict()
+        elsewhere = {names[param] for param in updated_elsewhere(optimizer)}
         for number, kept in numbered["state"].items():
-            state[own[number] if isinstance(number, int) else number] = kept
+            name = own[number] if isinstance(number, int) else number
+            if name not in elsewhere:
+                state[name] = kept
         for group in numbered["param_groups"]:
             groups.append({**group, "params": [own[number] for number in group["params"]]})
     return {"state": state, "param_groups": groups}

@@ -9,14 +9,14 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from retrograde.arguments import Said, check_module, differences, instance, one_of, said, seconds
+from retrograde.arguments import Said, check_module, differences, flag, instance, one_of, said, seconds
 from retrograde.compiling import Services, mark_regions
 from retrograde.coordination import WriteFence
 from retrograde.devices import Streams, can_compute, device_of, streams_of
@@ -27,7 +27,20 @@ from retrograde.engine.materialize import check_resettable
 from retrograde.engine.parametrizing import refuse_parametrizations
 from retrograde.engine.units import UnitMemory, allocate, fill, make_same
 from retrograde.errors import ShardingError
-from retrograde.layout import Grid, Policy, Precision, Units, UnitSpec, find_units, parse_bytes, strides_of
+from retrograde.layout import (
+    Grid,
+    Loads,
+    Offload,
+    Policy,
+    Precision,
+    Units,
+    UnitSpec,
+    Whole,
+    find_units,
+    parse_bytes,
+    strides_of,
+    whole_names,
+)
 from retrograde.parameters import ShardedParameter, refuse_pieces_outside, watch_states, watch_updates
 from retrograde.parameters.access import patch, unpatched
 from retrograde.transport import ProcessRanks, Ranks
@@ -54,25 +67,31 @@ def shard(
     reduce: str = "mean",
     exact: bool | None = None,
     resident: int | str = 0,
+    offload: Offload | str | None = None,
     prefetch: bool = True,
+    overlap: bool = True,
     transport: str = "auto",
     timeout: float = 60.0,
+    whole: Whole = None,
 ) -> Engine:
     """Shard `model` over the ranks of a process group, in place. Collective: every rank calls it.
 
     `units`: "auto" (repeated blocks), module classes, or a predicate; `join`: those of fewer bytes become one unit with
     the next. `precision`: "bf16" or "fp16" (modules compute in it, the optimizer updates fp32 masters), or an
-    `rg.Precision`, which says more. `exact=False`, the default on accelerators: the backend adds gradients up in its
-    own order. `transport`: "collective", the default on accelerators: by collectives of torch.distributed, for ranks
-    that do the same between two steps; "one-sided": whatever each rank does. `resident`: bytes of pages that may stay
-    at stage 3 beyond the one in use and the one being prefetched.
-    `mesh`: of one dimension, or of two, (replicate, shard): each replica has all of the model, sharded over its ranks.
-    `timeout`: seconds after which waiting for a rank that never comes, here or later, becomes a `DivergenceError` on
-    every rank that waits.
+    `rg.Precision`. `exact=False`, the default on accelerators: the backend adds gradients up in its own order.
+    `transport`: "collective", the default on accelerators: by collectives of torch.distributed, there for ranks that do
+    the same between two steps; "one-sided": whatever each rank does. `resident`: bytes of pages that may stay at stage
+    3 beyond the one in use and the one being prefetched. `offload`, of a model on an accelerator: "optimizer" keeps
+    leaves, gradients and optimizer state in the host's memory; "parameters" at stage 3 also pages' sources. `mesh`: of
+    one dimension, or of two, (replicate, shard). `timeout`: seconds after which waiting for a rank that never comes
+    becomes a `DivergenceError`. `whole`: parameters that are not cut, for optimizers that need matrices (Muon): each is
+    held by one rank, with gradient and state: "matrices", "all", a list of parameters, modules or names, or a predicate
+    of (name, parameter). `overlap=False`, for looking for faults: everything is done on the current stream.
     """
     group = _group(process_group, mesh)
     ranks = ProcessRanks(group, _connecting_time(timeout))
-    options = Options(stage, units, join, precision, reduce, exact, resident, prefetch, transport, timeout)
+    how = (stage, units, join, precision, reduce, exact, resident, prefetch, overlap, transport, timeout)
+    options = Options(*how, whole, offload)
     grid = None if mesh is None or mesh.ndim == 1 else grid_of(mesh, group)
     return shard_over(ranks, model, options, grid)
 
@@ -88,16 +107,28 @@ class Options(NamedTuple):
     exact: bool | None = None
     resident: int | str = 0
     prefetch: bool = True
+    overlap: bool = True
     transport: str = "auto"
     timeout: float = 60.0
+    whole: Whole = None
+    offload: Offload | str | None = None
 
     def policy(self, on_host: bool) -> Policy:
         exact = on_host if self.exact is None else self.exact
+        flag("overlap", self.overlap)
         one_of("transport", self.transport, TRANSPORTS, '"auto", "collective" or "one-sided"')
-        return Policy.of(self.stage, self.resident, self.reduce, self.prefetch, self.precision, exact)
+        return Policy.of(self.stage, self.resident, self.reduce, self.prefetch, self.precision, exact, self.offload)
+
+    @property
+    def overlaps(self) -> bool:
+        """A mistake in the argument is told when all can be told (`policy`)."""
+        try:
+            return flag("overlap", self.overlap)
+        except ShardingError:
+            return True
 
     def by_collectives(self, on_host: bool, replicas: int) -> bool:
-        """What "auto" comes to. Sums over replicas are not made by collectives yet."""
+        """What "auto" comes to. Gradients of replicas do not go by collectives."""
         return self.transport == "collective" or (self.transport == "auto" and not on_host and replicas == 1)
 
     def said(self, policy: Policy, grid: Grid) -> list[Said]:
@@ -111,6 +142,7 @@ class Options(NamedTuple):
             said("precision", self.precision, policy.precision.meaning),
             said("resident", self.resident, float(policy.resident)),
             said("prefetch", self.prefetch, policy.prefetch),
+            said("offload", self.offload, policy.offload.value),
         ]
 
 
@@ -126,20 +158,21 @@ def shard_over(
     `grid`: who holds which shard; by default all ranks hold the model together. `sources`: whose values parameters on
     the meta device get, by their identity; the others draw theirs."""
     grid = grid or Grid.line(ranks.rank, ranks.world)
-    streams = streams_of(_device_of(model))
+    streams = streams_of(_device_of(model), options.overlaps)
     fence = WriteFence(streams)
     transport = _transport(ranks, fence, streams, options, grid)
     with transport.shared_fate("shard()"):
         transport.timeout = seconds("timeout", options.timeout)
         policy = options.policy(streams.on_host)
         arguments = options.said(policy, grid)
-        _check_sums(policy, grid, transport)
+        _check_sums(policy, grid)
         least = parse_bytes(options.join, "join")
-        find = partial(find_units, model, options.units, least, precision=policy.precision)
+        loads = Loads(grid.shards)
+        find = partial(_find, loads, model, options.units, least, precision=policy.precision, whole=options.whole)
         specs = _units_of(model, find, streams.device)
         _prepare_torch()
         added = partial(_added, model, find, streams.device)
-        shard_copy = partial(_shard_copy, ranks, options, grid)
+        shard_copy = partial(_shard_copy, ranks, _for_copies(options, model), grid)
         engine = Engine(
             model,
             policy,
@@ -165,6 +198,18 @@ def _device_of(model: nn.Module) -> torch.device:
     """Where its parameters are. What is no model, or is where nothing can be computed, is told when all can be told."""
     device = device_of(model.parameters()) if isinstance(model, nn.Module) else HOST
     return device if can_compute(device) else HOST
+
+
+def _find(loads: Loads, *args: Any, **kwargs: Any) -> list[UnitSpec]:
+    """`find_units` with owners, who are balanced over all that was found so far."""
+    return loads.assign(find_units(*args, **kwargs))
+
+
+def _for_copies(options: Options, model: nn.Module) -> Options:
+    """What was said of this model's own parameters and modules, by names, which a copy of it has too."""
+    whole = options.whole
+    by_rule = whole is None or isinstance(whole, str) or (callable(whole) and not isinstance(whole, nn.Module))
+    return options if by_rule else options._replace(whole=whole_names(model, whole))
 
 
 def _shard_copy(
@@ -213,7 +258,8 @@ def _enlist(
     at_first = not engine.units
     if specs:
         with engine.transport.shared_fate("making room for units"):
-            made = allocate(specs, engine.policy, engine.grid, engine.transport, engine.pages)
+            even = isinstance(engine.transport, CollectiveTransport) or not engine.policy.exact  # what backends take
+            made = allocate(specs, engine.policy, engine.grid, engine.transport, engine.pages, even)
         _check_same(engine, specs, arguments)
         if at_first:
             engine.open()
@@ -271,12 +317,7 @@ def _group(process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> 
     return process_group_of(ranks, "mesh", "mesh['dp']", ShardingError)
 
 
-def _check_sums(policy: Policy, grid: Grid, transport: EngineTransport) -> None:
-    if isinstance(transport, CollectiveTransport) and grid.replicas > 1:
-        raise ShardingError(
-            f'transport="collective" with {grid.replicas} replicas of {grid.shards} shard(s) cannot be used; give '
-            f'transport="one-sided", or a mesh of one dimension'
-        )
+def _check_sums(policy: Policy, grid: Grid) -> None:
     if not policy.exact and grid.replicas > 1:
         raise ShardingError(
             f"exact=False with {grid.replicas} replicas of {grid.shards} shard(s) cannot be used: the backend adds up "

@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from retrograde.coordination import Coordinator
+from retrograde.devices import Streams
 from retrograde.engine.materialize import materialize
-from retrograde.errors import UnsupportedError
-from retrograde.layout import Grid, Layout, Policy, UnitSpec, strides_of
+from retrograde.errors import ShardingError, UnsupportedError
+from retrograde.layout import Grid, Layout, Offload, Policy, UnitSpec, strides_of
 from retrograde.pages import BufferPool
 from retrograde.parameters import ShardedParameter
-from retrograde.torch_internals import set_data
+from retrograde.torch_internals import forget_weight_references, give_hooks, set_data, take_hooks
 from retrograde.transport import Memory, Transport
 
 
@@ -22,7 +23,7 @@ class UnitMemory(NamedTuple):
     """A unit that is about to be: which parameters, where each will lie, and the memory for it on this rank.
 
     `memory` is the shard, or the whole page with the shard inside it when pages stay (or there is one shard).
-    `masters` are the shard instead, where they are of another dtype than the page (pages/source.py)."""
+    `masters` are the shard instead, where they are of another dtype than the page, or elsewhere (pages/source.py)."""
 
     spec: UnitSpec
     layout: Layout
@@ -45,22 +46,38 @@ class UnitMemory(NamedTuple):
 
 
 def allocate(
-    specs: Sequence[UnitSpec], policy: Policy, grid: Grid, transport: Transport, pool: BufferPool
+    specs: Sequence[UnitSpec], policy: Policy, grid: Grid, transport: Transport, pool: BufferPool, even: bool = False
 ) -> list[UnitMemory]:
-    """Memory for units; values come later."""
+    """Memory for units; values come later. `even`: all ranks' shards of a unit are equally long."""
     made = []
     for spec in specs:
         strides = [strides_of(param) for _, param in spec.params]
         shapes = [(name, param.shape) for name, param in spec.params]
-        layout = Layout(shapes, spec.dtypes.page, grid.shards, strides)
-        stays = policy.keeps_pages or grid.shards == 1
-        numel = layout.padded_numel if stays else layout.shard_numel
-        stream = pool.streams.current()
-        memory = transport.allocate(Memory.SHARD, numel, layout.dtype, stream)
-        apart = spec.dtypes.master != spec.dtypes.page
-        masters = stream.empty(layout.shard_numel, spec.dtypes.master).zero_() if apart else None
+        layout = Layout(shapes, spec.dtypes.page, grid.shards, strides, spec.shard_of, even)
+        memory = _memory(layout, policy, grid, transport, pool.streams)
+        masters = _masters(spec, memory, layout.shard_sizes[grid.shard], policy, pool.streams)
         made.append(UnitMemory(spec, layout, memory.zero_(), masters))
     return made
+
+
+def _memory(layout: Layout, policy: Policy, grid: Grid, transport: Transport, streams: Streams) -> torch.Tensor:
+    """What pages are made of: where they are themselves, or on the host."""
+    if policy.offload is Offload.PARAMETERS and not streams.on_host and not policy.keeps_pages:
+        return streams.crossing.pinned(layout.shard_sizes[grid.shard], layout.dtype)
+    stays = policy.keeps_pages or grid.shards == 1
+    numel = layout.padded_numel if stays else layout.shard_sizes[grid.shard]
+    return transport.allocate(Memory.SHARD, numel, layout.dtype, streams.current())
+
+
+def _masters(spec: UnitSpec, source: torch.Tensor, numel: int, policy: Policy, streams: Streams) -> torch.Tensor | None:
+    """The shard, if it is of another dtype than pages, or is to be where their source is not."""
+    dtype = spec.dtypes.master
+    on_host = policy.offload is not Offload.NOTHING or streams.on_host
+    if dtype == spec.dtypes.page and on_host == (source.device.type == "cpu"):
+        return None
+    if on_host and not streams.on_host:
+        return streams.crossing.pinned(numel, dtype).zero_()
+    return streams.current().empty(numel, dtype).zero_()
 
 
 def fill(
@@ -81,6 +98,9 @@ def fill(
         _point(param, slot.name, piece)
 
     params = [param for unit in made for _, param in unit.spec.params]
+    if any(unit.shard(shard).device != device for unit in made):
+        for module in model.modules():
+            forget_weight_references(module)  # they would keep parameters where they are; access.py serves them
     for param in params:
         if id(param) in sources:
             move_in(param, sources[id(param)].full_tensor())
@@ -96,11 +116,27 @@ def _point(param: nn.Parameter, name: str, piece: torch.Tensor) -> None:
         torch.utils.swap_tensors(param, nn.Parameter(piece, param.requires_grad))  # type: ignore[no-untyped-call]
         return
     _end_older_graphs(param, name)
+    if param.device != piece.device:
+        _move(param, name, piece)
+        return
     other = torch.float16 if piece.dtype != torch.float16 else torch.float32
     set_data(
         param, torch.empty(0, dtype=other, device=piece.device)
     )  # the node that graphs made before hold is not ours
     set_data(param, piece)
+
+
+def _move(param: nn.Parameter, name: str, piece: torch.Tensor) -> None:
+    """To the host's memory: not every kind of device lets a tensor have memory of another kind."""
+    hooks = take_hooks(param)
+    try:
+        torch.utils.swap_tensors(param, nn.Parameter(piece, param.requires_grad))  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise ShardingError(
+            f"parameter {name} cannot move to the host's memory while a graph or a weak reference holds it: let go of "
+            f"losses and outputs that were computed with it before rg.shard(offload=...), or shard without offload"
+        ) from error
+    give_hooks(param, *hooks)
 
 
 def _end_older_graphs(param: nn.Parameter, name: str) -> None:

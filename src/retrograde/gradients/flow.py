@@ -9,7 +9,9 @@ hooks, `inputs=`, `autograd.grad` and accumulation into `.grad` are torch's own.
 Pack is: a graph made in a new thread may have a Gather left then, which is the occasion of another end.)
 
 Rule 1: what a rank has sent is added up at its next meeting, whatever the meeting is for. So ranks that sent under
-        equal keys add up at the same meeting, also where one of them is in a backward inside another one.
+        equal keys add up at the same meeting, also where one of them is in a backward inside another one. Where not
+        every backward ends with a meeting, a rank may be at the end of a later one than another: what it has sent
+        since waits, and it meets again.
 Rule 2: a backward is a graph task. Nested backwards have their own and meet at their own end, where also what those
         around them have sent is added up; it is handed to autograd by the Packs that wait for it.
 Rule 3: nothing waits for another rank's main thread before the end of the backward.
@@ -18,7 +20,8 @@ Rule 5: what a backward that raised has sent is given up at the next entry. What
         other ranks have it too. So is what others brought, and what had to make room in a window.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -26,7 +29,8 @@ import torch
 
 from retrograde.gradients.bucket import Bucket, Grads, huge
 from retrograde.gradients.gradient import Gradient, GradientState, uses_of
-from retrograde.gradients.keys import Keys
+from retrograde.gradients.keys import Keys, by_key
+from retrograde.gradients.landing import copy_of_sum, land_together, room_for_sum
 from retrograde.gradients.strategy import Strategy
 from retrograde.gradients.window import Windows
 from retrograde.layout import Grid, Policy
@@ -90,6 +94,7 @@ class GradientFlow:
         self._strategy = strategy
         self._policy = policy
         self._pool = pool
+        self.streams = pool.streams
         self._meet = meet
         self._ledger = ledger
         self._keys = Keys(transport)
@@ -110,6 +115,7 @@ class GradientFlow:
         """All gradients of `unit` in this backward have arrived. Returns what Pack is to get, if anything.
 
         `uses`: what becomes of those that are there. `fates`: what becomes of any that come from other ranks."""
+        self._pool.streams.refuse_capture(f"unit {unit.name}: its gradients are collected")
         self._note(uses)
         if not any(uses):
             return None  # `inputs=` has a parameter of this unit, on which nothing depends
@@ -155,18 +161,17 @@ class GradientFlow:
         return gradient
 
     def _launch(self, gradient: Gradient, key: Key, uses: Uses) -> None:
-        unit, stream = gradient.unit, self._pool.streams.reducing
-        own = self._pool.streams.empty_for_user(unit.layout.shard_numel, unit.shard.dtype)
-        gradient.send(key, uses, own)
-        gradient.bucket.close(stream)
+        unit = gradient.unit
+        gradient.send(key, uses, room_for_sum(unit, self.streams))
+        gradient.bucket.close(self.streams.reducing)
         self._strategy.launch(gradient)
-        elements = unit.layout.padded_numel - unit.layout.shard_numel
+        elements = unit.layout.padded_numel - unit.shard.numel()
         nbytes = elements * self._policy.on_the_wire(gradient.bucket.dtype).itemsize
         self._ledger.record(Activity.REDUCE, unit.name, nbytes + self._bytes_to_replicas(unit))
 
     def _bytes_to_replicas(self, unit: Unit) -> int:
         """Of the sum that this rank sends to the other holders of its shard."""
-        elements = unit.layout.shard_numel * (self._grid.replicas - 1)
+        elements = unit.shard.numel() * (self._grid.replicas - 1)
         return elements * self._policy.between_replicas(unit.shard.dtype).itemsize
 
     def _to_pack(self, gradient: Gradient, fates: Uses) -> torch.Tensor:
@@ -175,27 +180,33 @@ class GradientFlow:
         gradient.reached = tuple(fate is Use.ACCUMULATED for fate in fates)
         return gradient.own
 
-    def ready_for_pack(self, unit: Unit) -> tuple[bool, ...]:
-        """Pack asks for a reduced gradient: now it is there. Returns for which parameters."""
+    def ready_for_pack(self, unit: Unit) -> Gradient:
+        """Pack asks for a reduced gradient: now it is there."""
         backward = self._current()
         gradient = backward.for_pack[unit.index]
         self._sum_known(backward)
         if gradient.state is GradientState.SENT:
-            self._meet_at_end(backward)
+            self._meet_for_all([gradient], backward)
+        land_together(backward.for_pack.values(), self.streams)
         gradient.deliver()
-        return gradient.packed
+        return gradient
 
     def _sum_known(self, backward: _Backward) -> None:
         """What needs no meeting: all ranks are known to have sent it, for the same uses."""
         for gradient in backward.unsummed:
             contributors = self._strategy.contributors(gradient)
             if contributors is not None:
-                self._strategy.total(gradient, contributors)
-                gradient.sum_up(accumulated(contributors))
-                if any(gradient.left_over):
-                    captured = Use.CAPTURED in gradient.uses  # which is the user's
-                    apart = gradient.own.clone() if captured else gradient.own
-                    backward.deliveries.append(Delivery(gradient.unit, apart, gradient.left_over))
+                backward.deliveries += self._sum(gradient, contributors)
+
+    def _sum(self, gradient: Gradient, ranks: Mapping[int, Uses]) -> list[Delivery]:
+        """Add it up; returns what no Pack of this rank waits for."""
+        total = self._strategy.total(gradient, ranks)
+        gradient.sum_up(accumulated(ranks))
+        if not any(gradient.left_over):
+            return []
+        if Use.CAPTURED in gradient.uses:  # what is captured is the user's
+            total = copy_of_sum(gradient.unit, total, self.streams)
+        return [Delivery(gradient.unit, total, gradient.left_over)]
 
     def reduce_now(self, unit: Unit, grads: Grads, uses: Uses, fates: Uses | None) -> torch.Tensor:
         """Send and sum at once, for a reduction that is itself part of a graph. What is to be divided has been.
@@ -213,7 +224,7 @@ class GradientFlow:
 
     def _meet_for(self, gradient: Gradient, uses: Uses, fates: Uses | None) -> None:
         """All ranks have sent it, or one is told that it is alone."""
-        offered = self._meet_at_end(self._current())
+        offered = self._meet_for_all([gradient], self._current())
         theirs = [of_rank.get(gradient.key) for of_rank in offered.values()]
         if None in theirs or (fates is None and any(each != uses for each in theirs)):
             self._transport.fail(
@@ -230,37 +241,56 @@ class GradientFlow:
             at_end_of_backward(lambda: self._close(number))
         return self._backwards[number]
 
+    def _meet_for_all(self, gradients: Sequence[Gradient], backward: _Backward) -> dict[int, Offers]:
+        """Until these have been added up. Returns what each rank had sent before the last meeting."""
+        self._ended += 1
+        while True:
+            offers = self._meet_at_end(backward)
+            if all(gradient.state is not GradientState.SENT for gradient in gradients):
+                return offers
+
     def _meet_at_end(self, backward: _Backward) -> dict[int, Offers]:
         """All ranks meet. Returns what each has sent before it."""
         self._strategy.finish_sending()
-        self._ended += 1
         label = f"backward {self._ended} since the last step"
-        positions = self._meet(Position(Reason.BACKWARD, label, self.sent_offers(), {}))
-        offers = {rank: position.sent for rank, position in enumerate(positions)}
-        backward.deliveries += self._sum_up(offers)
-        return offers
+        offers = self.sent_offers()
+        positions = self._meet(Position(Reason.BACKWARD, label, offers, {}, self._keys.backward))
+        due = due_offers(positions)
+        backward.deliveries += self._sum_up(due)
+        self._transport.meeting_is_over()
+        return due
 
     def _sum_up(self, offers: Mapping[int, Offers]) -> list[Delivery]:
         """All that any rank has sent before this meeting; returns what no Pack of this rank waits for."""
+        offers = self._without_withdrawn(offers)
         mine = {gradient.key: gradient for gradient in self._unsummed()}
-        self._orphans.clear()
         by_rank = by_key(offers)
         self._strategy.begin_sums(by_rank)
         deliveries = []
         for key, ranks in by_rank.items():
-            unit, gradient, wanted = self._units[key.unit], mine.get(key), accumulated(ranks)
+            unit, gradient = self._units[key.unit], mine.get(key)
             if gradient is None:
-                deliveries.append(Delivery(unit, self._sum_of_others(unit, key, ranks), wanted))
+                deliveries.append(Delivery(unit, self._sum_of_others(unit, key, ranks), accumulated(ranks)))
                 continue
             if Use.CAPTURED in gradient.uses:
                 self._check_in_time(gradient)
                 self._check_same_attempt(gradient, by_rank)
-            total = self._strategy.total(gradient, ranks)
-            gradient.sum_up(wanted)
-            if any(gradient.left_over):
-                apart = total.clone() if Use.CAPTURED in gradient.uses else total  # what is captured is the user's
-                deliveries.append(Delivery(unit, apart, gradient.left_over))
+            deliveries += self._sum(gradient, ranks)
+        self._orphans = [gradient for gradient in self._orphans if gradient.state is GradientState.SENT]
         return deliveries
+
+    def _without_withdrawn(self, offers: Mapping[int, Offers]) -> dict[int, Offers]:
+        """Without what ranks have given up (`Strategy.withdrawn`): all of them, or it cannot be taken back."""
+        for key, ranks in by_key(offers).items():
+            withdrawn = [rank for rank, uses in ranks.items() if not uses]
+            others = [rank for rank in range(self._transport.world) if rank not in withdrawn]
+            if withdrawn and others:
+                self._transport.fail(
+                    f"rank {self._transport.rank}: rank {withdrawn[0]} gave up a backward after all ranks had brought "
+                    f"their gradient of unit {self._units[key.unit].name}, and rank {others[0]} did not; let all ranks "
+                    f"give up a backward, or none"
+                )
+        return {rank: {key: uses for key, uses in sent.items() if uses} for rank, sent in offers.items()}
 
     def _sum_of_others(self, unit: Unit, key: Key, ranks: Mapping[int, Uses]) -> torch.Tensor:
         here = self._grid.replica in self._grid.replicas_of(ranks)
@@ -298,7 +328,9 @@ class GradientFlow:
             return  # it raised, and the next entry has cleaned up
         self._sum_known(backward)  # of what had only to make room no Pack runs
         if backward.unsummed:
-            self._meet_at_end(backward)
+            self._meet_for_all(backward.unsummed, backward)
+        if backward.sent:
+            self._keys.end_backward()
         del self._backwards[number]
         for delivery in backward.deliveries:
             self._deliver(delivery)
@@ -320,7 +352,7 @@ class GradientFlow:
         self._strategy.finish_sending()
         for gradient in backward.sent:
             if gradient.state is GradientState.SENT and gradient.made_room:
-                self._orphans.append(gradient)  # from backwards that did not raise
+                backward.deliveries += self._orphan(gradient)
             elif gradient.state is GradientState.SENT:
                 self._give_up(gradient)
             elif gradient.state is GradientState.SUMMED:
@@ -328,6 +360,14 @@ class GradientFlow:
                 backward.deliveries.append(Delivery(gradient.unit, gradient.own, gradient.delivered_by_pack))
         for delivery in backward.deliveries:
             self._deliver(delivery)
+
+    def _orphan(self, gradient: Gradient) -> list[Delivery]:
+        """From backwards that did not raise: it counts, now or at the next meeting."""
+        contributors = self._strategy.contributors(gradient)
+        if contributors is not None:
+            return self._sum(gradient, contributors)
+        self._orphans.append(gradient)
+        return []
 
     def _give_up(self, gradient: Gradient) -> None:
         gradient.give_up()
@@ -398,7 +438,8 @@ class GradientFlow:
     def sent_offers(self) -> Offers:
         """For the meeting to come: what it will add up."""
         self.recover()
-        return {gradient.key: gradient.uses for gradient in self._unsummed() if not self._is_known(gradient)}
+        offers = {gradient.key: gradient.uses for gradient in self._unsummed() if not self._is_known(gradient)}
+        return offers | dict.fromkeys(self._strategy.withdrawn(), ())
 
     def _is_known(self, gradient: Gradient) -> bool:
         """Does it need no meeting to be added up?"""
@@ -413,9 +454,9 @@ class GradientFlow:
         pending = sorted(self._pending.items())
         return {self._keys.at_next_meeting(index): uses_of(gradient.bucket) for index, gradient in pending}
 
-    def sum_sent(self, offers: Mapping[int, Offers]) -> None:
+    def sum_sent(self, positions: Sequence[Position]) -> None:
         """After a meeting: take part in what any rank has sent."""
-        for delivery in self._sum_up(offers):
+        for delivery in self._sum_up(due_offers(positions)):
             self._deliver(delivery)
 
     def flush(self, offers: Mapping[int, Offers]) -> None:
@@ -446,7 +487,11 @@ def accumulated(offers: Mapping[int, Uses]) -> tuple[bool, ...]:
     return tuple(Use.ACCUMULATED in uses for uses in zip(*offers.values(), strict=True))
 
 
-def by_key(offers: Mapping[int, Offers]) -> dict[Key, dict[int, Uses]]:
-    """rank -> key -> uses, turned into key -> rank -> uses, in the same order on all ranks."""
-    keys = sorted({key for of_rank in offers.values() for key in of_rank})
-    return {key: {rank: of_rank[key] for rank, of_rank in offers.items() if key in of_rank} for key in keys}
+def due_offers(positions: Sequence[Position]) -> dict[int, Offers]:
+    """What a meeting adds up: all that was sent up to the first of the backwards at whose end a rank is."""
+    ended = [position.value for position in positions if position.reason is Reason.BACKWARD]
+    first = min([number for number in ended if isinstance(number, int)], default=math.inf)
+    return {
+        rank: {key: uses for key, uses in position.sent.items() if key.backward <= first or not uses}
+        for rank, position in enumerate(positions)
+    }

@@ -46,6 +46,7 @@ class Gradient:
         self.reached = (False,) * len(self.unit.leaves)  # the parameters whose .grad this rank's Pack adds to
         self.wanted = self.reached  # when SUMMED: those whose gradients go to .grad, on any rank
         self._key: Key | None = None
+        self.at_leaves: torch.Tensor | None = None  # when SUMMED: where the leaves are, if that is elsewhere
         self._own: torch.Tensor | None = None
         self._uses: Uses = ()
 

@@ -25,8 +25,17 @@ import torch
 from retrograde.errors import UnsupportedError
 from retrograde.gradients.bucket import Grads
 from retrograde.gradients.flow import GradientFlow
+from retrograde.gradients.landing import landed
 from retrograde.pages import FullTensor, Pager, Unit, alive
-from retrograde.torch_internals import Fate, fate_of, run_after_all_else, run_as_soon_as_ready, set_requires_grad
+from retrograde.torch_internals import (
+    Fate,
+    fate_of,
+    raw_grad,
+    run_after_all_else,
+    run_as_soon_as_ready,
+    set_requires_grad,
+    without_torch_function,
+)
 from retrograde.transport import Use, Uses
 
 
@@ -118,10 +127,25 @@ class UnitGraph:
 
     def packed(self, grad: torch.Tensor) -> Sequence[torch.Tensor | None]:
         """The pieces of a reduced gradient, for the leaves."""
-        present = self._delivering if self._delivering is not None else self.flow.ready_for_pack(self.unit)
+        on_host = None
+        present = self._delivering
+        if present is None:
+            gradient = self.flow.ready_for_pack(self.unit)
+            present, on_host = gradient.packed, gradient.at_leaves
         self.arrived = list(present)
+        if self.unit.leaves_on_host:
+            grad = landed(grad, self.flow.streams) if on_host is None else on_host
+            if self._read_at_once():
+                self.unit.await_gradients()
         pieces = self._pieces_of(grad)
         return [piece if there else None for piece, there in zip(pieces, present, strict=True)]
+
+    def _read_at_once(self) -> bool:
+        """Is what Pack gives read before anybody asks for `.grad`: by a hook, by who captures it, by being added?"""
+        if self.unit.hooked or Fate.CAPTURED in map(fate_of, self._accumulators):
+            return True
+        with without_torch_function():
+            return any(raw_grad(leaf) is not None for leaf in self.unit.leaves)
 
     def _pieces_of(self, grad: torch.Tensor) -> Sequence[torch.Tensor]:
         layout, rank = self.unit.layout, self.unit.rank
@@ -156,7 +180,9 @@ class UnitGraph:
         """All of what `piece` is this rank's part of, as part of the graph that `piece` is part of."""
         layout = self.unit.layout
         place = layout.piece(layout.slots[slot], self.unit.rank)
-        shard = torch.nn.functional.pad(piece, (place.start, layout.shard_numel - place.stop))
+        shard = torch.nn.functional.pad(piece, (place.start, self.unit.shard.numel() - place.stop))
+        if self.unit.leaves_on_host:
+            shard = shard.to(self.unit.page.device)
         present = [index == slot for index in range(len(self.unit.leaves))]
         return _Regather.apply(self, present, shard)[slot]  # type: ignore[no-any-return, no-untyped-call]
 
@@ -166,7 +192,7 @@ class _Pack(torch.autograd.Function):
     def forward(ctx: Any, graph: UnitGraph, *leaves: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.graph = weakref.ref(graph)  # which owns its nodes: a strong reference would keep both for ever
-        return graph.unit.shard.detach()
+        return graph.unit.flat()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

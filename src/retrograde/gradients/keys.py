@@ -1,20 +1,23 @@
 """Names of gradients: ranks that do the same things since a meeting come to the same ones."""
 
 from collections import Counter
+from collections.abc import Mapping
 
 from retrograde.pages import Unit
-from retrograde.transport import Key, Transport
+from retrograde.transport import Key, Offers, Transport, Uses
 
 FLUSHED = 0  # the turn of what a meeting asks for
 
 
 class Keys:
-    """Turns since the last meeting: even ones in their backward, odd ones for what had to make room in a window."""
+    """Turns since the last meeting or the last end of a backward, whichever came later: even ones in their backward,
+    odd ones for what had to make room in a window. Where a backward ends with a meeting, none ends without one."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._meeting = 0
         self._attempt = 0
+        self.backward = 0  # how many have ended
         self._turns: Counter[tuple[int, bool]] = Counter()
 
     def next(self, unit: Unit, makes_room: bool = False) -> Key:
@@ -22,10 +25,17 @@ class Keys:
         if self._meeting != self._transport.meetings:
             self._meeting = self._transport.meetings
             self._attempt = 0
+            self.backward = 0
             self._turns.clear()
         self._turns[unit.index, makes_room] += 1
         turn = 2 * self._turns[unit.index, makes_room] + makes_room
-        return Key(unit.index, self._meeting, self._attempt, turn)
+        return Key(unit.index, self._meeting, self._attempt, turn, self.backward)
+
+    def end_backward(self) -> None:
+        """One that has sent something has ended: the k-th of one rank goes with the k-th of each other."""
+        if self._meeting == self._transport.meetings:
+            self.backward += 1
+            self._turns.clear()
 
     def at_next_meeting(self, index: int) -> Key:
         """For a gradient that the next meeting may ask for."""
@@ -35,3 +45,9 @@ class Keys:
         """What is sent next is another attempt: others may still get the parts of this one."""
         self._attempt += 1
         self._turns.clear()
+
+
+def by_key(offers: Mapping[int, Offers]) -> dict[Key, dict[int, Uses]]:
+    """rank -> key -> uses, turned into key -> rank -> uses, in the same order on all ranks."""
+    keys = sorted({key for of_rank in offers.values() for key in of_rank})
+    return {key: {rank: of_rank[key] for rank, of_rank in offers.items() if key in of_rank} for key in keys}

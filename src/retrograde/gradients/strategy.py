@@ -23,6 +23,7 @@ from retrograde.devices import Event, Stream
 from retrograde.gradients.bucket import Bucket
 from retrograde.gradients.gradient import Gradient
 from retrograde.gradients.keys import FLUSHED
+from retrograde.gradients.landing import room_for_sum
 from retrograde.labels import labelled
 from retrograde.layout import Grid, Policy
 from retrograde.pages import BufferPool, Unit
@@ -54,6 +55,10 @@ class Strategy(Protocol):
 
     def give_up(self, gradient: Gradient) -> None:
         """The backward that launched it raised."""
+
+    def withdrawn(self) -> Sequence[Key]:
+        """What was given up since the last meeting, and the others have already: all ranks must have given it up, or
+        none. Those that are returned are forgotten."""
 
     def finish_sending(self) -> None:
         """Wait until the memory of what is being sent is free."""
@@ -168,7 +173,12 @@ class OrderedSum:
         with labelled("send gradient of", gradient.unit.name):
             stream.run(send)
         self._sending = _Sending(_All(works), bucket, stream.record())
-        self._sums[gradient.key] = _ShardSum(gradient.unit, gradient.key, own, stream)
+        self.take_over(gradient)
+
+    def take_over(self, gradient: Gradient) -> None:
+        """Its parts have come, or will, by another way than `put`; this rank's own is in its place."""
+        stream = self._streams.reducing
+        self._sums[gradient.key] = _ShardSum(gradient.unit, gradient.key, gradient.own, stream)
 
     def finish_sending(self) -> None:
         if self._sending is not None:
@@ -242,7 +252,7 @@ class OrderedSum:
 
     def total_of_others(self, unit: Unit, key: Key, offers: Contributors) -> torch.Tensor:
         stream = self._streams.reducing
-        own = self._streams.empty_for_user(unit.layout.shard_numel, unit.shard.dtype)
+        own = room_for_sum(unit, self._streams)
         return self._complete(_ShardSum(unit, key, own, stream), offers)
 
     def _complete(self, shard: _ShardSum, offers: Contributors) -> torch.Tensor:
@@ -274,6 +284,10 @@ class OrderedSum:
 
     def give_up(self, gradient: Gradient) -> None:
         del self._sums[gradient.key]
+
+    def withdrawn(self) -> Sequence[Key]:
+        """A part counts only if it is on offer at the meeting."""
+        return ()
 
 
 class _Reducing(NamedTuple):
@@ -378,6 +392,10 @@ class BackendSum:
 
     def give_up(self, gradient: Gradient) -> None:
         self._given_up.add(gradient.key)
+
+    def withdrawn(self) -> Sequence[Key]:
+        """A reduction that was started and given up is told at the meeting that adds it up."""
+        return ()
 
     def finish_sending(self) -> None:
         self._ordered.finish_sending()

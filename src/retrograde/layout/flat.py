@@ -4,8 +4,16 @@ A unit's flat buffer is its parameters one after the other, padded to a multiple
 into equal ones. Each begins where torch's own allocator might have put it: some kernels (products with a vector) add up
 in another order elsewhere. A parameter's *piece* on a rank is the overlap of the parameter with that rank's shard; it
 may be empty, and it may be the whole parameter.
+
+Where parameters are to be whole, each lies in the shard of one rank (owners.py), and shards are as long as what they
+have: a flat buffer of those has no padding but for that of each parameter. All shards of it are as long as the longest
+where collectives need them to be (`even`).
+
+    cut      [ p p p p p q | q q r r r r ]         whole    [ p p p p p | q q q r r r r ]
+               shard 0       shard 1                          shard 0     shard 1
 """
 
+import bisect
 import functools
 import itertools
 from collections.abc import Collection, Iterator, Sequence
@@ -92,22 +100,27 @@ class Layout:
         dtype: torch.dtype,
         world: int,
         strides: Sequence[Strides | None] = (),
+        shard_of: Sequence[int] | None = None,
+        even: bool = False,
     ) -> None:
-        """`strides`: those of each parameter, or None; all lie row by row if it is empty."""
+        """`strides`: those of each parameter, or None; all lie row by row if it is empty. `shard_of`: the shard that
+        has all of each parameter, in ascending order; None if they are cut."""
         kept = strides or [None] * len(named_shapes)
         step = ALIGNMENT // dtype.itemsize
-        sizes = (-(-shape.numel() // step) * step for _, shape in named_shapes)
-        *starts, end = itertools.accumulate(sizes, initial=0)
+        rooms = [-(-shape.numel() // step) * step for _, shape in named_shapes]
+        placed = _cut_up(rooms, world) if shard_of is None else _whole(rooms, shard_of, world, step, even)
         self.slots = tuple(
             Slot(name, shape, start, start + shape.numel(), memory)
-            for (name, shape), start, memory in zip(named_shapes, starts, kept, strict=True)
+            for (name, shape), start, memory in zip(named_shapes, placed.starts, kept, strict=True)
         )
         self.world = world
         self.dtype = dtype
-        self.offsets = starts
+        self.offsets = placed.starts
         self.numel = sum(slot.numel for slot in self.slots)  # of the parameters, without what lies between them
-        self.shard_numel = -(-end // world)
-        self.padded_numel = self.shard_numel * world
+        self.shard_of = None if shard_of is None else tuple(shard_of)
+        self.shard_sizes = placed.sizes
+        self.shard_numel = max(placed.sizes)  # of the longest
+        *self._begins, self.padded_numel = itertools.accumulate(placed.sizes, initial=0)
         self.shard_bytes = self.shard_numel * dtype.itemsize
         self.page_bytes = self.padded_numel * dtype.itemsize
         self.cuts = tuple(map(self._cut, self.slots))  # parameters with equal ones have the same elements on each rank
@@ -118,18 +131,32 @@ class Layout:
     def _cut(self, slot: Slot) -> tuple[object, ...]:
         """How a parameter is cut: the first rank that has some of it, where each next one begins, and in which order
         its elements lie."""
-        first = slot.offset // self.shard_numel if self.shard_numel else 0
-        begins = range((first + 1) * self.shard_numel - slot.offset, slot.numel, max(self.shard_numel, 1))
-        return (first if slot.numel else 0, slot.numel, slot.strides, *begins)
+        if not slot.numel:
+            return (0, 0, slot.strides)
+        first = bisect.bisect_right(self._begins, slot.offset) - 1
+        end = bisect.bisect_left(self._begins, slot.end)
+        begins = [begin - slot.offset for begin in self._begins[first + 1 : end]]
+        return (first, slot.numel, slot.strides, *begins)
+
+    def shard_with(self, place: int) -> int | None:
+        """The shard that has all of a parameter, where that is so for every parameter of the unit."""
+        if self.world == 1:
+            return 0
+        return None if self.shard_of is None else self.shard_of[place]
 
     def span(self, rank: int) -> slice:
         """The part of the flat buffer that `rank` owns."""
-        return slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
+        return slice(self._begins[rank], self._begins[rank] + self.shard_sizes[rank])
+
+    def bytes_of(self, rank: int) -> int:
+        """Of `rank`'s shard in the page."""
+        return self.shard_sizes[rank] * self.dtype.itemsize
 
     def piece(self, slot: Slot, rank: int) -> slice:
         """The part of `rank`'s shard that belongs to `slot`, in shard coordinates; it may be empty."""
-        low, high = (at - rank * self.shard_numel for at in (slot.offset, slot.end))
-        return slice(min(max(low, 0), self.shard_numel), min(max(high, 0), self.shard_numel))
+        size, begin = self.shard_sizes[rank], self._begins[rank]
+        low, high = slot.offset - begin, slot.end - begin
+        return slice(min(max(low, 0), size), min(max(high, 0), size))
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 - a layout lives as long as its unit
     def runs(self, rank: int) -> list[int]:
@@ -140,14 +167,43 @@ class Layout:
             piece = self.piece(slot, rank)
             sizes += [max(piece.start - at, 0), piece.stop - piece.start]
             at = max(at, piece.stop)
-        return [*sizes, self.shard_numel - at]
+        return [*sizes, self.shard_sizes[rank] - at]
 
     def within(self, slot: Slot, rank: int) -> slice:
         """The same piece in coordinates of the flattened parameter."""
         piece = self.piece(slot, rank)
-        shift = rank * self.shard_numel - slot.offset
+        shift = self._begins[rank] - slot.offset
         return slice(piece.start + shift, piece.stop + shift)
 
     def views(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
         """Full-shaped views of the parameters inside a flat buffer."""
         return (slot.full(flat[slot.offset : slot.end]) for slot in self.slots)
+
+
+class _Placed(NamedTuple):
+    """Where each parameter begins in the flat buffer, and how long each shard is."""
+
+    starts: list[int]
+    sizes: tuple[int, ...]
+
+
+def _cut_up(rooms: Sequence[int], world: int) -> _Placed:
+    """End to end, in equal shards."""
+    *starts, end = itertools.accumulate(rooms, initial=0)
+    return _Placed(starts, (-(-end // world),) * world)
+
+
+def _whole(rooms: Sequence[int], shard_of: Sequence[int], world: int, least: int, even: bool) -> _Placed:
+    """End to end within the shard of each. No shard is empty: to have nothing is not a case of its own elsewhere."""
+    sizes = [0] * world
+    for room, shard in zip(rooms, shard_of, strict=True):
+        sizes[shard] += room
+    sizes = [max(size, least) for size in sizes]
+    if even:
+        sizes = [max(sizes)] * world
+    at = list(itertools.accumulate(sizes, initial=0))
+    starts = []
+    for room, shard in zip(rooms, shard_of, strict=True):
+        starts.append(at[shard])
+        at[shard] += room
+    return _Placed(starts, tuple(sizes))

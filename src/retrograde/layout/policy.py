@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from retrograde.arguments import flag, integer, number, one_of, wrong
+from retrograde.layout.offload import Offload
 from retrograde.layout.precision import AS_IT_IS, Precision
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
@@ -52,6 +53,7 @@ class Policy(NamedTuple):
     prefetch: bool = True
     precision: Precision = AS_IT_IS
     exact: bool = True  # added up in rank order, not as the backend likes
+    offload: Offload = Offload.NOTHING  # as it was asked for: on the host there is nothing to move
 
     @property
     def keeps_pages(self) -> bool:
@@ -81,6 +83,7 @@ class Policy(NamedTuple):
         prefetch: bool,
         precision: Precision | str | None = None,
         exact: bool = True,
+        offload: Offload | str | None = None,
     ) -> "Policy":
         """What the arguments of `shard()` come to."""
         stage = check_stage(stage)
@@ -90,4 +93,4 @@ class Policy(NamedTuple):
             kept = math.inf
         prefetch = flag("prefetch", prefetch)
         exact = flag("exact", exact)
-        return Policy(kept, stage == 1, mean, prefetch, Precision.of(precision), exact)
+        return Policy(kept, stage == 1, mean, prefetch, Precision.of(precision), exact, Offload.of(offload))

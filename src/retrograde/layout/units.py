@@ -2,7 +2,8 @@
 
 Automatic units are the repeated blocks of the model: siblings of one class, two or more, that have
 submodules with parameters, outermost first. Everything else is the root unit. A parameter belongs to the
-first unit in which it is met, so a tied weight has one home however many modules use it.
+first unit in which it is met, so a tied weight has one home however many modules use it. Those of a unit that are to
+be whole (whole.py) are a unit beside it.
 """
 
 from collections import Counter
@@ -15,6 +16,7 @@ from torch import nn
 from retrograde.arguments import shown, wrong
 from retrograde.errors import ShardingError
 from retrograde.layout.precision import AS_IT_IS, Dtypes, Precision
+from retrograde.layout.whole import Whole, whole_parameters
 from retrograde.torch_internals import own_parameters
 
 Units = str | type[nn.Module] | tuple[type[nn.Module], ...] | list[type[nn.Module]] | Callable[[nn.Module], bool]
@@ -31,6 +33,8 @@ class UnitSpec(NamedTuple):
     modules: tuple[nn.Module, ...]
     params: tuple[Named, ...]
     dtypes: Dtypes
+    whole: bool = False  # each parameter is held by one rank
+    shard_of: tuple[int, ...] | None = None  # of such a unit: the shard that has each of them (owners.py)
 
     @property
     def device(self) -> torch.device:
@@ -38,10 +42,11 @@ class UnitSpec(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """A parameter, and the dtypes that it is to have."""
+    """A parameter, the dtypes that it is to have, and whether one rank is to hold all of it."""
 
     named: Named
     dtypes: Dtypes
+    whole: bool
 
 
 def find_units(
@@ -50,8 +55,10 @@ def find_units(
     join: float = 0,
     wanted: Callable[[nn.Parameter], bool] = lambda param: True,
     precision: Precision = AS_IT_IS,
+    whole: Whole = None,
 ) -> list[UnitSpec]:
     """Partition the model's parameters (those `wanted`), in module order; the root unit comes first."""
+    listed = whole_parameters(model, whole)
     chosen = _chosen(model, units)
     members: dict[str, tuple[nn.Module, list[_Found]]] = {ROOT: (model, [])}
     seen: set[int] = set()
@@ -61,7 +68,8 @@ def find_units(
         for name, param in own_parameters(module).items():
             if param is not None and id(param) not in seen and wanted(param):
                 seen.add(id(param))
-                home.append(_Found((prefix + name, param), precision.dtypes(param.dtype, kept)))
+                dtypes = precision.dtypes(param.dtype, kept)
+                home.append(_Found((prefix + name, param), dtypes, id(param) in listed))
         for name, child in module.named_children():
             path = prefix + name
             if child in chosen:
@@ -71,7 +79,7 @@ def find_units(
                 walk(child, path + ".", home, kept)
 
     walk(model, "", members[ROOT][1], kept=False)
-    specs = [part for name, (module, found) in members.items() for part in _by_dtype(name, module, found)]
+    specs = [part for name, (module, found) in members.items() for part in _by_kind(name, module, found)]
     return _joined(specs, join)
 
 
@@ -82,7 +90,8 @@ def _joined(specs: list[UnitSpec], least: float) -> list[UnitSpec]:
         if found and _joins(found[-1], spec, least):
             last = found.pop()
             name = f"{last.name}+{spec.name}"
-            found.append(UnitSpec(name, last.modules + spec.modules, last.params + spec.params, last.dtypes))
+            modules, params = last.modules + spec.modules, last.params + spec.params
+            found.append(last._replace(name=name, modules=modules, params=params))
         else:
             found.append(spec)
     return found
@@ -95,18 +104,20 @@ def _joins(one: UnitSpec, other: UnitSpec, least: float) -> bool:
     """
     if one.name.startswith(ROOT):
         return False
-    alike = one.dtypes == other.dtypes and one.device == other.device
+    alike = (one.dtypes, one.device, one.whole) == (other.dtypes, other.device, other.whole)
     return alike and sum(param.numel() for _, param in one.params) * one.dtypes.page.itemsize < least
 
 
-def _by_dtype(name: str, module: nn.Module, found: list[_Found]) -> Iterator[UnitSpec]:
-    """A flat buffer has one dtype and device, and so have the masters: a mixed unit becomes one unit for each."""
-    kinds: dict[tuple[Dtypes, torch.device], list[Named]] = {}
+def _by_kind(name: str, module: nn.Module, found: list[_Found]) -> Iterator[UnitSpec]:
+    """A flat buffer has one dtype and device, and so have the masters; either all of its parameters are cut or none. A
+    mixed unit becomes one unit for each."""
+    kinds: dict[tuple[Dtypes, torch.device, bool], list[Named]] = {}
     for each in found:
-        kinds.setdefault((each.dtypes, each.named[1].device), []).append(each.named)
-    for (dtypes, device), part in kinds.items():
-        label = name if len(kinds) == 1 else f"{name}[{_called(dtypes)}@{device}]"
-        yield UnitSpec(label, (module,), tuple(part), dtypes)
+        kinds.setdefault((each.dtypes, each.named[1].device, each.whole), []).append(each.named)
+    several = len({(dtypes, device) for dtypes, device, _ in kinds}) > 1
+    for (dtypes, device, whole), part in kinds.items():
+        label = f"{name}[{_called(dtypes)}@{device}]" if several else name
+        yield UnitSpec(f"{label}[whole]" if whole else label, (module,), tuple(part), dtypes, whole)
 
 
 def _called(dtypes: Dtypes) -> str:

@@ -2,6 +2,7 @@
 
 import torch
 
+from retrograde.pages.page import fetch_own
 from retrograde.pages.pool import BufferPool
 from retrograde.pages.unit import Unit
 from retrograde.transport import OrderedTransport, Work
@@ -12,9 +13,12 @@ class PageGathering:
         self._transport = transport
         self._pool = pool
 
-    def gather(self, unit: Unit, page: torch.Tensor) -> Work:
-        """Start reading all shards of a unit, which are at rest, into the memory of a page."""
-        return self._transport.gather(unit.index, unit.name, unit.source, page)
+    def gather(self, unit: Unit, page: torch.Tensor) -> Work | None:
+        """Start reading all shards of a unit, which are at rest, into the memory of a page. None: read them alone.
+
+        A source that is on the host has been brought to its place in the page."""
+        own = page[unit.layout.span(unit.rank)] if unit.source_on_host else unit.source
+        return self._transport.gather(unit.index, unit.name, own, page)
 
     def take_part(self, unit: Unit) -> None:
         """In a gather whose page this rank has already: what comes is thrown away."""
@@ -22,5 +26,9 @@ class PageGathering:
         scratch, free = self._pool.take(unit.layout.padded_numel, unit.layout.dtype)
         fetching.wait(free)
         fetching.wait(current.record())  # a step may have written the shard there
-        self.gather(unit, scratch).wait(current)  # which may write the shard next, or have the memory
+        if unit.source_on_host:
+            fetch_own(scratch, unit.layout.span(unit.rank), unit.source, self._pool.streams)
+        work = self.gather(unit, scratch)
+        if work is not None:
+            work.wait(current)  # which may write the shard next, or have the memory
         self._pool.give(scratch, current.record())

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import torch
 
-from retrograde.devices import Event
+from retrograde.devices import Event, Streams
 from retrograde.labels import labelled
 from retrograde.layout import Layout
 from retrograde.ledger import Activity
@@ -62,6 +62,14 @@ class Edits(NamedTuple):
 NO_EDITS = Edits([], False)
 
 ReadShards = Callable[[torch.Tensor], Work]  # starts reading the other shards into the memory of a page
+
+
+def fetch_own(memory: torch.Tensor, span: slice, shard: torch.Tensor, streams: Streams) -> None:
+    """This rank's part of a page, from where it lies; on the host too."""
+    # A view made here would be held by what waits to run.
+    streams.fetching.run(lambda: memory[span].copy_(shard, non_blocking=True))
+    if shard.device != memory.device:
+        streams.crossing.note(streams.fetching)
 
 
 class Page:
@@ -110,6 +118,10 @@ class Page:
         return self._memory
 
     @property
+    def device(self) -> torch.device:
+        return self._streams.device
+
+    @property
     def storage(self) -> int | None:
         """Which memory it has, if any."""
         return None if self._memory is None else storage_id(self._memory)
@@ -144,12 +156,13 @@ class Page:
             fetching.wait(self._streams.current().record())  # a step may have written the shard there
             memory = self._memory
             if not self.home:
-                span = self._layout.span(self._shard)
-                fetching.run(lambda: memory[span].copy_(shard))  # a view made here would be held by what waits to run
+                fetch_own(memory, self._layout.span(self._shard), shard, self._streams)
             self._work = read(memory)
             self._loaded = fetching.record()
         self._become(PageState.LOADING)
-        self._pool.ledger.record(Activity.GATHER, self._name, self._layout.page_bytes - self._layout.shard_bytes)
+        self._pool.ledger.record(
+            Activity.GATHER, self._name, self._layout.page_bytes - self._layout.bytes_of(self._shard)
+        )
 
     def finish(self) -> None:
         """Wait for it; then the full tensors show it."""

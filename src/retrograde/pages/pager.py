@@ -43,6 +43,7 @@ class Pager:
         """`entered` is called when code, not autograd, asks for a parameter: a backward that raised has ended then."""
         self._policy = policy
         self._pool = pool
+        self._streams = pool.streams
         self._entered = entered
         self._forecast = Forecast()
         self._current: Unit | None = None
@@ -63,6 +64,8 @@ class Pager:
 
     def open(self, unit: Unit) -> None:
         """Make `unit` ready and valid, and start what is expected next."""
+        if not self._streams.on_host:
+            self._streams.refuse_capture(f"unit {unit.name}: its weights are used")
         backward = current_backward()
         if unit is self._current and backward == self._backward and unit.page.ready and unit.valid:
             return
@@ -79,6 +82,7 @@ class Pager:
     def masters(self, unit: Unit, slot: int) -> torch.Tensor:
         """A copy of all of a parameter's masters. A state dict asks for one after the other, so a unit is read once."""
         self._entered()
+        self._streams.refuse_capture(f"unit {unit.name}: its masters are read")
         with outside_transforms(), torch.no_grad():
             unit.write_back_edits()
             if self._masters is None or self._masters.unit is not unit or self._masters.version != unit.version:

@@ -6,6 +6,7 @@ import torch
 
 from retrograde.devices import Event, Stream, Streams
 from retrograde.ledger import Ledger
+from retrograde.torch_internals import storage_id
 from retrograde.transport import Memory
 
 
@@ -31,6 +32,7 @@ class BufferPool:
         self._allocator = allocator
         self._used = 0
         self._free: list[Loan] = []
+        self._homes: dict[int, Stream] = {}  # on which a buffer was allocated, by its storage
 
     def take(self, numel: int, dtype: torch.dtype) -> Loan:
         need = numel * dtype.itemsize
@@ -43,6 +45,7 @@ class BufferPool:
         buffer = self._allocator.allocate(self._memory, numel, dtype, stream)
         assert buffer.storage_offset() == 0, "a buffer is found again by its storage, which it has for itself"
         self._used += need
+        self._homes[storage_id(buffer)] = stream
         self.ledger.hold(need)
         return Loan(buffer, stream.record())
 
@@ -51,12 +54,17 @@ class BufferPool:
         if self._held + buffer.nbytes <= self.limit:
             self._free.append(Loan(buffer, free))
         else:
-            self.ledger.hold(-buffer.nbytes)
+            self._let_go(Loan(buffer, free))
 
     def trim(self, limit: float = -1) -> None:
         """Let go of free buffers, the oldest first, until what is held fits in `limit` bytes; of all by default."""
         while self._free and self._held > limit:
-            self.ledger.hold(-self._free.pop(0).data.nbytes)
+            self._let_go(self._free.pop(0))
+
+    def _let_go(self, loan: Loan) -> None:
+        """The memory is free to the stream that it was allocated on, which waits for whoever used it last (Rule 5)."""
+        self._homes.pop(storage_id(loan.data)).wait(loan.free)
+        self.ledger.hold(-loan.data.nbytes)
 
     @property
     def used(self) -> int:

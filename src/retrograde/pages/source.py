@@ -1,11 +1,12 @@
-"""What pages are made of where masters are wider than pages: the shard in the page's dtype.
+"""What pages are made of where masters are wider than pages, or on the host: the shard as pages need it.
 
 [Note: masters and sources]
 
     leaf ── is a piece of ──> shard (masters) ── cast once a step ──> source ── read by all ranks ──> page
 
 An optimizer updates the masters. Before anybody reads, the source is made of them, so that it is cast once, by its
-owner, and travels in the smaller dtype. Where both dtypes are the same the shard is its own source.
+owner, and travels in the smaller dtype. With offload masters are in the host's memory and the source on the device,
+where pages are, or on the host as well. Where nothing differs the shard is its own source.
 
 Rule 1: the source is as the masters are when anything reads it. The main thread asks `Unit.source`, which compares
         version counters. Other ranks read it where it lies: a step ends with a look at it (coordination/fences.py),
@@ -16,11 +17,14 @@ Rule 2: an edit of a full tensor reaches the masters where it has changed an ele
 
 import torch
 
+from retrograde.devices import Streams
+
 
 class CastCopy:
-    """A copy of the masters in another dtype, which is made again when they have changed."""
+    """A copy of the masters in another dtype, or on the device, which is made again when they have changed."""
 
-    def __init__(self, masters: torch.Tensor, memory: torch.Tensor) -> None:
+    def __init__(self, masters: torch.Tensor, memory: torch.Tensor, streams: Streams) -> None:
+        self._streams = streams
         self._masters = masters
         self._memory = memory.data  # with a counter of its own: making it again is no edit of the page it lies in
         self._version: int | None = None  # of the masters that it was made of
@@ -28,9 +32,29 @@ class CastCopy:
     def at(self, version: int) -> torch.Tensor:
         """The copy, of masters whose counters are at `version`. For the main thread: it may have to be made."""
         if not self.is_at(version):
-            self._memory.copy_(self._masters)
+            if self._masters.device == self._memory.device:
+                self._streams.crossing.settle()  # a page may still be read from it
+                self._memory.copy_(self._masters)
+            else:
+                self._send()
             self._version = version
         return self._memory
+
+    def _send(self) -> None:
+        """From the host to the device, while the host goes on. It is cast before, so that less travels."""
+        memory, sent = self._memory, self._masters
+        if sent.dtype != memory.dtype:
+            sent = self._streams.crossing.pinned(sent.numel(), memory.dtype).copy_(sent)
+        fetching, serving = self._streams.fetching, self._streams.serving
+        fetching.wait(self._streams.current().record())  # what was made of it before has been read
+        fetching.run(lambda: memory.copy_(sent, non_blocking=True))
+        self._streams.crossing.note(fetching)
+        serving.wait(fetching.record())
+
+    def keep_up(self, before: int, now: int) -> None:
+        """The masters went from one version to another by what was written to the copy itself."""
+        if self.is_at(before):
+            self._version = now
 
     def is_at(self, version: int) -> bool:
         return self._version == version

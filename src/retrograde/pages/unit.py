@@ -66,7 +66,7 @@ class Unit:
     ) -> None:
         """`memory` is the shard, or the whole page with the shard inside it when pages stay (or there is one shard).
 
-        With `masters`, these are the shard, in another dtype, and `memory` has their source (source.py)."""
+        With `masters`, these are the shard, in another dtype or elsewhere, and `memory` is their source (source.py)."""
         self.index = index
         self.name = name
         self.layout = layout
@@ -77,26 +77,27 @@ class Unit:
         # Plain tensors that share the leaves' memory and version counters: reading a leaf itself is slower.
         self.pieces = tuple(leaf.detach() for leaf in leaves)
         self.edits = EditLog()
-        # Slots that Engine.full_params holds: where the leaf is its full tensor, and where one rank's edits are to be
-        # everybody's.
-        self.whole_leaves: set[int] = set()
-        self.edited_alone: set[int] = set()
+        # Slots that Engine.full_params holds.
+        self.whole_leaves: set[int] = set()  # where the leaf is its full tensor
+        self.edited_alone: set[int] = set()  # where one rank's edits are to be everybody's
         self.version_at_rest = self.version  # when the weights last were as all ranks know (coordination/fences.py)
         self.frozen_handles: weakref.WeakSet[object] = weakref.WeakSet()  # of frozen parameters, in graphs
-        at_home = memory.numel() == layout.padded_numel
+        self._streams = pool.streams
+        at_home = memory.numel() == layout.padded_numel and memory.device == self._streams.device
         own = memory[layout.span(self.rank)] if at_home else memory
         self.shard = own if masters is None else masters
-        self._cast = None if masters is None else CastCopy(masters, own)
+        self.leaves_on_host = self.shard.device != self._streams.device  # in its memory, and the page on a device
+        self._cast = None if masters is None else CastCopy(masters, own, self._streams)
+        self.source_on_host = own.device != self._streams.device
         self.page = Page(name, layout, self.rank, self._full_tensors(), memory if at_home else None, pool)
         self._coherence = coherence
         self._read_at: int | None = None  # the leaves' version that the page has, once it was read
-        self._streams = pool.streams
 
     def _full_tensors(self) -> tuple[FullTensor, ...]:
         """Each with a version counter of its own. The page gives them memory."""
         made = []
         for index, slot in enumerate(self.layout.slots):
-            stub = torch.empty((), dtype=self.layout.dtype, device=self.pieces[index].device)
+            stub = torch.empty((), dtype=self.layout.dtype, device=self._streams.device)
             made.append(FullTensor.of(stub.expand(slot.shape), self, index))
         return tuple(made)
 
@@ -129,12 +130,27 @@ class Unit:
     @property
     def has_masters(self) -> bool:
         """Are the leaves of another dtype than the page?"""
-        return self._cast is not None
+        return self.shard.dtype != self.layout.dtype
+
+    @property
+    def source_bytes(self) -> int:
+        """That it takes besides the shard and pages."""
+        return 0 if self._cast is None or self.stays else self.layout.shard_bytes
 
     @property
     def hooked(self) -> bool:
         """Does somebody wait for the gradients of this unit in the backward that brings them?"""
         return any(map(has_hooks, self.leaves))
+
+    def flat(self) -> torch.Tensor:
+        """The shard as the graph has it: on the device. Where that has no such memory, a tensor without any."""
+        if not self.leaves_on_host:
+            return self.shard.detach()
+        return torch.empty((), dtype=self.shard.dtype, device=self._streams.device).expand(self.shard.shape)
+
+    def await_gradients(self) -> None:
+        """The host is about to read or write gradients: none of them is on its way any more."""
+        self._streams.crossing.await_returned()
 
     def full(self, slot: int) -> FullTensor:
         """The full tensor of a parameter; the page is ready."""
@@ -195,10 +211,14 @@ class Unit:
 
     def write_back(self, slot: int) -> None:
         """A full tensor was edited: its part on this rank goes into the shard. The page stays valid."""
-        piece, edited = self.pieces[slot], self.page.own_part(slot)
+        piece, edited, before = self.pieces[slot], self.page.own_part(slot), self.version
+        if self.leaves_on_host:
+            edited = self._streams.current().to_host(edited)
         # Where the page stays both are the same memory: nothing is copied, and the version moves all the same.
         piece.copy_(masters_after_edit(piece, edited) if self.has_masters else edited)
         self._read_at = self.version
+        if self._cast is not None and self.stays:
+            self._cast.keep_up(before, self.version)  # which is part of the page
         self.page.note_edits()
 
     def editing(self, what: str, slot: int) -> AbstractContextManager[None]:
@@ -228,7 +248,9 @@ class Unit:
     def shard_after(self, edits: int, dtype: torch.dtype, stream: Stream) -> torch.Tensor:
         """A copy, made on `stream` in this dtype, of the shard as it was after so many edits. What was edited since, or
         is being edited now, is not read."""
-        old = stream.empty(self.layout.shard_numel, dtype)
+        if self.leaves_on_host:
+            stream = Stream()
+        old = stream.empty(self.shard.numel(), dtype)
         before = dict(self.edits.later_than(edits))
 
         def copy() -> None:

@@ -1,6 +1,6 @@
 """What optimizers and users hold: leaves, gradients and optimizer state that are sharded, and updates of them."""
 
-from retrograde.parameters.elementwise import elementwise
+from retrograde.parameters.elementwise import elementwise, per_parameter
 from retrograde.parameters.leaf import ShardedParameter
 from retrograde.parameters.outside import refuse_pieces_outside
 from retrograde.parameters.owner import Owner
@@ -18,6 +18,7 @@ __all__ = [
     "elementwise",
     "full_tensor",
     "parameter_of",
+    "per_parameter",
     "refuse_pieces_outside",
     "watch_states",
     "watch_updates",

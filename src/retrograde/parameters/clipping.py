@@ -33,6 +33,7 @@ def clip_norm(
         return torchs_own(params, max_norm, norm_type, error_if_nonfinite, foreach)
     norms = _norms_of_gradients(coordinators[0], leaves, order)
     total = get_total_norm(norms, order, error_if_nonfinite, foreach)
+    leaves[0].unit.await_gradients()
     with plain_for_a_while(leaves):
         clip_grads_with_norm_(leaves, max_norm, total, foreach)
     return total
@@ -45,6 +46,7 @@ def _norms_of_gradients(coordinator: Coordinator, leaves: list[ShardedParameter]
     dtypes: list[torch.dtype] = []
 
     def mine() -> torch.Tensor | None:
+        leaves[0].unit.await_gradients()
         with plain_for_a_while(leaves) as having:
             grads = [leaf.grad for leaf in having if leaf.grad is not None]
             dtypes[:] = [grad.dtype for grad in grads]

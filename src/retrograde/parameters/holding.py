@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from retrograde.coordination import Coordinator
 from retrograde.parameters.leaf import ShardedParameter
+from retrograde.parameters.ownership import is_whole
 from retrograde.parameters.plain import coordinators_of, leaves_in
 from retrograde.parameters.representatives import Representative, representatives_of
 from retrograde.parameters.state import OptimizerState, adopt_new, sharded_states
@@ -60,6 +61,7 @@ class Holding:
         self._types = [list(map(type, params)) for params in self._groups]
         self.leaves, owners = leaves_in(itertools.chain.from_iterable(self._groups))
         self._owners = [weakref.ref(owner) for owner in owners]
+        self.whole = all(map(is_whole, self.leaves))
         self._kept: list[Any] = []  # every value of every state
         self._all = Selection(self._groups, self.leaves, [], [], [])
         self._few = self._all  # without those for which others stand

@@ -117,6 +117,8 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
             owner.coordinator.flush_pending_gradients("p.grad was read")
         with without_torch_function():
             raw = raw_grad(self)
+        if raw is not None and owner is not None:
+            owner.unit.await_gradients()
         if raw is not None and type(raw) is not ShardedGradient:
             become(raw, ShardedGradient, self._owner, self.place, self._shape)
         return raw
@@ -141,7 +143,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
                 f"{self.called}: assigned grad has data of a different size: {list(value.shape)}, the parameter's is "
                 f"{list(self._shape)}"
             )
-        return self.cut(value)
+        return self.cut(value).to(self.device)
 
     def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
         """As torch's. The hook sees the reduced gradient, once a reduction, and nothing when a backward brings no

@@ -4,10 +4,11 @@
 What an elementwise optimizer keeps for a sharded parameter (momentum, second moments) is sharded as the parameter is,
 and `optimizer.state_dict()` has it so, under torch's own two entries. torch.distributed.checkpoint saves it in true
 shapes, for any number of ranks. `torch.save` on each rank writes this rank's pieces, each with its `Origin`: which
-elements of which parameter they are. `load_state_dict()` looks at it. There are three outcomes for each tensor:
+elements of which parameter they are. `load_state_dict()` looks at it. There are four outcomes for each tensor:
 
 - it has this rank's elements, or more: it is cut to them. A plain run's state has the shape of the whole parameter;
 - it has no elements of a parameter (a step counter): it stays as it is;
+- it says that the parameter's owner, another rank, keeps its state: here this is so too, or it is refused;
 - anything else is refused, before the optimizer is changed.
 
 torch has hooks for both methods, but on each optimizer, and optimizers are made before and after `shard()`. So the two
@@ -26,10 +27,17 @@ from torch.optim import Optimizer
 from retrograde.errors import StateError
 from retrograde.parameters.elementwise import is_elementwise
 from retrograde.parameters.leaf import ShardedParameter
+from retrograde.parameters.ownership import (
+    is_kept_by_owners,
+    keep_by_owners,
+    updated_elsewhere,
+    updates_by_owners,
+)
 from retrograde.parameters.sharded_tensor import Computed, ShardedGradient, ShardedTensor, become
 from retrograde.parameters.wholes import plain
-from retrograde.torch_internals import NO_TORCH_FUNCTION, raw_grad, watch_optimizer_states
+from retrograde.torch_internals import NO_TORCH_FUNCTION, raw_grad, set_data, watch_optimizer_states
 
+_ELSEWHERE = "kept by its owner"  # in a saved state: another rank updates the parameter
 _COUNTER = "step"  # torch's name, which its own load_state_dict treats apart as well
 
 
@@ -133,6 +141,14 @@ def adopt_new(state: dict[str, Any], leaf: ShardedParameter) -> None:
             _piece(leaf, value)
 
 
+def adopt_whole(state: dict[str, Any], leaf: ShardedParameter) -> None:
+    """After an update by its owner, who has all of a parameter: what is kept in the parameter's shape is sharded."""
+    for key, value in state.items():
+        if _is_whole(value, key, leaf.shape):
+            set_data(value, leaf.slot.flatten(value))
+            _piece(leaf, value)
+
+
 def _piece(leaf: ShardedParameter, elements: torch.Tensor) -> OptimizerState:
     return become(elements, OptimizerState, leaf._owner, leaf.place, leaf.shape)
 
@@ -151,6 +167,12 @@ def _allow_saving(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         for value in state.values():
             if type(value) in (ShardedTensor, Computed, ShardedGradient) and value is not raw_grad(param):
                 value.__class__ = OptimizerState
+    if is_kept_by_owners(optimizer):
+        elsewhere = updated_elsewhere(optimizer)
+        for number, param in enumerate(_params(optimizer)):
+            # Whose file it is must be known, though nothing of the parameter is in it.
+            if isinstance(param, ShardedParameter) and param in elsewhere:
+                state_dict["state"][number] = {_ELSEWHERE: _piece(param, param.piece.clone())}
 
 
 def _params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
@@ -173,6 +195,9 @@ def _fit(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | N
                 fitted[index] = {**fitted[index], key: _own_part(value, key, param, strict)}
             elif isinstance(value, SavedPiece):
                 fitted[index] = {**fitted[index], key: _whole(value, key, param)}
+    if updates_by_owners(optimizer):
+        keep_by_owners(optimizer)
+    fitted = {index: state for index, state in fitted.items() if _ELSEWHERE not in state}
     return {**state_dict, "state": fitted}
 
 

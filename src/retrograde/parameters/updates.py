@@ -6,8 +6,9 @@ update that works element by element need not ask a thousand times. For its time
 tensors: their class is changed, and changed back. The objects stay the same, so that groups and states need no
 exchange. So it is in torch's own `zero_grad()`. While a closure runs inside an update, everything is sharded again.
 
-Updates of other optimizers (Muon, Adafactor, LAMB, one that nobody knows) run on sharded tensors, function by function
-(routes.py): slower, and right.
+An update that works parameter by parameter runs on the owners of parameters that are whole: [Note: updates by owners]
+in owned.py. Updates of other optimizers (LBFGS, LAMB, one that nobody knows, Muon over parameters that are cut) run on
+sharded tensors, function by function (routes.py): slower, and right.
 """
 
 import contextlib
@@ -21,9 +22,11 @@ from torch.optim import Optimizer
 from retrograde.coordination import Coordinator
 from retrograde.errors import UnsupportedError
 from retrograde.parameters.clipping import clip_norm
-from retrograde.parameters.elementwise import is_elementwise
+from retrograde.parameters.elementwise import is_elementwise, is_per_parameter
 from retrograde.parameters.handlers import USED_TOGETHER
 from retrograde.parameters.holding import Holding, holding_of
+from retrograde.parameters.owned import owned_for_a_while
+from retrograde.parameters.ownership import is_kept_by_owners, is_whole, keep_by_owners
 from retrograde.parameters.plain import bring_gradients_of, coordinators_of, leaves_in, plain_for_a_while
 from retrograde.torch_internals import (
     around_clipping,
@@ -64,6 +67,8 @@ def _zeroing(params: list[torch.Tensor]) -> Iterator[None]:
     waiting = {owner for owner in owners if owner.flow.has_pending(owner.unit)}
     for leaf in leaves if waiting else ():
         leaf.owner.flow.forget(leaf.unit, leaf.place)
+    for owner in owners:
+        owner.unit.await_gradients()
     with plain_for_a_while(leaves):
         yield
 
@@ -83,11 +88,29 @@ def _updating(step: Callable[..., Any], optimizer: Optimizer, args: Any, kwargs:
     holding = holding_of(optimizer)
     if not holding.leaves:
         return step(optimizer, *args, **kwargs)
-    update = (_PlainUpdate if is_elementwise(type(optimizer), step) else _Update)(optimizer, holding)
+    update = _kind_of(optimizer, step, holding)(optimizer, holding)
     args = tuple(update.outside(arg) if callable(arg) else arg for arg in args)
     kwargs = {name: update.outside(arg) if callable(arg) else arg for name, arg in kwargs.items()}
     with update:
         return step(optimizer, *args, **kwargs)
+
+
+def _kind_of(optimizer: Optimizer, step: Callable[..., Any], holding: Holding) -> "type[_Update]":
+    cls = type(optimizer)
+    if is_elementwise(cls, step):
+        return _PlainUpdate
+    if not is_per_parameter(cls, step):
+        return _Update
+    if holding.whole:
+        keep_by_owners(optimizer)
+        return _OwnersUpdate
+    if is_kept_by_owners(optimizer):
+        cut = next(leaf for leaf in holding.leaves if not is_whole(leaf))
+        raise UnsupportedError(
+            f"{cut.called} is cut, and came to a {cls.__name__} whose other parameters have been updated by their "
+            f"owners, who keep its state: list it in rg.shard(whole=...) too, or give it to another optimizer"
+        )
+    return _Update
 
 
 class _Update:
@@ -131,17 +154,24 @@ class _PlainUpdate(_Update):
 
     def __enter__(self) -> None:
         super().__enter__()
-        selected = self._select(self._holding, self._optimizer)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(selected.in_place_of_all(self._optimizer))
-            updated = stack.enter_context(plain_for_a_while(selected.leaves, selected.states))
-            _written([*updated, *selected.hidden])
+            _written(self._make_plain(stack))
             self._while_it_runs = stack.pop_all()
 
     def __exit__(self, *error: object) -> None:
         self._while_it_runs.close()  # what was raised is nothing to it
-        self._holding.adopt_new_states(self._optimizer)
+        self._adopt()
         self._end()
+
+    def _make_plain(self, stack: contextlib.ExitStack) -> Sequence[torch.Tensor]:
+        """Until `stack` is closed. Returns the leaves that are updated meanwhile."""
+        selected = self._select(self._holding, self._optimizer)
+        stack.enter_context(selected.in_place_of_all(self._optimizer))
+        updated = stack.enter_context(plain_for_a_while(selected.leaves, selected.states))
+        return [*updated, *selected.hidden]
+
+    def _adopt(self) -> None:
+        self._holding.adopt_new_states(self._optimizer)
 
     def _begin(self, coordinator: Coordinator) -> None:
         coordinator.begin_step()
@@ -159,6 +189,16 @@ class _PlainUpdate(_Update):
             return result
 
         return run
+
+
+class _OwnersUpdate(_PlainUpdate):
+    """One of each parameter by its owner."""
+
+    def _make_plain(self, stack: contextlib.ExitStack) -> Sequence[torch.Tensor]:
+        return stack.enter_context(owned_for_a_while(self._holding.leaves, self._optimizer))
+
+    def _adopt(self) -> None:
+        """Done by what made them plain."""
 
 
 def _written(leaves: Sequence[torch.Tensor]) -> None:

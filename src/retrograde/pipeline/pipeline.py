@@ -107,10 +107,9 @@ class Pipeline:
         """Every rank of `mesh` gives the same model; each keeps its own stages (`parameters()`).
 
         `loss(output, target)` is the mean over a microbatch, and the step's loss the mean over all samples. With
-        `loss_reduction="sum"` it is a sum: losses and gradients of microbatches add up. Without `loss` the model's
-        output is the loss. `pending` limits the bytes that a rank holds between I and W, as in pending="64MiB": of
-        microbatches beyond it a stage keeps input and output gradient instead, where that is less, and W repeats them.
-        Unless it is given, so it is with all but one microbatch of a checkpointed stage; `math.inf` is no limit.
+        `loss_reduction="sum"` it is a sum: losses and gradients of microbatches add up. Without `loss` the output is
+        the loss. `pending` limits the bytes between I and W on a rank ("64MiB"): of microbatches beyond it, and unless
+        it is given of all but one of a checkpointed stage, input and output gradient are kept, and W repeats them.
         """
         own = self._connect(mesh, zero)
         self.rank = own.rank

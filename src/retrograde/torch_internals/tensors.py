@@ -184,10 +184,17 @@ def take_hooks(leaf: torch.Tensor) -> tuple[dict[int, Any] | None, dict[int, Any
     return before, after
 
 
+def give_hooks(leaf: torch.Tensor, before: dict[int, Any] | None, after: dict[int, Any] | None) -> None:
+    """Tables that were taken of another leaf, or of this one before it became another tensor."""
+    leaf._backward_hooks = before
+    leaf._post_accumulate_grad_hooks = after  # type: ignore[assignment]
+
+
 @probe(
     "hooks of a leaf",
     "has_hooks",
     "take_hooks",
+    "give_hooks",
     needed_for="hooks of parameters, registered before or after shard()",
     otherwise="hooks run with this rank's gradient before it is reduced, or not at all",
 )
@@ -201,6 +208,8 @@ def _hooks_are_in_tables() -> None:
     before, after = take_hooks(leaf)
     expect([len(table or ()) for table in (before, after)], [1, 1], "how many hooks its tables have")
     expect(has_hooks(leaf), False, "whether a leaf has hooks when its tables were taken")
+    give_hooks(leaf, before, after)
+    expect(has_hooks(leaf), True, "whether a leaf has hooks when its tables were given back")
     handle.remove()
     expect(len(before or ()), 0, "how many hooks are left when a handle has removed one")
 

@@ -113,6 +113,9 @@ class FakeTransport:
         self._count("meeting")
         return [position] * self.world
 
+    def meeting_is_over(self) -> None:
+        """Nobody waits for that."""
+
     # ---- failure
     def check(self) -> None:
         """Nobody else can fail."""

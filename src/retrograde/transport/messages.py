@@ -55,17 +55,19 @@ class Use(IntEnum):
 class Key(Record, frozen=True, order=True):
     """Names a gradient that is put. Ranks that do the same things since a meeting come to the same keys.
 
-    `meeting`: the last one before it. `attempt`: counts what was given up since then. `turn`: counts the unit's
-    gradients since then (gradients/keys.py).
+    `meeting`: the last one before it. `attempt`: counts what was given up since then. `backward`: counts the backwards
+    that have ended since then. `turn`: counts the unit's gradients since then (gradients/keys.py).
     """
 
     unit: Count
     meeting: Count
     attempt: Count
     turn: Count
+    backward: Count = 0
 
     def same_but_for_attempt(self, other: "Key") -> bool:
-        return (self.unit, self.meeting, self.turn) == (other.unit, other.meeting, other.turn)
+        mine = (self.unit, self.meeting, self.turn, self.backward)
+        return mine == (other.unit, other.meeting, other.turn, other.backward)
 
 
 Uses = tuple[Use, ...]  # for each parameter of a unit

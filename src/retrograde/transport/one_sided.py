@@ -149,8 +149,12 @@ class OneSidedTransport:
             return self._parts.pop((key, src))
 
     def discard_parts(self) -> None:
+        self.discard_before(self.meetings)
+
+    def discard_before(self, meeting: int) -> None:
+        """The same, where somebody else counts meetings."""
         with self.connections.changed:
-            self._parts = {at: part for at, part in self._parts.items() if at[0].meeting >= self.meetings}
+            self._parts = {at: part for at, part in self._parts.items() if at[0].meeting >= meeting}
 
     # ---- gradients, all ranks at once
     def open_collectives(self) -> None:
@@ -211,6 +215,9 @@ class OneSidedTransport:
         self._where = f"outside retrograde, after {what}"
         met = self._met.pop(number, {}) | {self.rank: position}
         return [met[rank] for rank in range(self.world)]
+
+    def meeting_is_over(self) -> None:
+        """Nobody waits for that."""
 
     def _send_position(self, peer: int, message: Meet, data: Sequence[torch.Tensor]) -> None:
         self._send(peer, message, data)

@@ -9,7 +9,7 @@ from retrograde.transport.collective import CollectiveTransport
 from retrograde.transport.connections import TIMEOUT, Connections
 from retrograde.transport.mapped.transport import MappedTransport
 from retrograde.transport.one_sided import OneSidedTransport
-from retrograde.transport.protocol import BackendTransport, ShardServer
+from retrograde.transport.protocol import BackendTransport, GatheredShards, ShardServer
 from retrograde.transport.staged import StagedShards, StagedTransport
 
 
@@ -27,12 +27,12 @@ class ProcessRanks:
             return self._host_transport(shards, timeout)
         return StagedTransport(self._host_transport(StagedShards(shards, streams), timeout), streams)
 
-    def ordered_transport(self, shards: ShardServer, streams: Streams, timeout: float) -> CollectiveTransport:
+    def ordered_transport(self, shards: GatheredShards, streams: Streams, timeout: float) -> CollectiveTransport:
         if streams.on_host:
             host = OneSidedTransport(self._connections, shards, timeout)
-            return CollectiveTransport(host, host, streams)
+            return CollectiveTransport(host, host, streams, shards)
         host = OneSidedTransport(self._connections, StagedShards(shards, streams), timeout)
-        return CollectiveTransport(StagedTransport(host, streams), host, streams)
+        return CollectiveTransport(StagedTransport(host, streams), host, streams, shards)
 
     def _host_transport(self, shards: ShardServer, timeout: float) -> OneSidedTransport:
         neighbours = self._connections.neighbours

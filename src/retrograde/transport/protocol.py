@@ -90,6 +90,13 @@ class ShardServer(Protocol):
         """How many fences this rank has passed, and whether its shards are as the last one left them."""
 
 
+class GatheredShards(ShardServer, Protocol):
+    """An engine whose pages all ranks gather together."""
+
+    def shard_to_gather(self, unit: int) -> torch.Tensor:
+        """The unit's shard for those who gather its page, at rest. Raises RuntimeError where they may not have it."""
+
+
 class Transport(Protocol):
     """One engine's way to the other ranks."""
 
@@ -131,6 +138,9 @@ class Transport(Protocol):
     def meet(self, position: Position) -> list[Position]:
         """Wait until every rank has come to its next meeting; returns everybody's position, by rank."""
 
+    def meeting_is_over(self) -> None:
+        """What the last meeting asked of this rank is done; after one for a step, its shards are at rest."""
+
     # ---- failure
     def check(self) -> None:
         """Raise if something has gone wrong on any rank."""
@@ -163,29 +173,35 @@ class BackendTransport(Transport, Protocol):
 class GradientWant(NamedTuple):
     """A reduction that all ranks come to, in one order.
 
-    `uses`: what each parameter's gradient is for, which is the same on all ranks that want the same. `at_meeting`: a
-    meeting has just said that it comes next."""
+    `name`: the unit's. `uses`: what each parameter's gradient is for, which is the same on all ranks that want the
+    same. `at_meeting`: a meeting has just said that it comes next."""
 
-    unit: int
+    key: Key
     name: str
     uses: bytes
     at_meeting: bool
 
 
 class OrderedTransport(Transport, Protocol):
-    """One whose pages and gradients go by collectives, in an order that all ranks share. They do the same between two
-    steps."""
+    """One whose pages and gradients go by collectives, in an order that all ranks share. What does not fit into it goes
+    one by one: then the following return None, and the caller reads or puts."""
 
-    def open(self) -> None:
-        """Called once, by all ranks, before the first of the following."""
+    def open(self, rows: Sequence[Sequence[int]]) -> None:
+        """Called once, by all ranks, before the first of the following. `rows`: the ranks of each replica, by shard."""
 
-    def gather(self, unit: int, name: str, shard: torch.Tensor, memory: torch.Tensor) -> Work:
+    def gather(self, unit: int, name: str, shard: torch.Tensor, memory: torch.Tensor) -> Work | None:
         """Start making a page of all ranks' shards, which are at rest, in `memory`."""
 
-    def exchange(self, want: GradientWant, parts: torch.Tensor, received: torch.Tensor) -> Work:
+    def exchange(self, want: GradientWant, parts: torch.Tensor, received: torch.Tensor) -> Work | None:
         """Start sending to each rank its part of a gradient, and receiving this rank's, in the order of ranks."""
 
-    def add_up(self, want: GradientWant, whole: torch.Tensor, total: torch.Tensor) -> Work:
+    def present(self, received: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Of an exchange that is done, in the host's memory: the parts of those that brought one."""
+
+    def keep(self, key: Key, parts: dict[int, torch.Tensor]) -> None:
+        """They count as put by these ranks under `key`."""
+
+    def add_up(self, want: GradientWant, whole: torch.Tensor, total: torch.Tensor) -> Work | None:
         """Start adding up `whole` over all ranks, in the backend's order; this rank's part of it goes to `total`."""
 
 

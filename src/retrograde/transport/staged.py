@@ -134,6 +134,9 @@ class StagedTransport:
         value = [self._to_host(position.value, where), where]
         return [self._received(theirs) for theirs in self._host.meet(position._replace(value=value))]
 
+    def meeting_is_over(self) -> None:
+        self._host.meeting_is_over()
+
     def _to_host(self, value: Value, where: list[bool]) -> Value:
         """The value with host tensors only; `where` gets for each whether it was on the device."""
         if isinstance(value, torch.Tensor):

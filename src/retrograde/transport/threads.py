@@ -219,6 +219,9 @@ class ThreadTransport:
                 return
         self.fail(f"rank {self.rank} waited {self.timeout:g} s at {what}; let every rank come to the same steps")
 
+    def meeting_is_over(self) -> None:
+        """Nobody waits for that."""
+
     # ---- failure
     def check(self) -> None:
         if self._shared.failure is not None:

@@ -14,6 +14,7 @@ struct Tally {
 struct Counters {
   std::map<std::string, int64_t> operators;         // every operator that was issued
   std::map<std::string, int64_t> synchronisations;  // by what made the host wait
+  std::map<std::string, int64_t> streams;           // jobs that were issued there, other processes' part left out
   std::map<std::string, Tally> copies;              // what moves bytes without changing them
   std::map<std::string, Tally> collectives;         // bytes of the larger side
 

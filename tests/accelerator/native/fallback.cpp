@@ -2,6 +2,7 @@
 // when its turn comes.
 #include <ATen/CPUGeneratorImpl.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/GradMode.h>
 #include <torch/library.h>
 
 #include <cstring>
@@ -209,7 +210,9 @@ class Call {
     if (drawn.defined()) real[static_cast<size_t>(generator_argument())] = drawn;
     Stack places;
     for (size_t i = 0; i < args_.size(); ++i) places.push_back(written(i) ? convert(args_[i], &host_alias) : IValue());
-    auto job = [op = op_, real, places, targets] {
+    // Whichever thread runs it: an LSTM leaves its workspace out where gradients are off, as in autograd's threads.
+    auto job = [op = op_, real, places, targets, grads = c10::GradMode::is_enabled()] {
+      c10::AutoGradMode mode(grads);
       execute(op, real, places, targets);
       return true;
     };

@@ -47,6 +47,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeStream(const c10::Stream& stream) const override {
     runtime().synchronize(ours(stream), "Stream.synchronize");
   }
+  bool isStreamCapturing(const c10::Stream& stream) const override { return runtime().is_capturing(ours(stream)); }
   void synchronizeDevice(DeviceIndex device) const override { runtime().synchronize_device(device, "synchronize"); }
 
   void record(void** event, const c10::Stream& stream, DeviceIndex, c10::EventFlag) const override {

@@ -50,6 +50,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("take_races", [] { return descriptions(runtime().take_races()); }, NoGil());
   m.def("reset_counters", [] { runtime().reset_counters(); });
   m.def("operators", [] { return runtime().counters().operators; });
+  m.def("streams", [] { return runtime().counters().streams; });
+  m.def("set_capturing", [](bool capturing) { runtime().set_capturing(current_stream(current_device()), capturing); });
   m.def("synchronisations", [] { return runtime().counters().synchronisations; });
   m.def("copies", [] { return pairs(runtime().counters().copies); });
   m.def("collectives", [] { return pairs(runtime().counters().collectives); });

@@ -3,6 +3,7 @@
 #include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
 #include <c10/core/DefaultDtype.h>
+#include <c10/core/GradMode.h>
 
 #include <map>
 #include <mutex>
@@ -30,6 +31,7 @@ class Signature {
     number(reinterpret_cast<int64_t>(&op.schema()));
     number(static_cast<int64_t>(c10::get_default_dtype_as_scalartype()));
     number(at::globalContext().userEnabledMkldnn());
+    number(c10::GradMode::is_enabled());
     for (const IValue& value : args) add(value);
   }
   const std::optional<std::string>& text() const { return text_; }

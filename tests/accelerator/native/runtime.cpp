@@ -49,7 +49,10 @@ void Runtime::issue(Stream* stream, Job job, const Accesses& accesses) {
     };
     issue_locked(stream, {"reuse of freed memory by " + job.name, scribble, nullptr, false}, {{}, {block->range()}});
   }
-  if (job.network) start_pump();
+  if (job.network)
+    start_pump();
+  else
+    counters_.streams[stream->name()]++;
   issue_locked(stream, std::move(job), accesses);
   after_issue(stream);
 }
@@ -215,6 +218,16 @@ Usage Runtime::usage(int device) {
 void Runtime::reset_peak(int device) {
   Lock lock(mutex_);
   memory_.usage(device).peak = memory_.usage(device).current;
+}
+
+void Runtime::set_capturing(Stream* stream, bool capturing) {
+  Lock lock(mutex_);
+  stream->capturing = capturing;
+}
+
+bool Runtime::is_capturing(Stream* stream) {
+  Lock lock(mutex_);
+  return stream->capturing;
 }
 
 Counters Runtime::counters() {

@@ -60,6 +60,10 @@ class Runtime {
   Usage usage(int device);
   void reset_peak(int device);
 
+  // Whether what is issued on the stream would be recorded into a graph. Only the question is simulated.
+  void set_capturing(Stream* stream, bool capturing);
+  bool is_capturing(Stream* stream);
+
   // Counters, races and what is queued, for tests.
   template <class F>
   void count(F&& update) {

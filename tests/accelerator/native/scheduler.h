@@ -45,6 +45,7 @@ struct Stream {
   Clock clock;         // what happens before whatever is issued next
   std::deque<Job> jobs;
   int network_jobs = 0;
+  bool capturing = false;  // says a test; nothing is captured
   bool prompt = false;  // in random mode: runs as soon as permitted, or as late as possible
   std::string name() const { return std::to_string(device) + ":" + std::to_string(id); }
 };

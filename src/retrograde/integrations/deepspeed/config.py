@@ -11,7 +11,7 @@ from torch import nn
 
 import retrograde as rg
 from retrograde.integrations.deepspeed.loss_scale import LossScale
-from retrograde.integrations.deepspeed.refusals import ConfigError, wrong
+from retrograde.integrations.deepspeed.refusals import ConfigError, not_yet, wrong
 from retrograde.integrations.deepspeed.words import Word, checked, without_effect
 
 Given = Mapping[str, Any] | str | Path
@@ -123,7 +123,7 @@ class Config:
 
     def check(self) -> None:
         """Read everything that can be wrong."""
-        _ = self.stage, self.reduce, self.precision, self.loss_scale, self.optimizer, self.scheduler
+        _ = self.stage, self.reduce, self.precision, self.offload, self.loss_scale, self.optimizer, self.scheduler
 
     def with_batch(self, batch: BatchSizes) -> "Config":
         return replace(self, batch=batch)
@@ -161,6 +161,22 @@ class Config:
         if len(wanted) > 1:
             raise ConfigError("fp16.enabled: bf16.enabled is there too; leave one of them out")
         return rg.Precision(param=wanted[0] if wanted else None, reduce=wire, accumulate=accumulate)
+
+    @property
+    def offload(self) -> rg.Offload:
+        """That of parameters includes the optimizer's."""
+        if self._on_host("offload_param", "cpu_offload_param"):
+            return rg.Offload.PARAMETERS
+        return rg.Offload.OPTIMIZER if self._on_host("offload_optimizer", "cpu_offload") else rg.Offload.NOTHING
+
+    def _on_host(self, section: str, older: str) -> bool:
+        key = f"zero_optimization.{section}.device"
+        device = self.asked.get(key)
+        if device == "nvme":
+            raise not_yet(key, "offload to disks", '"cpu" or "none" are there')
+        if device not in (None, "none", "cpu"):
+            raise wrong(key, device, "is not known", '"cpu" or "none"')
+        return device == "cpu" or bool(self.asked.get(f"zero_optimization.{older}"))
 
     def _dtype(self, key: str) -> str | None:
         said = self.asked.get(key)
@@ -217,6 +233,7 @@ class Config:
             reduce=self.reduce,
             resident=self.residency.budget(model) if self.stage == 3 else 0,
             prefetch=self.prefetch,
+            offload=self.offload,
         )
 
 

@@ -13,6 +13,7 @@ inputs, nor of parameters that are not the engine's, nor what `torch.autograd.gr
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -21,9 +22,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 import retrograde as rg
+from retrograde.integrations.deepspeed.checkpoints import (
+    Checkpointed,
+    Counters,
+    Wanted,
+    checked_tag,
+    latest_in,
+    write_weights,
+)
 from retrograde.integrations.deepspeed.config import BatchSizes, Config
 from retrograde.integrations.deepspeed.refusals import ConfigError, wrong
-from retrograde.integrations.deepspeed.words import missing
 
 
 class Scheduler(Protocol):
@@ -45,10 +53,7 @@ class DeepSpeedEngine(nn.Module):
         self.sharded = sharded
         self.optimizer = optimizer
         self.lr_scheduler: Scheduler | None = scheduler
-        self.global_steps = 0  # updates
-        self.global_samples = 0
-        self.micro_steps = 0
-        self.skipped_steps = 0
+        self._counters = Counters()
         self.global_rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self._config = config
@@ -147,7 +152,7 @@ class DeepSpeedEngine(nn.Module):
                 self._update(self.optimizer, lr_kwargs or {})
         finally:
             self._updating = False
-        self.micro_steps += 1
+        self._counters.micro_steps += 1
 
     def _update(self, optimizer: Optimizer, lr_kwargs: Mapping[str, Any]) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -163,10 +168,10 @@ class DeepSpeedEngine(nn.Module):
         optimizer.zero_grad()
         if self.lr_scheduler is not None and self._applied:
             self.lr_scheduler.step(**lr_kwargs)
-        self.skipped_steps += not self._applied
-        self.global_steps += 1
+        self._counters.skipped_steps += not self._applied
+        self._counters.global_steps += 1
         micro_batches = self._config.batch.accumulation if self._config.managed else self._backwards
-        self.global_samples += self._config.batch.micro * self.world_size * micro_batches
+        self._counters.global_samples += self._config.batch.micro * self.world_size * micro_batches
         self._backwards = 0
 
     def _step_of(self, optimizer: Optimizer) -> bool:
@@ -255,18 +260,79 @@ class DeepSpeedEngine(nn.Module):
             self.module.compile(**options)
         self._compiled = True
 
+    # ---- what was counted
+    @property
+    def global_steps(self) -> int:
+        """Updates."""
+        return self._counters.global_steps
+
+    @property
+    def global_samples(self) -> int:
+        return self._counters.global_samples
+
+    @property
+    def micro_steps(self) -> int:
+        return self._counters.micro_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        return self._counters.skipped_steps
+
     # ---- the model's state
     def module_state_dict(self) -> dict[str, Any]:
         return self.module.state_dict()
 
-    def save_checkpoint(self, save_dir: str, tag: str | None = None, **options: Any) -> bool:
-        raise missing("save_checkpoint")
+    @property
+    def _checkpointed(self) -> Checkpointed:
+        return Checkpointed(self.module, self.optimizer, self.lr_scheduler, self._scaler)
 
-    def load_checkpoint(self, load_dir: str, tag: str | None = None, **options: Any) -> tuple[str, dict[str, Any]]:
-        raise missing("load_checkpoint")
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """A checkpoint of `rg.save` in the folder `tag` of `save_dir`. For all ranks together."""
+        if exclude_frozen_parameters:
+            raise wrong("exclude_frozen_parameters", True, "is not there", "False, or leave it out")
+        name = checked_tag(tag, self.global_steps)
+        self._checkpointed.save(save_dir, name, self._counters, client_state or {}, save_latest)
+        return True
 
-    def save_16bit_model(self, save_dir: str, save_filename: str = "pytorch_model.bin", **options: Any) -> bool:
-        raise missing("save_16bit_model")
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, Mapping[str, Any]]:
+        """One of `save_checkpoint`, or of DeepSpeed itself; by default the latest. For all ranks together.
+
+        Returns where it was, and what the program had given to be saved with it; None where there is none."""
+        if custom_load_fn is not None:
+            raise wrong("custom_load_fn", custom_load_fn, "is not there", "None, or leave it out")
+        path = latest_in(load_dir) if tag is None else Path(load_dir) / checked_tag(tag, 0)
+        if path is None:
+            return None, {}
+        if load_module_only:
+            return str(path), self._checkpointed.load(path, Counters(), load_module_strict, Wanted(False, False))
+        wanted = Wanted(load_optimizer_states, load_lr_scheduler_states)
+        return str(path), self._checkpointed.load(path, self._counters, load_module_strict, wanted)
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """All weights, in the dtype in which modules compute, in one file: safetensors if its name ends so, else
+        torch's. For all ranks together."""
+        if exclude_frozen_parameters:
+            raise wrong("exclude_frozen_parameters", True, "is not there", "False, or leave it out")
+        write_weights(self.module, save_dir, save_filename, self._config.precision.page)
+        return True
 
     def destroy(self) -> None:
         """Nothing is left behind: what an engine holds goes with the model."""

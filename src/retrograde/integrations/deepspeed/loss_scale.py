@@ -1,6 +1,7 @@
 """fp16's loss scale in DeepSpeed's words, by torch's `GradScaler`."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -34,6 +35,12 @@ class LossScaler:
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         return self._scaler.scale(loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._scaler.load_state_dict(state)
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Gradients are those of the loss itself from now on."""

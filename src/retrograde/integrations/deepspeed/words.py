@@ -64,12 +64,14 @@ _UNITS = "a unit is its own bucket: nothing is split or filled up to a size"
 _SAME = "one flat buffer for each unit, always"
 _OVERLAP = "gradients are sent while backward goes on, always; nothing waits before its end"
 _WATCHING = "only says what happens: see `engine.sharded.report()` and torch's profiler"
-_CHECKPOINTS = "checkpoints on disk"
+_PINNED = "what crosses lies in pinned memory, always"
+_NO_DISK = "nothing is offloaded to disks"
 _NARROW_MASTERS = "a master that is not fp32"
 _BF16 = "bf16."
 _FP16 = "fp16."
 _RESIDENT = "part of the resident budget, with the elements' size: `rg.shard(resident=...)`"
 _ZERO = "zero_optimization."
+_OFFLOAD = _ZERO + "offload_"
 
 WORDS: tuple[Word, ...] = (
     # ---- batches and steps
@@ -124,14 +126,28 @@ WORDS: tuple[Word, ...] = (
     _idle(_ZERO + "stage3_gather_16bit_weights_on_model_save", Kind.BOOL, "see `save_16bit_model`"),
     _idle(_ZERO + "stage3_gather_fp16_weights_on_model_save", Kind.BOOL, "see `save_16bit_model`"),
     _idle(_ZERO + "save_muon_momentum_buffer_in_memory", Kind.BOOL, "nothing leaves memory"),
-    _idle(_ZERO + "cpu_offload_use_pin_memory", Kind.BOOL, "nothing is offloaded"),
+    _idle(_ZERO + "cpu_offload_use_pin_memory", Kind.BOOL, _PINNED),
     _idle(_ZERO + "zero_hpz_partition_size", Kind.WHOLE, "how pages are read, not what is computed"),
     _idle(_ZERO + "mics_hierarchical_params_gather", Kind.BOOL, "how pages are read, not what is computed"),
-    _not_yet(_ZERO + "offload_optimizer", Kind.SECTION, "offload", "device"),
-    _not_yet(_ZERO + "offload_param", Kind.SECTION, "offload", "device"),
-    _not_yet(_ZERO + "cpu_offload", Kind.BOOL, "offload"),
-    _not_yet(_ZERO + "cpu_offload_param", Kind.BOOL, "offload"),
-    _not_yet(_ZERO + "zenflow", Kind.SECTION, "offload"),
+    _used(_OFFLOAD + "optimizer.device", Kind.TEXT, '"cpu": `rg.shard(offload="optimizer")`; "nvme" is refused'),
+    _used(_OFFLOAD + "param.device", Kind.TEXT, '"cpu": `rg.shard(offload="parameters")`; "nvme" is refused'),
+    _idle(_OFFLOAD + "optimizer.pin_memory", Kind.BOOL, _PINNED),
+    _idle(_OFFLOAD + "param.pin_memory", Kind.BOOL, _PINNED),
+    _idle(_OFFLOAD + "optimizer.nvme_path", Kind.TEXT, _NO_DISK),
+    _idle(_OFFLOAD + "param.nvme_path", Kind.TEXT, _NO_DISK),
+    _idle(_OFFLOAD + "optimizer.buffer_count", Kind.WHOLE, _NO_DISK),
+    _idle(_OFFLOAD + "param.buffer_count", Kind.WHOLE, _NO_DISK),
+    _idle(_OFFLOAD + "param.buffer_size", Kind.WHOLE, _NO_DISK),
+    _idle(_OFFLOAD + "param.max_in_cpu", Kind.WHOLE, _NO_DISK),
+    _idle(_OFFLOAD + "optimizer.pipeline_read", Kind.BOOL, _NO_DISK),
+    _idle(_OFFLOAD + "optimizer.pipeline_write", Kind.BOOL, _NO_DISK),
+    _idle(_OFFLOAD + "optimizer.fast_init", Kind.BOOL, _NO_DISK),
+    Word(_OFFLOAD + "optimizer.ratio", Kind.NUMBER, Standing.NOT_YET, "offload of a part", off=(None, 1)),
+    _not_yet(_OFFLOAD + "optimizer.super_offload", Kind.BOOL, "an update beside the backward"),
+    _idle(_OFFLOAD + "optimizer.cpuadam_cores_perc", Kind.NUMBER, "optimizers are torch's"),
+    _used(_ZERO + "cpu_offload", Kind.BOOL, 'true: `rg.shard(offload="optimizer")`'),
+    _used(_ZERO + "cpu_offload_param", Kind.BOOL, 'true: `rg.shard(offload="parameters")`'),
+    _not_yet(_ZERO + "zenflow", Kind.SECTION, "an update beside the backward"),
     _not_yet(_ZERO + "zero_quantized_weights", Kind.BOOL, "quantization"),
     _not_yet(_ZERO + "zero_quantized_nontrainable_weights", Kind.BOOL, "quantization"),
     _not_yet(_ZERO + "zero_quantized_gradients", Kind.BOOL, "quantization"),
@@ -187,7 +203,7 @@ WORDS: tuple[Word, ...] = (
     _idle("log_level", Kind.ANYTHING, _WATCHING),
     # ---- others
     _idle("activation_checkpointing", Kind.SECTION, "`torch.utils.checkpoint`, of either kind, works as it is"),
-    _idle("aio", Kind.SECTION, "nothing is offloaded"),
+    _idle("aio", Kind.SECTION, _NO_DISK),
     _idle("checkpoint", Kind.SECTION, "see `save_checkpoint`"),
     _idle("nebula", Kind.SECTION, "see `save_checkpoint`"),
     _idle("pipeline", Kind.SECTION, "pipelines are `rg.Pipeline`"),
@@ -223,11 +239,8 @@ SYNONYMS = {
     _ZERO + "allgather_sequential": _ZERO + "stage3_allgather_sequential",
 }
 
-# What the engine's methods, and arguments of `initialize()`, are refused with: the name, what is missing, the way out.
+# What arguments of `initialize()` are refused with: the name, what is missing, the way out.
 MISSING: dict[str, tuple[str, str]] = {
-    "save_checkpoint": (_CHECKPOINTS, "torch.distributed.checkpoint.save() takes engine.sharded.state_dict()"),
-    "load_checkpoint": (_CHECKPOINTS, "torch.distributed.checkpoint.load() and engine.sharded.load_state_dict() do it"),
-    "save_16bit_model": (_CHECKPOINTS, "engine.module.state_dict() has whole tensors, and torch.save() takes it"),
     "mpu": ("model parallelism by mpu", "leave it out: ranks are those of the default process group"),
     "mesh_param": ("sequence parallelism", "leave it out"),
 }
@@ -237,7 +250,7 @@ _PARTS = {key.rpartition(".")[0] for key in _WORD_OF if "." in key}  # sections 
 
 
 def missing(name: str) -> Exception:
-    """The error for a method or an argument that is not there yet."""
+    """The error for an argument that is not there yet."""
     what, instead = MISSING[name]
     return not_yet(name, what, instead)
 
@@ -256,6 +269,8 @@ def _flat(section: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
     for name, value in section.items():
         key = SYNONYMS.get(f"{prefix}{name}", f"{prefix}{name}")
+        if key in _PARTS and value is None:
+            continue
         if key in _PARTS:
             found += _flat(_checked_type(key, Kind.SECTION, value), f"{key}.")
             continue

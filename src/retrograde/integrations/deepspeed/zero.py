@@ -31,7 +31,7 @@ class Init:
         **options: Any,
     ) -> None:
         if remote_device not in (None, "none", "cpu"):
-            raise not_yet("zero.Init(remote_device)", "offload", "leave it out")
+            raise not_yet("zero.Init(remote_device)", "offload to disks", "leave it out")
         self._dtype = dtype if enabled else None
         self._before: list[torch.dtype] = []
 

@@ -1,5 +1,7 @@
 """Calls of collectives, on a process group of our own: the user's collectives may come between ours in any order."""
 
+import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -9,7 +11,7 @@ import torch.distributed as dist
 from retrograde.devices import Stream, Streams
 from retrograde.transport.one_sided import OneSidedTransport
 
-_POLL = 0.0002  # seconds between two looks at a call that the host waits for
+POLL = 0.0002  # seconds between two looks at a call that the host waits for
 
 
 class GatherOffer(NamedTuple):
@@ -49,46 +51,72 @@ Offer = GatherOffer | ExchangeOffer | SumOffer
 
 
 class CallWork:
-    """A call under way. Implements `Work`. Waited for once: gloo would write the results again."""
+    """A call under way. Implements `Work`. Waited for once: gloo would write the results again.
 
-    def __init__(self, work: dist.Work, host: OneSidedTransport, on_host: bool) -> None:
+    It has the call's memory until then."""
+
+    def __init__(self, work: dist.Work, offer: Offer, host: OneSidedTransport, on_host: bool) -> None:
         """`host`: who knows whether another rank has failed; `on_host`: whether it is the host that has to wait."""
         self._work: dist.Work | None = work
+        self._offer: Offer | None = offer
         self._host = host
         self._on_host = on_host
+        self.what = "a collective"  # for whoever waits for it in vain
+        self.waits_since: float | None = None  # the program does
 
     def wait(self, stream: Stream) -> None:
         """On an accelerator it is the stream that waits."""
         if self._work is None:
             return
-        work, self._work = self._work, None
-        if self._on_host:
+        if self._on_host and not self.done():
+            self.waits_since = time.monotonic()
             others = list(self._host.connections.peers)
-            self._host.wait_for(lambda: [] if work.is_completed() else others, "a collective", look_again=_POLL)
-        stream.run(work.wait)
+            self._host.wait_for(lambda: [] if self.done() else others, self.what, look_again=POLL)
+            self.waits_since = None
+        self.finish(stream)
+
+    def finish(self, stream: Stream) -> None:
+        """The same, of one that is done, or where it is the stream that waits."""
+        work, self._work = self._work, None  # the program, or the watch: not both
+        if work is not None:
+            stream.run(work.wait)
+            self._offer = None
 
     def done(self) -> bool:
-        return self._work is None or bool(self._work.is_completed())
+        work = self._work
+        return work is None or bool(work.is_completed())
 
 
 class Communicator:
-    """A process group with the ranks and backends of the user's. All ranks make it together."""
+    """A process group with the ranks and backends of the user's, or with one replica's. All ranks make it together."""
 
-    def __init__(self, host: OneSidedTransport, streams: Streams) -> None:
-        group = host.connections.group()
-        ranks = dist.get_process_group_ranks(group)
+    def __init__(self, host: OneSidedTransport, streams: Streams, rows: Sequence[Sequence[int]]) -> None:
+        """`rows`: the ranks of each replica, by shard."""
+        ranks = dist.get_process_group_ranks(host.connections.group())
         # Without the ranks outside of the group torch names a new one by how many groups each rank is in, so it is only
         # done where there are such ranks.
         apart = len(ranks) < dist.get_world_size()
         limit = timedelta(seconds=host.timeout)
-        made = dist.new_group(ranks, limit, use_local_synchronization=apart, sort_ranks=False)
-        assert isinstance(made, dist.ProcessGroup)
-        self._group = made
+        for row in rows:
+            mine = host.rank in row
+            if apart and not mine:
+                continue
+            members = [ranks[rank] for rank in row]
+            made = dist.new_group(members, limit, use_local_synchronization=apart, sort_ranks=False)
+            if mine:
+                assert isinstance(made, dist.ProcessGroup)
+                self._group = made
+        self.size = len(rows[0])
         self._host = host
         self._on_host = streams.on_host
+        self._overlap = streams.overlap
 
     def start(self, offer: Offer) -> CallWork:
-        """On the offer's stream: the call begins when what was issued there is done."""
+        """On the offer's stream: the call begins when what was issued there is done. Without overlap the stream waits
+        for it at once."""
         started: list[dist.Work] = []
         offer.stream.run(lambda: started.append(offer.start(self._group)))
-        return CallWork(started[0], self._host, self._on_host)
+        work = CallWork(started[0], offer, self._host, self._on_host)
+        if not self._overlap:
+            work.wait(offer.stream)
+        return work

@@ -2,68 +2,100 @@
 
 [Note: the conductor]
 The order (transport/order) has no threads: its inputs are calls, its outputs effects. The program's thread comes with
-wants and boundaries, the service thread with messages, a watch with alarms; all hold the lock of the connections, and
-nobody waits for another rank while holding it but in `wait_for`, which lets go of it.
+wants and boundaries, the service thread with messages, a watch with alarms and with calls that do not end; all hold
+the lock of the connections, and nobody waits for another rank while holding it but in `wait_for`, which lets go of it.
 
 Rule 1: a call is issued by whoever learns that it is its turn: the program itself, or the service thread while the
-        program waits for a verdict. What this rank brings to it lies in `_offered` then.
-Rule 2: a period begins when the program next wants something or arrives somewhere: what ranks do in between, after a
-        meeting, they do alike, and may call collectives that are no wants.
+        program waits for a verdict. What this rank brings to it lies in `_offered` then. What is issued for the
+        others' sake is in courtesy.py.
+Rule 2: a period begins when what a meeting asks for is done, and after a step when shards are at rest: until then ranks
+        do the same, and may call collectives that are no wants. Messages of the next period wait for that, so it is
+        said as soon as it is so (`rest`); the program may next sit in a barrier of its own.
+Rule 3: a call for which the program waits too long is said to be overdue. Others' service threads then issue it.
 """
 
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from retrograde.transport.collective.communicator import CallWork, Communicator, Offer
+from retrograde.transport.collective.communicator import POLL, CallWork, Communicator, GatherOffer, Offer
+from retrograde.transport.collective.courtesy import Courtesies, SparePage
 from retrograde.transport.one_sided import OneSidedTransport
 from retrograde.transport.order import (
     Abort,
     Alarm,
     Boundary,
+    CollectiveCall,
+    Drop,
     Effect,
+    Gather,
     Issue,
     MeetingPlace,
     Participant,
+    Passed,
     Role,
     Send,
+    Serve,
     ServeOneSided,
     Settle,
+    Sleep,
     Want,
     decode,
     encode,
 )
+from retrograde.transport.protocol import Work
 
-_WATCH = 0.1  # seconds between two looks at the alarms
+_WATCH = 0.05  # seconds between two looks at alarms and calls
 
 
 class Conductor:
     """One rank's participant, and what its effects need: messages by the host's transport, calls by a communicator."""
 
-    def __init__(self, participant: Participant, host: OneSidedTransport, communicator: Communicator) -> None:
+    def __init__(
+        self,
+        participant: Participant,
+        host: OneSidedTransport,
+        communicator: Communicator,
+        courtesies: Courtesies | None,
+        nudge: float,
+    ) -> None:
+        """`courtesies`: None where ranks that stray are not served. `nudge`: seconds after which a call is overdue."""
         self._participant = participant
         self._host = host
         self._changed = host.connections.changed
         self._communicator = communicator
+        self._courtesies = courtesies
+        self._nudge = nudge
+        self.passed = host.meetings  # meetings after which gradients are counted anew; the same on all ranks
         self._offered: Offer | None = None
-        self._served: list[CallWork] = []  # what the program waits for, when it has come
+        self._wanted = ""  # what it is for, in words
+        self._served: list[Work | None] = []  # what the program waits for, when it has come; None: one-sidedly
         self._settled: list[Settle] = []
         self._resting = False  # at a boundary that has been passed: the next period has not begun (Rule 2)
+        self._open: dict[int, CallWork] = {}  # calls of the program's that may not be done
+        self._spares: dict[int, SparePage] = {}
         self._standing: dict[Alarm, float] = {}  # since when
         host.listen(self._hear)
         watch = threading.Thread(target=_watch, args=(weakref.ref(self),), name="retrograde-order", daemon=True)
         watch.start()
 
     # ---- the program
-    def want(self, want: Want, offer: Offer, what: str) -> CallWork:
-        """Returns the call that serves it, which has been issued with `offer`."""
+    def want(self, want: Want, offer: Offer, what: str) -> Work | None:
+        """Returns the call that serves it, which has been issued with `offer`; None: it is to be served one-sidedly."""
         with self._changed:
             self._begin_period()
             self._offered = offer
+            self._wanted = what
             self._served.clear()
+            self._settled.clear()
             self._carry_out(self._participant.want(want))
-        self._wait(self._served, what)
+        self._wait(lambda: bool(self._served or self._settled), what)
+        if self._settled:  # all ranks have come together here: the order is one again
+            self._settle(what)
+            self.passed += 1
+            self.rest()
+            self._wait(lambda: bool(self._served), what)
         self._offered = None
         return self._served.pop()
 
@@ -73,18 +105,34 @@ class Conductor:
             self._begin_period()
             self._settled.clear()
             self._carry_out(self._participant.arrive(boundary, name))
-        self._wait(self._settled, what)
-        self._resting = True
-        return self._settled[0].places
+        self._wait(lambda: bool(self._settled), what, for_main_threads=True)
+        return self._settle(what).places
+
+    def rest(self) -> None:
+        """What the last meeting asked for is done, and shards are at rest."""
+        with self._changed:
+            self._begin_period()
 
     def _begin_period(self) -> None:
         if self._resting:
             self._resting = False
             self._carry_out(self._participant.rest(again=False))
 
-    def _wait(self, outcome: Sequence[object], what: str) -> None:
+    def _settle(self, what: str) -> Settle:
+        """All calls of the period have been issued by all ranks: those for the others' sake are done next."""
+        courtesies = self._courtesies
+        if courtesies is not None:
+            self._wait(lambda: courtesies.done, what, look_again=POLL)
+            with self._changed:
+                courtesies.settle()
+        self._resting = True
+        return self._settled.pop()
+
+    def _wait(
+        self, over: Callable[[], bool], what: str, for_main_threads: bool = False, look_again: float | None = None
+    ) -> None:
         others = list(self._host.connections.peers)
-        self._host.wait_for(lambda: [] if outcome else others, what, for_main_threads=True)
+        self._host.wait_for(lambda: [] if over() else others, what, for_main_threads, look_again)
 
     # ---- effects, with the lock held
     def _carry_out(self, effects: Sequence[Effect]) -> None:
@@ -92,22 +140,62 @@ class Conductor:
             match effect:
                 case Send():
                     self._host.tell_order(effect.to, encode(effect.message))
-                case Issue(role=Role.OWN):
-                    assert self._offered is not None
-                    self._served.append(self._communicator.start(self._offered))
+                case Issue():
+                    self._issue(effect.call, effect.role)
+                case Serve():
+                    self._served.append(self._work_of(effect.call))
+                case ServeOneSided():
+                    self._serve_one_sided(effect.want)
                 case Settle():
                     self._settled.append(effect)
+                case Drop():
+                    self._spares.pop(effect.call.number, None)
                 case Abort():
                     self._host.give_up(effect.cause)
-                case Issue() | ServeOneSided():
-                    self._stray(effect.call.want if isinstance(effect, Issue) else effect.want)
+                case Sleep() | Passed():
+                    pass
         self._host.connections.notify()
 
+    def _issue(self, call: CollectiveCall, role: Role) -> None:
+        if role is Role.OWN:
+            assert self._offered is not None
+            work = self._communicator.start(self._offered)
+            work.what = self._wanted
+            self._open[call.number] = work
+        elif self._courtesies is None:
+            self._stray(call.want)
+        elif self._host.failure is None:
+            self._attend(self._courtesies, call, role)
+
+    def _attend(self, courtesies: Courtesies, call: CollectiveCall, role: Role) -> None:
+        """What goes wrong here is not the service thread's affair: all are told."""
+        try:
+            if role is Role.SPARE and isinstance(call.want, Gather):
+                work, page = courtesies.fetch(call.want)
+                self._spares[call.number] = SparePage(work, page, page)
+            else:
+                courtesies.attend(call.want, self.passed)
+        except Exception as error:
+            self._host.give_up(f"rank {self._host.rank} was to take part in {call.want} for the others: {error}")
+
+    def _work_of(self, call: CollectiveCall) -> Work:
+        spare = self._spares.pop(call.number, None)
+        if spare is None:
+            return self._open[call.number]
+        assert isinstance(self._offered, GatherOffer)
+        self._open[call.number] = spare.work
+        return spare._replace(memory=self._offered.page)
+
+    def _serve_one_sided(self, want: Want) -> None:
+        if self._courtesies is None:
+            self._stray(want)
+        self._served.append(None)
+
     def _stray(self, want: Want) -> None:
-        """The order would go on without some rank. That is not built: all are told."""
+        """The order would go on without some rank. On a device that is not built: all are told."""
         self._host.give_up(
             f"rank {self._host.rank}: ranks use units in different orders, or not the same ones: {want} is not what "
-            f"all of them came to. Over collectives all ranks do the same between two steps; give "
+            f"all of them came to. Over collectives of a device all ranks do the same between two steps; give "
             f'shard(transport="one-sided") where they do not'
         )
 
@@ -116,19 +204,30 @@ class Conductor:
         self._carry_out(self._participant.message(source, decode(data)))
 
     # ---- the watch
-    def look_at_alarms(self) -> None:
-        """Fire those that have stood for their time."""
+    def look(self) -> None:
+        """Fire alarms that have stood for their time, and look for calls that are done or overdue."""
         with self._changed:
             now = time.monotonic()
-            self._standing = {alarm: self._standing.get(alarm, now) for alarm in self._participant.alarms()}
-            for alarm, since in list(self._standing.items()):
-                if now - since >= alarm.seconds:
-                    del self._standing[alarm]
-                    self._carry_out(self._participant.timeout(alarm))
+            self._look_at_alarms(now)
+            if self._courtesies is not None:
+                self._courtesies.collect()
+            for number, work in list(self._open.items()):
+                if work.done():
+                    del self._open[number]
+                    self._participant.completed(number)
+                elif work.waits_since is not None and now - work.waits_since >= self._nudge:
+                    self._carry_out(self._participant.overdue(number))
+
+    def _look_at_alarms(self, now: float) -> None:
+        self._standing = {alarm: self._standing.get(alarm, now) for alarm in self._participant.alarms()}
+        for alarm, since in list(self._standing.items()):
+            if now - since >= alarm.seconds:
+                del self._standing[alarm]
+                self._carry_out(self._participant.timeout(alarm))
 
 
 def _watch(reference: "weakref.ref[Conductor]") -> None:
     while (conductor := reference()) is not None:
-        conductor.look_at_alarms()
+        conductor.look()
         del conductor
         time.sleep(_WATCH)
