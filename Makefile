@@ -107,7 +107,7 @@ patterns: $(READY)
 	@$(PY) tools/fill_tables.py patterns build/patterns.md
 
 bench: $(PEERS)
-	@$(PY) -m benchmarks.run
+	@for field in fp32 compiled bf16; do $(PY) -m benchmarks.run --field $$field; done
 	@$(PY) tools/fill_tables.py benchmarks benchmarks/results
 
 bench-overhead: $(READY)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from benchmarks import meters
 from benchmarks.model import GPT, Workload
 
 Step = Callable[[Tensor, Tensor], float]
@@ -23,6 +24,8 @@ class Training:
     step: Step
     # The engine's own totals of what it exchanged so far, for one that does not use collectives.
     exchanges: Callable[[], dict[str, int]] = dict
+    # Bytes so far, for one that does not use sockets.
+    sent: Callable[[], int] = meters.bytes_sent
 
 
 Setup = Callable[[GPT, Workload], Training]
@@ -65,6 +68,12 @@ def _alone(model: GPT, work: Workload) -> Training:
     return Training(_torch_step(model, _adamw(model, work)))
 
 
+def _alone_bf16(model: GPT, work: Workload) -> Training:
+    """The limit in bf16: no masters."""
+    model.to(torch.bfloat16)
+    return _alone(model, work)
+
+
 def _ddp(model: GPT, work: Workload) -> Training:
     from torch.nn.parallel import DistributedDataParallel
 
@@ -88,31 +97,34 @@ def _ddp_zero(model: GPT, work: Workload) -> Training:
     return Training(_torch_step(wrapped, optimizer))
 
 
-def fully_shard_blocks(model: nn.Module, blocks: Iterable[nn.Module], reshard: bool, device: str = "cpu") -> None:
+def fully_shard_blocks(
+    model: nn.Module, blocks: Iterable[nn.Module], reshard: bool, device: str = "cpu", bf16: bool = False
+) -> None:
     """Each block is a unit, and what is left is the root's."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh(device, (torch.distributed.get_world_size(),))
     # None is torch's default: every unit but the root, which backward needs at once, drops its weights.
     policy = None if reshard else False
+    precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
     for block in blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=policy)
-    fully_shard(model, mesh=mesh, reshard_after_forward=policy)
+        fully_shard(block, mesh=mesh, reshard_after_forward=policy, mp_policy=precision)
+    fully_shard(model, mesh=mesh, reshard_after_forward=policy, mp_policy=precision)
 
 
-def _fsdp2(reshard: bool, compiled: bool = False) -> Setup:
+def _fsdp2(reshard: bool, compiled: bool = False, bf16: bool = False) -> Setup:
     def setup(model: GPT, work: Workload) -> Training:
         if compiled:
             for block in model.blocks:
                 block.compile()  # block by block, as torchtitan does
-        fully_shard_blocks(model, model.blocks, reshard)
+        fully_shard_blocks(model, model.blocks, reshard, bf16=bf16)
         return Training(_torch_step(model, _adamw(model, work)))
 
     return setup
 
 
-def _deepspeed(stage: int) -> Setup:
+def _deepspeed(stage: int, bf16: bool = False) -> Setup:
     def setup(model: GPT, work: Workload) -> Training:
         import deepspeed
 
@@ -125,6 +137,8 @@ def _deepspeed(stage: int) -> Setup:
             "gradient_clipping": 0.0,  # the default of 1.0 would be work that nobody else does
             "steps_per_print": 10**9,
             "zero_optimization": {"stage": stage},
+            "bf16": {"enabled": bf16},
+            "zero_allow_untested_optimizer": True,  # fused AdamW under masters
         }
         engine, *_ = deepspeed.initialize(model=model, optimizer=_adamw(model, work), config=config)
 
@@ -139,18 +153,25 @@ def _deepspeed(stage: int) -> Setup:
     return setup
 
 
-def _retrograde(stage: int, compiled: bool = False) -> Setup:
+def _retrograde(stage: int, compiled: bool = False, transport: str = "auto", bf16: bool = False) -> Setup:
     def setup(model: GPT, work: Workload) -> Training:
         import retrograde as rg
 
-        ledger = rg.shard(model, stage=stage, timeout=_PATIENCE if compiled else 60.0).ledger
+        patience = _PATIENCE if compiled else 60.0
+        precision = rg.Precision(param="bf16", reduce="fp32") if bf16 else None
+        ledger = rg.shard(model, stage=stage, timeout=patience, transport=transport, precision=precision).ledger
         if compiled:
             rg.compile(model)
 
         def exchanges() -> dict[str, int]:
             return {kind: ledger.count(kind) for kind in ("gather", "reduce", "join", "agree")}
 
-        return Training(_torch_step(model, _adamw(model, work)), exchanges)
+        def moved() -> int:
+            """What a rank reads of others' shards, and hands over of gradients: within a host by shared memory."""
+            return int(ledger.bytes("gather") + ledger.bytes("reduce"))
+
+        step = _torch_step(model, _adamw(model, work))
+        return Training(step) if transport == "collective" else Training(step, exchanges, moved)
 
     return setup
 
@@ -158,18 +179,34 @@ def _retrograde(stage: int, compiled: bool = False) -> Setup:
 _PATIENCE = 300.0  # seconds one rank may compile while the other waits
 _PIP_DEEPSPEED = "pip install --no-build-isolation deepspeed==0.19.8"
 
-CONTENDERS: dict[str, Contender] = {
-    contender.name: contender
-    for contender in (
+_PEERS = (
+    Contender("ddp", _ddp),
+    Contender("ddp-zero", _ddp_zero),
+    Contender("fsdp2", _fsdp2(reshard=False)),
+    Contender("fsdp2-reshard", _fsdp2(reshard=True)),
+    *(Contender(f"deepspeed-{n}", _deepspeed(n), "deepspeed", _PIP_DEEPSPEED) for n in (1, 2, 3)),
+)
+_OURS = tuple(Contender(f"retrograde-{stage}", _retrograde(stage), "retrograde") for stage in (1, 2, 3))
+_OURS_OVER_GLOO = tuple(
+    Contender(f"retrograde-{stage}-gloo", _retrograde(stage, transport="collective"), "retrograde")
+    for stage in (1, 2, 3)
+)
+
+# Who is compared with whom. Those of one field are alive together and take turns, as many as memory has room for.
+FIELDS: dict[str, tuple[Contender, ...]] = {
+    "fp32": (Contender("alone", _alone), *_OURS, *_OURS_OVER_GLOO, *_PEERS),
+    "compiled": (
         Contender("alone", _alone),
-        *(Contender(f"retrograde-{stage}", _retrograde(stage), "retrograde") for stage in (1, 2, 3)),
-        Contender("ddp", _ddp),
-        Contender("ddp-zero", _ddp_zero),
-        Contender("fsdp2", _fsdp2(reshard=False)),
-        Contender("fsdp2-reshard", _fsdp2(reshard=True)),
-        *(Contender(f"deepspeed-{n}", _deepspeed(n), "deepspeed", _PIP_DEEPSPEED) for n in (1, 2, 3)),
         Contender("retrograde-3-compiled", _retrograde(3, compiled=True), "retrograde", compiled=True),
         Contender("ddp-compiled", _ddp_compiled, compiled=True),
         Contender("fsdp2-reshard-compiled", _fsdp2(reshard=True, compiled=True), compiled=True),
-    )
+    ),
+    "bf16": (
+        Contender("alone-bf16", _alone_bf16),
+        *(Contender(f"retrograde-{n}-bf16", _retrograde(n, bf16=True), "retrograde") for n in (2, 3)),
+        Contender("fsdp2-bf16", _fsdp2(reshard=False, bf16=True)),
+        Contender("fsdp2-reshard-bf16", _fsdp2(reshard=True, bf16=True)),
+        *(Contender(f"deepspeed-{n}-bf16", _deepspeed(n, True), "deepspeed", _PIP_DEEPSPEED) for n in (2, 3)),
+    ),
 }
+CONTENDERS: dict[str, Contender] = {each.name: each for field in FIELDS.values() for each in field}

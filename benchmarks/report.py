@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.model import Workload
-from benchmarks.stats import LIMIT, Record, Spread, bars, check_losses
+from benchmarks.stats import LIMIT, Record, Spread, bars, check_losses, limit_of
 
 _QUIET_ENOUGH = 0.05  # share of the machine that others may use before the figures are doubted
 _AWAKE = 0.01  # share of a core a contender may use while it is not its turn
@@ -57,7 +57,7 @@ def grids(results: Results) -> list[Grid]:
 
 
 def _overview(results: Results) -> Grid:
-    limit = results.records.get(LIMIT)
+    limit = limit_of(results.records)
     rows = []
     for record in results.records.values():
         ratio = ranged(record.over(limit)) if limit and record is not limit else "1.00"
@@ -139,7 +139,7 @@ def _setting(results: Results) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in results.versions.items())
     cpu = f"{machine['cores']} cores ({machine['cpu']})"
     return (
-        f"GPT of {parameters / 1e6:.1f}M parameters, fp32, batch {work.batch}×{work.context} per rank, "
+        f"GPT of {parameters / 1e6:.1f}M parameters, batch {work.batch}×{work.context} per rank, "
         f"fused AdamW, {results.world} ranks (peers over gloo), {cpu}, {versions}; "
         f"{repeats} interleaved repeats of {results.steps} steps."
     )
@@ -164,7 +164,7 @@ def markdown(results: Results) -> str:
 
 
 def as_json(results: Results) -> str:
-    limit = results.records.get(LIMIT)
+    limit = limit_of(results.records)
     return json.dumps(
         {
             "date": results.date,

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import meters, report
-from benchmarks.contenders import CONTENDERS
+from benchmarks.contenders import CONTENDERS, FIELDS
 from benchmarks.crew import ENVIRONMENT, Crew, CrewError
 from benchmarks.model import FULL, TINY
 from benchmarks.protocol import Count, Turn
@@ -33,7 +33,10 @@ _BYTES_PER_PARAMETER = 20  # weight, gradient, two moments, and a bucket or a ma
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
-    parser.add_argument("--contenders", help="comma separated; default all: " + ", ".join(CONTENDERS))
+    parser.add_argument("--field", default="fp32", choices=list(FIELDS), help="who is compared with whom")
+    parser.add_argument(
+        "--contenders", help="some of the field, comma separated; of all fields: " + ", ".join(CONTENDERS)
+    )
     parser.add_argument("--repeats", type=int, default=5, help="rounds in which everybody has a turn")
     parser.add_argument("--steps", type=int, default=3, help="timed steps in a turn")
     parser.add_argument("--settle", type=int, default=1, help="untimed steps before them")
@@ -43,13 +46,13 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--patience", type=float, default=180.0, help="seconds a turn may take")
     parser.add_argument("--limit", type=float, default=2700.0, help="seconds after which no repeat is begun")
     options = parser.parse_args(argv)
-    options.names = [LIMIT, *(name for name in CONTENDERS if name != LIMIT)]
+    options.names = [contender.name for contender in FIELDS[options.field]]
     if options.contenders is not None:
         asked = options.contenders.split(",")
-        unknown = sorted(set(asked) - set(CONTENDERS))
+        unknown = sorted(set(asked) - set(options.names))
         if unknown:
-            parser.error(f"unknown contenders: {', '.join(unknown)}; there are {', '.join(CONTENDERS)}")
-        options.names = [name for name in options.names if name == LIMIT or name in asked]
+            parser.error(f"unknown contenders: {', '.join(unknown)}; there are {', '.join(options.names)}")
+        options.names = [name for name in options.names if name.startswith(LIMIT) or name in asked]
     options.work = TINY if options.tiny else FULL
     if options.tiny:
         options.repeats = min(options.repeats, 2)
@@ -194,7 +197,7 @@ def main(argv: list[str] | None = None) -> int:
     saved = [report.save(results, options.out, stem)]
     # What docs/benchmarks.md and the README show is a complete run; a failed or partial one must not replace it.
     if not options.tiny and options.contenders is None and not results.failed:
-        saved.append(report.save(results, options.out, "latest"))
+        saved.append(report.save(results, options.out, f"latest-{options.field}"))
     console.print(f"written: {', '.join(str(path) for path in saved)} and .json beside", highlight=False)
     losses = check_losses(results.records)
     return 1 if results.failed or (losses and losses.wrong()) else 0

@@ -94,13 +94,13 @@ class Rank(Member):
         woken_cpu = time.process_time()
         losses = [self._train() for _ in range(turn.settle)]
         dist.barrier()
-        sent = meters.bytes_sent()
+        sent = self._training.sent()
         seconds = []
         for _ in range(turn.steps):
             start = time.perf_counter()
             losses.append(self._train())
             seconds.append(time.perf_counter() - start)
-        sent = meters.bytes_sent() - sent
+        sent = self._training.sent() - sent
         peak = meters.memory_bytes("VmHWM")
         meters.return_free_memory()
         self._asleep_since = time.perf_counter()

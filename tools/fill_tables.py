@@ -3,8 +3,8 @@
 `patterns`: FILE is the output of `python -m tests.patterns.table`; it goes into docs/matrix.md.
 `overhead`, `window`, `pipeline`: FILE is what `python -m benchmarks.overhead`, `benchmarks.window` or
 `benchmarks.pipeline` has written; it goes into docs/benchmarks.md.
-`benchmarks`: FOLDER has latest.md, which goes into docs/benchmarks.md, and latest.json, from which the five figures on
-the README's first screen are made.
+`benchmarks`: FOLDER has latest-FIELD.md of three fields, which go into docs/benchmarks.md, and .json beside them, from
+which the five figures on the README's first screen are made.
 """
 
 import json
@@ -19,6 +19,9 @@ MATRIX = ROOT / "docs" / "matrix.md"
 BENCHMARKS = ROOT / "docs" / "benchmarks.md"
 
 
+FIELDS = ("fp32", "compiled", "bf16")
+
+
 class Block(NamedTuple):
     page: Path
     name: str  # of its markers
@@ -26,7 +29,7 @@ class Block(NamedTuple):
 
 BLOCKS = {
     "patterns": Block(MATRIX, "patterns"),
-    "benchmarks": Block(BENCHMARKS, "benchmarks"),
+    **{field: Block(BENCHMARKS, field) for field in FIELDS},
     "overhead": Block(BENCHMARKS, "overhead"),
     "window": Block(BENCHMARKS, "window"),
     "pipeline": Block(BENCHMARKS, "pipeline"),
@@ -82,9 +85,16 @@ FIGURES = (
 )
 
 
-def figures(results: dict[str, Any]) -> str:
+def records_in(folder: Path) -> dict[str, Any]:
+    """What was measured of each contender, in the last run of each field."""
+    records: dict[str, Any] = {}
+    for field in FIELDS:
+        records |= json.loads((folder / f"latest-{field}.json").read_text(encoding="utf-8"))["contenders"]
+    return records
+
+
+def figures(records: dict[str, Any]) -> str:
     """A row for each figure. FSDP2 at stage 3 reshards after forward; DDP shards nothing."""
-    records = results["contenders"]
     lines = [
         "| measured (2 CPU ranks, one machine) | retrograde | FSDP2 | DeepSpeed | DDP |",
         "|---|---:|---:|---:|---:|",
@@ -100,8 +110,9 @@ def main() -> None:
     if which in ("patterns", "overhead", "window", "pipeline"):
         fill(which, source.read_text(encoding="utf-8"))
         return
-    fill("benchmarks", (source / "latest.md").read_text(encoding="utf-8"))
-    fill("figures", figures(json.loads((source / "latest.json").read_text(encoding="utf-8"))))
+    for field in FIELDS:
+        fill(field, (source / f"latest-{field}.md").read_text(encoding="utf-8"))
+    fill("figures", figures(records_in(source)))
 
 
 if __name__ == "__main__":

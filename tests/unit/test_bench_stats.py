@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks.contenders import CONTENDERS
+from benchmarks.contenders import CONTENDERS, FIELDS
 from benchmarks.model import FULL, TINY, Batches, build
 from benchmarks.protocol import Counted, Ready, TurnTaken
 from benchmarks.report import Results, as_json, markdown, notes
@@ -108,7 +108,9 @@ def test_data_is_the_same_for_every_contender_and_other_for_every_rank() -> None
 
 def test_the_limit_always_runs_first() -> None:
     assert arguments(["--contenders", "fsdp2,ddp"]).names == ["alone", "ddp", "fsdp2"]
-    assert arguments([]).names == list(CONTENDERS)
+    assert arguments(["--field", "bf16", "--contenders", "fsdp2-bf16"]).names == ["alone-bf16", "fsdp2-bf16"]
+    assert all(arguments(["--field", field]).names[0].startswith("alone") for field in FIELDS)
+    assert set(CONTENDERS) == {name for field in FIELDS for name in arguments(["--field", field]).names}
 
 
 def test_an_unknown_contender_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

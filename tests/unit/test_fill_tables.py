@@ -1,8 +1,6 @@
-import json
-
 import pytest
 
-from tools.fill_tables import BLOCKS, README, ROOT, figures, filled
+from tools.fill_tables import BLOCKS, README, ROOT, figures, filled, records_in
 
 TEXT = "a\n<!-- t:begin -->\nold\n<!-- t:end -->\nb\n"
 
@@ -25,9 +23,8 @@ def test_every_page_has_its_block(which: str) -> None:
 
 
 def test_the_readme_has_the_figures_of_the_last_benchmark() -> None:
-    results = json.loads((ROOT / "benchmarks" / "results" / "latest.json").read_text(encoding="utf-8"))
     readme = README.read_text(encoding="utf-8")
-    assert filled(readme, "figures", figures(results)) == readme
+    assert filled(readme, "figures", figures(records_in(ROOT / "benchmarks" / "results"))) == readme
 
 
 def test_the_first_screen_has_what_one_needs_first() -> None:
