@@ -85,10 +85,15 @@ FIGURES = (
 )
 
 
+def fields_in(folder: Path) -> list[str]:
+    """Those that have been run."""
+    return [field for field in FIELDS if (folder / f"latest-{field}.json").exists()]
+
+
 def records_in(folder: Path) -> dict[str, Any]:
     """What was measured of each contender, in the last run of each field."""
     records: dict[str, Any] = {}
-    for field in FIELDS:
+    for field in fields_in(folder):
         records |= json.loads((folder / f"latest-{field}.json").read_text(encoding="utf-8"))["contenders"]
     return records
 
@@ -110,7 +115,7 @@ def main() -> None:
     if which in ("patterns", "overhead", "window", "pipeline"):
         fill(which, source.read_text(encoding="utf-8"))
         return
-    for field in FIELDS:
+    for field in fields_in(source):
         fill(field, (source / f"latest-{field}.md").read_text(encoding="utf-8"))
     fill("figures", figures(records_in(source)))
 
