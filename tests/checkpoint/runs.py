@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from retrograde.parameters import ShardedTensor
@@ -90,9 +91,10 @@ def whole(state: Any) -> Any:
         return [whole(value) for value in state]
     if not isinstance(state, Tensor):
         return state
-    if isinstance(state, ShardedTensor):
-        owned = state.unit.layout.shard_of is not None
-        return state.put_together([state.local]).clone() if owned else state.full_tensor().detach().clone()
+    if isinstance(state, ShardedTensor) and state.unit.layout.shard_of is not None:
+        return state.put_together([state.local]).clone()
+    if isinstance(state, ShardedTensor | DTensor):
+        state = state.full_tensor()
     return state.detach().clone()
 
 
