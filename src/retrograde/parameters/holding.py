@@ -82,14 +82,17 @@ class Holding:
 
     def selection(self, optimizer: Optimizer) -> Selection:
         """What an elementwise one has to go through now, with states that are sharded."""
-        if not self._keeps_the_same(optimizer):
-            self._look(optimizer)
+        self._notice_changes(optimizer)
         return self._few if all(representative.serves for representative in self._few.representatives) else self._all
 
     def everything(self, optimizer: Optimizer) -> Selection:
         """The same, with nobody standing for another."""
-        self.selection(optimizer)
+        self._notice_changes(optimizer)
         return self._all
+
+    def _notice_changes(self, optimizer: Optimizer) -> None:
+        if not self._keeps_the_same(optimizer):
+            self._look(optimizer)
 
     def _look(self, optimizer: Optimizer) -> None:
         states = {}
