@@ -146,12 +146,14 @@ class Streams:
         self.current = current
         self.crossing = Crossing(returning or Stream())
 
-    def refuse_capture(self, what: str) -> None:
+    def refuse_capture(self, what: str, *names: str) -> None:
         """A graph has the kernels of one stream, and addresses of memory. Which page is fetched when, on which stream,
-        who meets whom: all that is decided by the host, and would not be played again."""
+        who meets whom: all that is decided by the host, and would not be played again.
+
+        `names` take the places `{}` in `what`, when it raises: this is asked all the time, and almost never raises."""
         if self.current().capturing:
             raise UnsupportedError(
-                f"{what} while the current stream of {self.device} is being captured into a graph: when the graph is "
+                f"{what.format(*names)} while the current stream of {self.device} is being captured into a graph: when the graph is "
                 f"replayed, nothing would be fetched, reduced or agreed on. Leave what uses sharded weights out of the "
                 f"graph, and capture what lies between, functions of plain tensors"
             )
