@@ -28,8 +28,8 @@ SEED ?= 0
 help:
 	@echo "make demo      train a small GPT on 2 ranks, stage 3, and compare it with plain torch"
 	@echo "make quick     something of every kind of test, in less than two minutes on two cores"
-	@echo "make test      lint, strict types, all tests, in less than fifteen minutes on two cores"
-	@echo "make test-all  the same, more random programs, both whole matrices, 200 kills during saves"
+	@echo "make test      lint, strict types, tests, in less than fifteen minutes on two cores"
+	@echo "make test-all  the same, thorough tests, more random programs, both whole matrices, 200 kills during saves"
 	@echo "make lint      ruff (rules, format, branches), lengths of functions, mypy"
 	@echo "make fuzz      random models and programs against plain torch: N=1000 of them, from SEED=0 on"
 	@echo "make patterns  run the free-form backward matrix and put its table into docs/matrix.md"
@@ -81,9 +81,10 @@ quick: $(READY)
 # The test device is compiled first, once: no test's time limit should have to allow for it.
 test: lint
 	@echo "test device"; $(PY) -m tests.accelerator.build >/dev/null
-	@$(PY) -m pytest -n 2 --dist worksteal
+	@$(PY) -m pytest -n 2 --dist worksteal -m "not thorough"
 
 test-all: test
+	@$(PY) -m pytest -n 2 --dist worksteal -m thorough
 	@$(PY) -m tests.fuzz --count 1000 --seed 50 --delays 1
 	@$(PY) -m tests.order --count 10000
 	@$(PY) -m tests.patterns.table
@@ -92,6 +93,7 @@ test-all: test
 	@$(PY) -m tests.accelerator.mutations
 	@$(PY) -m benchmarks.gpu --tiny --device late --into build/gpu-report.md
 	@$(PY) -m benchmarks.many_ranks --world 64
+	@$(PY) -m benchmarks.steady
 	@$(PY) -m tests.pipeline.test_zero
 	@$(PY) -m tests.pipeline.test_shares
 	@$(PY) -m tests.checkpoint.kills --count 200

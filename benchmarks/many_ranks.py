@@ -1,23 +1,17 @@
 """So many real ranks on one machine for a few steps: `python -m benchmarks.many_ranks [--world 64] [--steps 2]`.
 
-They are forked from one process that has imported torch, so that they share its memory. The result is compared with
-plain torch, bit for bit; time and memory are printed. A part of `make test-all`, under a time limit of its own.
+The result is compared with plain torch, bit for bit; time and memory are printed. A part of `make test-all`, under a
+time limit of its own.
 """
 
 from __future__ import annotations
 
 import argparse
-import faulthandler
-import multiprocessing
 import os
 import sys
-import tempfile
 import time
-import traceback
-from datetime import timedelta
-from multiprocessing.connection import Connection
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":
     os.environ.update({"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
@@ -28,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import retrograde as rg
+from benchmarks.forked import play
 
 WIDTH = 24
 LR = 0.1
@@ -75,47 +70,18 @@ def trained(rank: int, world: int, steps: int, stage: int, transport: str) -> tu
     return whole, seconds
 
 
-def _rank(rank: int, asked: argparse.Namespace, store: str, answer: Connection) -> None:
-    faulthandler.dump_traceback_later(asked.limit, exit=True)
-    torch.set_num_threads(1)
-    try:
-        limit = timedelta(seconds=asked.limit)
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=asked.world, timeout=limit)
-        weights, seconds = trained(rank, asked.world, asked.steps, asked.stage, asked.transport)
-        exact = all(map(torch.equal, weights, plain(asked.world, asked.steps)))
-        dist.barrier()
-        answer.send((exact, seconds, _private_bytes()))
-        dist.destroy_process_group()
-    except BaseException:
-        answer.send(traceback.format_exc())
-        raise
+def checked(rank: int, world: int, asked: argparse.Namespace) -> tuple[bool, float, int]:
+    """Whether it is exact, how long a step took, and the bytes that this process has for itself."""
+    weights, seconds = trained(rank, world, asked.steps, asked.stage, asked.transport)
+    exact = all(map(torch.equal, weights, plain(world, asked.steps)))
+    dist.barrier()
+    return exact, seconds, private_bytes()
 
 
-def _private_bytes() -> int:
+def private_bytes() -> int:
     """Of this process alone: what it shares with the one that forked it is left out."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(("Private_Clean:", "Private_Dirty:")))
-
-
-def play(asked: argparse.Namespace) -> list[Any]:
-    """What every rank answers. Nobody is left behind."""
-    fork = multiprocessing.get_context("fork")
-    processes, pipes = [], []
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            for rank in range(asked.world):
-                ours, theirs = fork.Pipe(duplex=False)
-                process = fork.Process(target=_rank, args=(rank, asked, str(Path(folder, "store")), theirs))
-                process.start()
-                theirs.close()
-                processes.append(process)
-                pipes.append(ours)
-            return [pipe.recv() if pipe.poll(asked.limit) else "no answer in time" for pipe in pipes]
-        finally:
-            for process in processes:
-                process.join(10)
-                process.kill()
-                process.join()
 
 
 def main() -> int:
@@ -127,11 +93,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for all")
     asked = parser.parse_args()
     began = time.monotonic()
-    answers = play(asked)
-    wrong = [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if isinstance(answer, str)]
-    if wrong:
-        print("\n".join(wrong[:3]))
-        return 1
+    answers = play(asked.world, asked.limit, partial(checked, asked=asked))
     exact = sum(each for each, _, _ in answers)
     slowest = max(seconds for _, seconds, _ in answers)
     private = sum(held for _, _, held in answers) / 2**30

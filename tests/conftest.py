@@ -1,4 +1,4 @@
-"""Pools of ranks, shared by all tests of a session, and the marker of `make quick`."""
+"""Pools of ranks, shared by all tests of a session, and the markers of `make quick` and `make test-all`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tests.quick import choices, is_quick
+from tests.thorough import is_thorough
 
 torch.set_num_threads(1)
 
@@ -32,6 +33,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if is_quick(item):
             item.add_marker(pytest.mark.quick)
+        if is_thorough(item):
+            item.add_marker(pytest.mark.thorough)
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ TESTS = Path(__file__).parent
 Choice = Callable[[pytest.Item], bool]
 
 
-def _arguments(item: pytest.Item) -> dict[str, Any]:
+def arguments(item: pytest.Item) -> dict[str, Any]:
     """What a parametrized test is given."""
     callspec = getattr(item, "callspec", None)
     return {} if callspec is None else callspec.params
@@ -27,7 +27,7 @@ def at(**wanted: object) -> Choice:
     """Tests with these arguments, and those that do not have them."""
 
     def chosen(item: pytest.Item) -> bool:
-        given = _arguments(item)
+        given = arguments(item)
         return all(given.get(name, value) == value for name, value in wanted.items())
 
     return chosen
@@ -42,7 +42,7 @@ def without(*names: str) -> Choice:
 
 
 def one_model_per_row(item: pytest.Item) -> bool:
-    return Cell(**_arguments(item)) in quick_cells()
+    return Cell(**arguments(item)) in quick_cells()
 
 
 USUAL = at(stage=3, world=2)

@@ -167,7 +167,7 @@ def between_ranks(rank: int, world: int, schedule: str) -> dict[str, Any]:
         alive.append({at: n for at, n in live_storages().items() if at not in before and n != AGREED})
         unsent.append(len(garbage.gc.refs))
         dist.barrier()
-    waiting = sum(map(len, channel._arrived.values())) + len(channel._filling)
+    waiting = len(channel._arrived) + len(channel._filling)
     grads = all(p.grad is not None for p in pipe.parameters())
     return {"alive": alive, "unsent": unsent, "waiting": waiting, "grads": grads}
 

@@ -100,7 +100,7 @@ def _same(one: Any, other: Any) -> bool:
 @pytest.mark.parametrize("name", TREES)
 def test_trees_come_as_they_went(name: str) -> None:
     parcel = Parcel.of(TREES[name])
-    sent = encode(Content(0, Address(True, 0, 0), form_of(parcel)))
+    sent = encode(Content(0, Address(True, 0, 0), 0, form_of(parcel)))
     came = decode(sent)
     assert isinstance(came, Content) and came.form is not None
     assert _same(content_of(came.form, parcel.tensors).tree(), TREES[name])  # type: ignore[union-attr]

@@ -8,6 +8,7 @@ import functools
 import pytest
 
 from tests.quick import QUICK, TESTS
+from tests.thorough import THOROUGH
 
 FILE_LINES, FUNCTION_LINES = 500, 40
 
@@ -89,6 +90,12 @@ def test_nothing_is_too_long() -> None:
 
 def test_what_is_quick_is_there() -> None:
     assert [name for name in QUICK if not (TESTS / name).exists()] == []
+
+
+def test_what_is_thorough_is_there() -> None:
+    for file, choices in THOROUGH.items():
+        source = (TESTS / file).read_text(encoding="utf-8")
+        assert [choice.name for choice in choices if f"def {choice.name}(" not in source] == [], file
 
 
 @pytest.mark.parametrize(

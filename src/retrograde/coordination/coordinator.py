@@ -79,7 +79,7 @@ class Coordinator:
     def attend(self, reason: Reason, label: str, value: Callable[[], Value] = lambda: None) -> list[Position]:
         """Meet for `reason`, and for what others came for before it; returns the positions of the last meeting."""
         flow = self._flow
-        self._fence.refuse_capture(f"{reason} ({label}): ranks meet")
+        self._fence.refuse_capture("{} ({}): ranks meet", reason, label)
         while True:
             self._pager.finish_reads()  # at this meeting another rank may get leave to write
             mine = Position(reason, label, flow.sent_offers(), flow.pending_offers(), value())
@@ -172,7 +172,7 @@ class Coordinator:
     @contextlib.contextmanager
     def writing(self, what: str, unit: Unit, slot: int) -> Iterator[None]:
         """Around an edit of a parameter's piece in place."""
-        self._fence.refuse_capture(f"{what}: a sharded parameter is written to")
+        self._fence.refuse_capture("{}: a sharded parameter is written to", what)
         if self._fence.must_be_passed(unit, slot):
             self.pass_fence(what)
         with self._fence.edit(unit, slot):

@@ -72,8 +72,8 @@ class WriteFence:
             self._written = self._streams.current().record()
 
     # ---- the main thread
-    def refuse_capture(self, what: str) -> None:
-        self._streams.refuse_capture(what)
+    def refuse_capture(self, what: str, *names: str) -> None:
+        self._streams.refuse_capture(what, *names)
 
     def stamp(self, unit: Unit) -> Stamp:
         """Which state of the other ranks' shards goes with this rank's own."""

@@ -41,6 +41,7 @@ from typing import cast
 
 import torch
 
+from retrograde.devices.host_memory import host_empty
 from retrograde.errors import UnsupportedError
 
 Event = object  # what `record` gives and `wait` takes: opaque to everybody else
@@ -61,7 +62,7 @@ class Stream:
         pass
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype, device="cpu")
+        return host_empty(numel, dtype)
 
     def hold(self, tensor: torch.Tensor) -> None:
         """Memory of another stream: who lets go of it need not wait for what has been issued here until then."""
@@ -146,14 +147,16 @@ class Streams:
         self.current = current
         self.crossing = Crossing(returning or Stream())
 
-    def refuse_capture(self, what: str) -> None:
+    def refuse_capture(self, what: str, *names: str) -> None:
         """A graph has the kernels of one stream, and addresses of memory. Which page is fetched when, on which stream,
-        who meets whom: all that is decided by the host, and would not be played again."""
+        who meets whom: all that is decided by the host, and would not be played again.
+
+        `names` take the places `{}` in `what`, when it raises: this is asked all the time, and almost never raises."""
         if self.current().capturing:
             raise UnsupportedError(
-                f"{what} while the current stream of {self.device} is being captured into a graph: when the graph is "
-                f"replayed, nothing would be fetched, reduced or agreed on. Leave what uses sharded weights out of the "
-                f"graph, and capture what lies between, functions of plain tensors"
+                f"{what.format(*names)} while the current stream of {self.device} is being captured into a graph: when "
+                f"the graph is replayed, nothing would be fetched, reduced or agreed on. Leave what uses sharded "
+                f"weights out of the graph, and capture what lies between, functions of plain tensors"
             )
 
     def empty_for_user(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

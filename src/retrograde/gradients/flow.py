@@ -115,7 +115,7 @@ class GradientFlow:
         """All gradients of `unit` in this backward have arrived. Returns what Pack is to get, if anything.
 
         `uses`: what becomes of those that are there. `fates`: what becomes of any that come from other ranks."""
-        self._pool.streams.refuse_capture(f"unit {unit.name}: its gradients are collected")
+        self._pool.streams.refuse_capture("unit {}: its gradients are collected", unit.name)
         self._note(uses)
         if not any(uses):
             return None  # `inputs=` has a parameter of this unit, on which nothing depends

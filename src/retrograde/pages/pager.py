@@ -65,7 +65,7 @@ class Pager:
     def open(self, unit: Unit) -> None:
         """Make `unit` ready and valid, and start what is expected next."""
         if not self._streams.on_host:
-            self._streams.refuse_capture(f"unit {unit.name}: its weights are used")
+            self._streams.refuse_capture("unit {}: its weights are used", unit.name)
         backward = current_backward()
         if unit is self._current and backward == self._backward and unit.page.ready and unit.valid:
             return
@@ -82,7 +82,7 @@ class Pager:
     def masters(self, unit: Unit, slot: int) -> torch.Tensor:
         """A copy of all of a parameter's masters. A state dict asks for one after the other, so a unit is read once."""
         self._entered()
-        self._streams.refuse_capture(f"unit {unit.name}: its masters are read")
+        self._streams.refuse_capture("unit {}: its masters are read", unit.name)
         with outside_transforms(), torch.no_grad():
             unit.write_back_edits()
             if self._masters is None or self._masters.unit is not unit or self._masters.version != unit.version:

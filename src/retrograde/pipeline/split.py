@@ -86,18 +86,18 @@ class SplitBackward:
         """I: accumulates into the leaves of the graph, except for what waits for W."""
         self._deferring = True
         try:
-            with collecting(self):
-                _run_engine(self.recording(), outputs, grads)
-        except BaseException:
-            self._pairs.clear()
-            raise
+            self._run(outputs, grads)
         finally:
             self._deferring = False
-            self._casts.clear()
         compact(self._pairs)
 
     def run_whole(self, outputs: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor | None]) -> None:
         """B: nothing waits (Rule 1), but that pairs of compiled graphs come to the queue and are done at the end."""
+        self._run(outputs, grads)
+        self.run_weights()
+
+    def _run(self, outputs: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor | None]) -> None:
+        """A backward. One that raises leaves no pairs behind."""
         try:
             with collecting(self):
                 _run_engine(self.recording(), outputs, grads)
@@ -106,7 +106,6 @@ class SplitBackward:
             raise
         finally:
             self._casts.clear()
-        self.run_weights()
 
     def run_again(
         self, outputs: Sequence[GradientEdge], grads: Sequence[Tensor], leaves: Sequence[Tensor], waited: Waited

@@ -5,9 +5,12 @@ A message is one transfer: a head and the tensors, received in memory of their o
 if the same message (address) had another one in the step before; both sides remember it. Nothing has to be posted:
 what arrives before its stage asks for it waits. A received tensor exists from its arrival until its stage has let go of
 it; what is sent is held by the connection until it has been sent.
+
+Within a host messages go by another way (transport/mapped/channel.py), unless there is no room on it. So one may overtake
+another: messages to an address are numbered, and taken in turn.
 """
 
-from collections import deque
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -36,6 +39,34 @@ class _Awaited:
         return self.channel.take(self.peer, self.address)
 
 
+class Layouts:
+    """The last layout of each address, as both ends of one way remember it."""
+
+    def __init__(self) -> None:
+        self._sent: dict[Address, bytes] = {}  # as they were sent: 1, 1.0 and True are not the same
+        self._received: dict[Address, Form] = {}
+
+    def news(self, address: Address, form: Form) -> Form | None:
+        """What of it has to be sent. From now on the other end is taken to know it."""
+        packed = encode(form)
+        if packed == self._sent.get(address):
+            return None
+        self._sent[address] = packed
+        return form
+
+    def not_sent(self, address: Address) -> None:
+        """What was to be sent did not go this way."""
+        self._sent.pop(address, None)
+
+    def received(self, address: Address, form: Form | None) -> Form:
+        """The layout of what comes with this news of it."""
+        if form is not None:
+            self._received[address] = form
+        if address not in self._received:
+            raise MessageError(f"the {address} came without a layout")
+        return self._received[address]
+
+
 class ConnectedChannel:
     """Implements `Channel`, and `Receiver` for the connections. Ranks are those of the group."""
 
@@ -54,23 +85,29 @@ class ConnectedChannel:
         self._came = came
         self._device = device
         self._patience = patience
-        self._sent_forms: dict[Address, bytes] = {}  # as they were sent: 1, 1.0 and True are not the same
-        self._forms: dict[Address, Form] = {}
-        self._filling: dict[Address, list[Tensor | None]] = {}  # the tensors of a message that is arriving
-        self._arrived: dict[Address, deque[Parts | None]] = {}  # None: its sender has failed
+        self._layouts = Layouts()
+        self._sent: defaultdict[Address, int] = defaultdict(int)  # how many messages
+        self._taken: defaultdict[Address, int] = defaultdict(int)
+        self._filling: dict[tuple[Address, int], Parts] = {}  # messages that are arriving, by address and turn
+        self._arrived: dict[tuple[Address, int], Parts | None] = {}  # None: its sender has failed
         self._lost: tuple[str, Exception] | None = None
         self._said = False  # has the main thread been told of it?
         connections.attach(self)
 
     def send(self, peer: int, address: Address, content: Parts) -> None:
-        packed = encode(content.form)
-        news = None if packed == self._sent_forms.get(address) else content.form
         data = [as_sent(tensor) for tensor in content.tensors if tensor is not None]
-        self._post(peer, Content(self.number, address, news), data)
-        self._sent_forms[address] = packed
+        self._transfer(peer, address, self._turn(address), content.form, data)
+
+    def _transfer(self, peer: int, address: Address, turn: int, form: Form, data: Sequence[Tensor]) -> None:
+        self._post(peer, Content(self.number, address, turn, self._layouts.news(address, form)), data)
 
     def send_void(self, peer: int, address: Address) -> None:
-        self._post(peer, Void(self.number, address))
+        self._post(peer, Void(self.number, address, self._turn(address)))
+
+    def _turn(self, address: Address) -> int:
+        turn = self._sent[address]
+        self._sent[address] += 1
+        return turn
 
     def _post(self, peer: int, message: ToReceiver, data: Sequence[Tensor] = ()) -> None:
         try:
@@ -91,15 +128,17 @@ class ConnectedChannel:
     def take(self, peer: int, address: Address) -> Parts | None:
         """Wait for what comes to an address."""
         changed, departed = self._connections.changed, self._connections.departed
+        awaited = (address, self._taken[address])
 
         def over() -> bool:
-            return bool(self._arrived.get(address)) or self._lost is not None or peer in departed
+            return awaited in self._arrived or self._lost is not None or peer in departed
 
         with changed:
             self._connections.wait_until(over, self._patience)
-            if not self._arrived.get(address):
+            if awaited not in self._arrived:
                 self._fail(peer, address)
-            return self._arrived[address].popleft()
+            self._taken[address] += 1
+            return self._arrived.pop(awaited)
 
     def _fail(self, peer: int, address: Address) -> None:
         """Nothing has come, and nothing will."""
@@ -116,25 +155,20 @@ class ConnectedChannel:
         """Where the tensors of a message belong."""
         if not isinstance(message, Content):
             return ()
-        address = message.address
-        if message.form is not None:
-            self._forms[address] = message.form
-        if address not in self._forms:
-            raise MessageError(f"the {address} came without a layout")
-        made = space_for(self._forms[address], nbytes, self._device)
-        self._filling[address] = made
-        return [as_sent(tensor) for tensor in made if tensor is not None]
+        form = self._layouts.received(message.address, message.form)
+        made = Parts(form, space_for(form, nbytes, self._device))
+        self._filling[message.address, message.turn] = made
+        return [as_sent(tensor) for tensor in made.tensors if tensor is not None]
 
     def on_message(self, src: int, message: ToReceiver, data: Sequence[Tensor]) -> None:
         match message:
             case Content():
-                address = message.address
-                arrived = Parts(self._forms[address], self._filling.pop(address))
-                self._arrived.setdefault(address, deque()).append(arrived)
+                arrived = self._filling.pop((message.address, message.turn))
+                self._arrived[message.address, message.turn] = arrived
                 if self._came is not None:
                     self._came(src, arrived)
             case Void():
-                self._arrived.setdefault(message.address, deque()).append(None)
+                self._arrived[message.address, message.turn] = None
             case _:
                 raise MessageError(f"a {type(message).__name__} was sent to a pipeline")
         self._connections.notify()

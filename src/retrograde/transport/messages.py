@@ -268,11 +268,24 @@ class Fail(Record, frozen=True, tag="fail"):
 
 
 class Content(Record, frozen=True, tag="content"):
-    """The tensors at an address of a pipeline; `form` is None if it is what it was the last time."""
+    """The tensors at an address of a pipeline; `form` is None if it is what it was the last time.
+
+    `turn`: how many messages went to this address before it."""
 
     receiver: Count
     address: Address
+    turn: Count
     form: Form | None
+
+
+class Lent(Record, frozen=True, tag="lent"):
+    """The same, with the bytes of the tensors in the sender's shared memory (mapped/)."""
+
+    receiver: Count
+    address: Address
+    turn: Count
+    form: Form | None
+    place: SharedPlace
 
 
 class Void(Record, frozen=True, tag="void"):
@@ -280,9 +293,12 @@ class Void(Record, frozen=True, tag="void"):
 
     receiver: Count
     address: Address
+    turn: Count
 
 
-ToReceiver = Read | ShardData | Put | Handed | Meet | Ready | Start | Ordered | Ask | Tell | Fail | Content | Void
+ToReceiver = (
+    Read | ShardData | Put | Handed | Meet | Ready | Start | Ordered | Ask | Tell | Fail | Content | Lent | Void
+)
 
 
 # ---- messages to a rank, whatever it has made

@@ -9,6 +9,7 @@ from retrograde.transport.channel import ConnectedChannel
 from retrograde.transport.collective import CollectiveTransport
 from retrograde.transport.connections import TIMEOUT, Connections
 from retrograde.transport.device_channel import DeviceChannel
+from retrograde.transport.mapped.channel import MappedChannel
 from retrograde.transport.mapped.transport import MappedTransport
 from retrograde.transport.one_sided import OneSidedTransport
 from retrograde.transport.protocol import BackendTransport, Channel, GatheredShards, ShardServer, Way
@@ -43,9 +44,12 @@ class ProcessRanks:
         return OneSidedTransport(self._connections, shards, timeout)
 
     def channel(self, streams: Streams, patience: float, ways: Sequence[Way]) -> Channel:
-        if streams.on_host or self.world == 1:
-            return ConnectedChannel(self._connections, streams.device, patience)
-        return DeviceChannel(self._connections, streams, patience, ways)
+        neighbours = self._connections.neighbours
+        if not streams.on_host and self.world > 1:
+            return DeviceChannel(self._connections, streams, patience, ways)
+        if neighbours is not None:
+            return MappedChannel(self._connections, neighbours, streams.device, patience)
+        return ConnectedChannel(self._connections, streams.device, patience)
 
     def say_goodbye(self) -> None:
         self._connections.say_goodbye()

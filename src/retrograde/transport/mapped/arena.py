@@ -124,6 +124,12 @@ class Arena:
         self._parcels.append((stretch, receiver))
         return SharedPlace(stretch.offset, nbytes, 0)
 
+    def take_back(self, place: SharedPlace) -> None:
+        """A parcel that its receiver was not told of."""
+        stretch = next(stretch for stretch, _ in self._parcels if stretch.offset == place.offset)
+        self._parcels = [each for each in self._parcels if each[0] is not stretch]
+        self._spare.append(stretch)
+
     def collect_parcels(self) -> None:
         """Those that have been used: a few are kept, the memory of the others is given back."""
         used = [stretch for stretch, receiver in self._parcels if stretch.memory[receiver]]
