@@ -147,11 +147,44 @@ NAMES = [
     "GPT-2",
     "ViT",
 ]
-SCHEDULE_OF = {"bf16": ("zb-h1", 3), "fp32 waits": ("zb-v", 2), "fp32 waits, bf16 travels": ("1f1b", 1)}
+NORMS = ["checkpoint", "GPT-2"]
 
 
-@pytest.mark.parametrize("precision", SCHEDULE_OF)
-def test_masters_are_trained_as_in_plain_torch(ranks: Ranks, precision: str) -> None:
-    schedule, stage = SCHEDULE_OF[precision]
-    found = ranks(4).run(steps, schedule, stage, NAMES, precision, timeout=110)
+@pytest.mark.parametrize(
+    ("precision", "schedule", "stage", "names"),
+    [
+        ("bf16", "zb-h1", 3, NAMES[0::3]),
+        ("fp32 waits", "zb-v", 2, NAMES[1::3]),
+        ("fp32 waits, bf16 travels", "1f1b", 1, NAMES[2::3]),
+        ("norms kept", "v-half", 3, NORMS),
+    ],
+)
+def test_masters_are_trained_as_in_plain_torch(
+    ranks: Ranks, precision: str, schedule: str, stage: int, names: list[str]
+) -> None:
+    found = ranks(4).run(steps, schedule, stage, names, precision, timeout=110)
     assert [text for by_rank in found for text in by_rank] == []
+
+
+class Kept(nn.Linear):
+    pass
+
+
+def kept_on_one_stage(rank: int, world: int) -> str:
+    blocks = [Kept(8, 8), nn.Tanh(), nn.Tanh(), nn.Linear(8, 8)]
+    blocks[3].weight = blocks[0].weight
+    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("pp", "dp"))
+    zero = rg.Zero(stage=2, mesh=mesh["dp"], precision=rg.Precision(param="bf16", keep=Kept))
+    with pytest.raises(rg.PipelineError) as error:
+        rg.Pipeline(blocks, schedule="1f1b", microbatches=2, mesh=mesh["pp"], zero=zero)
+    return str(error.value)
+
+
+def test_a_tied_weight_has_one_dtype(ranks: Ranks) -> None:
+    for text in ranks(2).run(kept_on_one_stage):
+        assert text.startswith("parameter 0.weight is used on ranks [0, 1], by a module that precision.keep has and by")
+
+
+def test_a_precision_that_is_none() -> None:
+    with pytest.raises(rg.ShardingError, match=r"precision='half' is not known"):
+        rg.Zero(precision="half")
