@@ -90,6 +90,7 @@ test-all: test
 	@$(PY) -m tests.patterns.table
 	@$(PY) -m tests.accelerator.table
 	@$(PY) -m tests.accelerator.table --mode sides --stages 3
+	@$(PY) -m tests.accelerator.table --offload parameters --stages 2 3
 	@$(PY) -m tests.accelerator.mutations
 	@$(PY) -m benchmarks.gpu --tiny --device late --into build/gpu-report.md
 	@$(PY) -m benchmarks.many_ranks --world 64

@@ -98,6 +98,7 @@ ROWS = (
     ("22b-optimizer_unused_later-gpt", 1, "collective"),
     ("22b-parameters_unused_later-gpt", 3, "collective"),
     ("14-penalise_parameters-mlp", 3, "collective"),
+    ("31j-penalties-mlp", 2, "collective"),
     ("11e-unequal_backwards-mlp", 3, "one-sided"),
     ("24c-edited_leaves-mlp", 3, "collective"),
     ("24c-edited_leaves-mlp", 2, "one-sided"),

@@ -169,6 +169,9 @@ def tensors_of_two_devices_are_refused() -> None:
         else:
             raise AssertionError("nothing was raised")
     assert (x + torch.tensor(2.0)).sum().item() == 9  # a number may come from anywhere
+    assert x[torch.tensor([0, 2])].sum().item() == 2  # indices too, but not what they are for
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.ones(3)[torch.tensor([0, 2], device="late:0")]
     assert x.to("late:1").to("late:0").sum().item() == 3
 
 

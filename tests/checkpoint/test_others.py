@@ -150,10 +150,18 @@ def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-def _pipeline(seed: int, zero: int | None) -> tuple[rg.Pipeline, torch.optim.Optimizer]:
+ZEROS: dict[str, dict[str, Any] | None] = {
+    "none": None,
+    "pages": {"stage": 3},
+    "masters": {"stage": 2, "precision": "bf16"},
+}
+
+
+def _pipeline(seed: int, zero: str) -> tuple[rg.Pipeline, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    how = None if zero is None else rg.Zero(stage=zero, mesh=mesh["dp"])
+    options = ZEROS[zero]
+    how = None if options is None else rg.Zero(mesh=mesh["dp"], **options)
     pipe = rg.Pipeline(Whole().chain(), schedule="1f1b", microbatches=2, loss=_loss, mesh=mesh["pp"], zero=how)
     parameters = list(pipe.parameters())
     flat = [param for param in parameters if param.ndim < 2]
@@ -179,11 +187,11 @@ def _of_pipeline(pipe: rg.Pipeline, optimizer: torch.optim.Optimizer) -> dict[st
 
 def _saved_by_pipeline(rank: int, world: int, folder: str) -> dict[str, Any]:
     found = {}
-    for zero in (None, 3):
+    for zero in ZEROS:
         pipe, optimizer = _pipeline(3, zero)
         _step(pipe, optimizer)
         rg.save(f"{folder}/{zero}", pipe, optimizer)
-        found[str(zero)] = _of_pipeline(pipe, optimizer)
+        found[zero] = _of_pipeline(pipe, optimizer)
         rg.export(f"{folder}/{zero}-weights", pipe, file_size=2000)
     dist.barrier()
     return found
@@ -191,18 +199,18 @@ def _saved_by_pipeline(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 def _read_by_whole(rank: int, world: int, folder: str) -> dict[str, Any]:
     found = {}
-    for zero in (None, 3):
+    for zero in ZEROS:
         _, model, (optimizer,) = _sharded(5)
         rg.load(f"{folder}/{zero}", model, optimizer)
         named = model.named_parameters()
-        found[str(zero)] = {
+        found[zero] = {
             name: {"weight": whole(param), **{key: whole(value) for key, value in optimizer.state[param].items()}}
             for name, param in named
         }
         assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0]
         plain = new(7)
         rg.load_pretrained(plain, f"{folder}/{zero}-weights")
-        assert all(torch.equal(param, found[str(zero)][name]["weight"]) for name, param in plain.named_parameters())
+        assert all(torch.equal(param, found[zero][name]["weight"]) for name, param in plain.named_parameters())
     dist.barrier()
     return found
 
@@ -218,7 +226,7 @@ def test_a_whole_model_reads_that_of_a_pipeline(ranks: Ranks, tmp_path: Path) ->
 
 def _read_by_pipeline(rank: int, world: int, path: str) -> list[dict[str, Any]]:
     found = []
-    for zero in (None, 3):
+    for zero in ZEROS:
         pipe, optimizer = _pipeline(5, zero)
         rg.load(path, pipe, optimizer)
         found.append(_of_pipeline(pipe, optimizer))

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import retrograde as rg
+from benchmarks.live import Live
 from retrograde.cli import main
 from tests.checkpoint.runs import buffered, differences, new
 from tests.harness import Ranks
@@ -104,8 +105,10 @@ def _saved(rank: int, world: int, path: str) -> dict[str, Tensor]:
 
 def test_the_command(ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wanted = ranks(2).run(_saved, str(tmp_path / "checkpoint"))[0]
-    assert main(["export", str(tmp_path / "checkpoint"), str(tmp_path / "out"), "--file-size", str(SIZE)]) == 0
+    with Live(peak=True) as live:
+        assert main(["export", str(tmp_path / "checkpoint"), str(tmp_path / "out"), "--file-size", str(SIZE)]) == 0
     found = read(tmp_path / "out")
+    assert 0 < live.peak <= max(each.nbytes for each in found.values())  # one tensor at a time
     assert differences(wanted, {name: found[name] for name in wanted}) == []
     assert len(capsys.readouterr().out.splitlines()) == len(list((tmp_path / "out").glob("*.safetensors")))
     assert main(["export", str(tmp_path / "nothing"), str(tmp_path / "out")]) == 2
@@ -116,8 +119,14 @@ def test_the_command(ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture
 def _filled(rank: int, world: int, folder: str) -> dict[str, Tensor]:
     with torch.device("meta"):
         model = Small()
-    rg.shard(model, 3)
-    loaded = rg.load_pretrained(model, folder)
+    whole = sum(param.nbytes for param in model.parameters())
+    largest = max(sum(p.nbytes for p in module.parameters(recurse=False)) for module in model.modules())
+    with Live(peak=True) as live:
+        engine = rg.shard(model, 3)
+        loaded = rg.load_pretrained(model, folder)
+    shards = sum(unit.layout.shard_bytes for unit in engine.units)
+    # A module that is drawn, or a part that is read. Shards are where other ranks see them, and may not be counted.
+    assert 0 < live.peak <= shards + 2 * largest < whole, (live.peak, shards, largest, whole)
     assert loaded.origin == "safetensors"
     return plain_state(model)
 

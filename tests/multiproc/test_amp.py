@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -120,8 +119,10 @@ def _kept(rank: int, world: int, how: str) -> list[int]:
     torch.manual_seed(0)
     model = Chain()
     engine = rg.shard(model, units=[nn.Linear, nn.Conv1d])
-    if how == "frozen":
+    if "frozen" in how:
         model.second.requires_grad_(False)
+    if how == "all frozen":
+        model.requires_grad_(False)
     kept: list[int] = []
     x = torch.ones(1, 32, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t.numel()), t)[1], lambda t: t):
@@ -134,10 +135,52 @@ def _kept(rank: int, world: int, how: str) -> list[int]:
     return sorted(numel for numel in kept if numel >= 2048)
 
 
-@pytest.mark.parametrize(("how", "weights"), (("plain", []), ("autocast", []), ("frozen", [2048])))
-def test_no_cast_weight_is_kept(ranks: Ranks, how: str, weights: Any) -> None:
-    """That of a frozen weight is not known: docs/design/graph.md."""
-    assert ranks(2).run(_kept, how) == [weights] * 2
+@pytest.mark.parametrize("how", ("plain", "autocast", "frozen", "all frozen"))
+def test_no_cast_weight_is_kept(ranks: Ranks, how: str) -> None:
+    assert ranks(2).run(_kept, how) == [[]] * 2
+
+
+def _frozen_by_autocast(rank: int, world: int) -> list[int]:
+    """Adapters are trained beside frozen weights, three of which have the same shape. Returns what is kept."""
+    twin = Twin(rank, world, 3, _adapted)
+    kept: list[int] = []
+    for step in range(2):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t.numel()), t)[1], lambda t: t):
+            loss = _adapted_loss(twin.model, rank, step)
+        loss.backward()
+        twin.plain_play(lambda model, rank, step=step: _adapted_loss(model, rank, step).backward())
+    twin.check_grads()
+    twin.close()
+    return [numel for numel in kept if numel >= 32 * 32]
+
+
+class Adapted(nn.Module):
+    """Three frozen matrices of one shape, and what is trained beside each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.ModuleList(nn.Linear(32, 32) for _ in range(3)).requires_grad_(False)
+        self.trained = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for frozen, trained in zip(self.frozen, self.trained, strict=True):
+            x = torch.relu(frozen(x)) + trained(x)
+        return x
+
+
+def _adapted() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Adapted(), Adapted())
+
+
+def _adapted_loss(model: nn.Module, rank: int, step: int) -> Tensor:
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(10 * step + rank))
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(x).float().square().mean()
+
+
+def test_frozen_weights_beside_adapters(ranks: Ranks) -> None:
+    assert ranks(2).run(_frozen_by_autocast) == [[]] * 2
 
 
 def _stale(rank: int, world: int) -> None:

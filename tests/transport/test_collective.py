@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from unittest import mock
 
@@ -19,6 +20,7 @@ from tests.patterns.driver import play_rank
 from tests.patterns.oracle import expected
 from tests.patterns.rows import CASES
 from tests.patterns.trace import differences
+from tests.reference import play
 from tests.small import BLOCKS, batch, build, loss_of
 from tests.stages import EACH_STAGE, OPPOSITE_STAGES, WITH_OTHERS
 
@@ -108,3 +110,63 @@ def test_wrong_transports(ranks: Ranks) -> None:
     for unknown, differing in ranks(2).run(_refused):
         assert "transport='carrier pigeon'" in unknown
         assert "transport='one-sided' on rank 0, transport='collective' on rank 1" in differing
+
+
+# ---- groups that are used again
+class _Groups:
+    """How many process groups were made meanwhile."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        self._make = dist.new_group
+
+    def __call__(self, *args: object, **options: object) -> object:
+        self.made += 1
+        return self._make(*args, **options)
+
+
+def _one_after_the_other(rank: int, world: int, keeps: bool) -> tuple[int, list[str]]:
+    """Four engines over collectives, two others whose sums are the backend's. `keeps`: rank 0 keeps all of them."""
+    kept: list[object] = []
+    wrong = []
+    with mock.patch.object(dist, "new_group", _Groups()) as groups:
+        for number in range(6):
+            how = {"transport": "collective"} if number < 4 else {"exact": False, "transport": "one-sided"}
+            model = build()
+            plain = build()
+            engine = rg.shard(model, 3, timeout=23.0 + keeps, **how)  # groups of other time-outs are others
+            loss_of(model, batch(rank, number)).backward()
+            play(plain, world, lambda model, rank, step=number: loss_of(model, batch(rank, step)).backward(), 3)
+            for name, param in plain.named_parameters():
+                if not torch.allclose(engine.full_grad(name), param.grad, rtol=1e-4, atol=1e-6):
+                    wrong.append(f"engine {number}: {name}")
+            kept.extend([model, engine] if keeps and rank == 0 else [])
+            dist.barrier()  # a rank that drops its model takes its shards along
+            del model, engine
+            gc.collect()
+    return groups.made, wrong
+
+
+@pytest.mark.parametrize(("keeps", "made"), ((False, 1), (True, 6)))
+def test_an_engine_takes_the_group_of_one_that_is_gone(ranks: Ranks, keeps: bool, made: int) -> None:
+    """On all ranks: what one of them still has is in use."""
+    assert ranks(2).run(_one_after_the_other, keeps) == [(made, [])] * 2
+
+
+def _given_up(rank: int, world: int) -> int:
+    """Of the first engine a call is under way when it goes: nobody takes its group."""
+    with mock.patch.object(dist, "new_group", _Groups()) as groups:
+        for number in range(3):
+            model = build()
+            engine = rg.shard(model, 3, timeout=29.0, transport="collective")
+            loss_of(model, batch(rank, number)).backward()
+            dist.barrier()
+            if number == 0:
+                engine.transport._communicator._own.calls.begin()  # type: ignore[union-attr]
+            del model, engine
+            gc.collect()
+    return groups.made
+
+
+def test_a_group_with_calls_under_way_is_not_used_again(ranks: Ranks) -> None:
+    assert ranks(2).run(_given_up) == [2, 2]

@@ -245,7 +245,7 @@ class Engine:
     def _stream(self, budget: int | str, limit: float) -> Iterator[tuple[str, torch.Tensor]]:
         sizes = sorted(unit.layout.page_bytes for unit in self.units)
         ahead = sizes[-1] if self.policy.prefetch and len(sizes) > 1 else 0
-        for unit in self.units:
+        for unit, following in zip(self.units, [*self.units[1:], None], strict=True):
             need = unit.layout.page_bytes
             if need + ahead > limit and not unit.stays:
                 beside = f", and the page that is read ahead {ahead}" if ahead else ""
@@ -253,7 +253,7 @@ class Engine:
                     f"budget={budget!r}: unit {unit.name} needs {need} bytes{beside}; give at least that"
                 )
             for index, slot in enumerate(unit.layout.slots):
-                self.pager.open(unit)
+                self.pager.visit(unit, following)
                 shown = FullTensor.of(slot.full(unit.page.memory[slot.offset : slot.end]), unit, index)
                 yield slot.name, shown
                 # A loop holds it until it has the next one, and would hold the page beside those that come.

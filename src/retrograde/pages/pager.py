@@ -69,15 +69,29 @@ class Pager:
         backward = current_backward()
         if unit is self._current and backward == self._backward and unit.page.ready and unit.valid:
             return
+        self._make_ready(unit, backward)
+        if unit is not self._current:
+            self._forecast.use(unit, backward != NO_BACKWARD)
+            self._current = unit
+            self._prefetch(self._expected())
+
+    def visit(self, unit: Unit, following: Unit | None) -> None:
+        """The same for a walk over all units, which knows what follows. It teaches the forecast nothing."""
+        self._streams.refuse_capture(f"unit {unit.name}: its weights are read")
+        if unit is self._current and unit.page.ready and unit.valid:
+            return
+        self._forecast.break_off()
+        self._make_ready(unit, current_backward())
+        self._current = unit
+        if self._policy.prefetch:
+            self._prefetch(following)
+
+    def _make_ready(self, unit: Unit, backward: int) -> None:
         self._masters = None
         self._note_use(unit, backward)  # may drop pages, so it comes before this one is used
         self._load(unit)
         self._finish_loading(unit)
         self._guesses.discard(unit)
-        if unit is not self._current:
-            self._forecast.use(unit, backward != NO_BACKWARD)
-            self._current = unit
-            self._prefetch()
 
     def masters(self, unit: Unit, slot: int) -> torch.Tensor:
         """A copy of all of a parameter's masters. A state dict asks for one after the other, so a unit is read once."""
@@ -91,12 +105,16 @@ class Pager:
             place = unit.layout.slots[slot]
             return place.full(self._masters.flat[place.offset : place.end].clone())
 
+    @property
+    def current(self) -> Unit | None:
+        """The unit that was used last."""
+        return self._current
+
     def unit_of(self, storage: int) -> Unit | None:
         """Whose page this memory is."""
         return self._shown.get(storage)
 
-    def _prefetch(self) -> None:
-        following = self._expected()
+    def _prefetch(self, following: Unit | None) -> None:
         if following is not None and not following.valid:
             self._guesses.add(following)
             self._load(following)

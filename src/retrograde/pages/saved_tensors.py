@@ -9,8 +9,9 @@ Rule 1: hooks that were active outside (checkpointing, save_on_cpu, the user's o
         that is not of a page: ours call theirs.
 Rule 2: hooks replace autograd's version check, so ours make that check themselves.
 Rule 3: a weight that was cast to a lower precision, as autocast does, is found again by its page and the dtype: no
-        cast of a trained weight stays between forward and backward. (That of a frozen one is in no graph, and is not
-        known.)
+        cast of a weight stays between forward and backward. That of a trained one is known by its node. That of a
+        frozen one is in no graph; where pages go it is known by its values, on the host: on a device the host would
+        have to wait for them.
 Rule 4: where torch forbids hooks (torch.func.grad) there are none; the graph then holds the page itself.
 """
 
@@ -76,7 +77,7 @@ class SavedTensors:
         """For a tensor that aliases a page: where to find it again."""
         unit = self.unit_of(tensor)
         if unit is None:
-            return self._handle_of_cast(tensor) if tensor.dtype in _LOWER and self._gathers else None
+            return self._handle_of_cast(tensor) if tensor.dtype in _LOWER else None
         if tensor.dtype is not unit.layout.dtype:
             return None
         if self.compiled:
@@ -85,11 +86,29 @@ class SavedTensors:
 
     def _handle_of_cast(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
         """For a cast of a full tensor, or a view of one."""
+        if not tensor.requires_grad:
+            return self._handle_of_frozen_cast(tensor)
+        if not self._gathers:
+            return None
         source = what_was_cast(tensor)
         unit = None if source is None else self._gathers.get(source.node)
         if source is None or unit is None or unit.page.full_tensors[source.number].device != tensor.device:
             return None
         return CastHandle(self._pager, unit, tensor, source.number)
+
+    def _handle_of_frozen_cast(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+        """For a cast of a frozen parameter of the unit in use, or a view of one: for memory with the same values."""
+        unit = self._pager.current
+        if unit is None or unit.stays or unit.layout.dtype in _LOWER or not (unit.page.ready and unit.valid):
+            return None
+        memory = _whole_memory(tensor)
+        if memory is None:
+            return None
+        for number, slot in enumerate(unit.layout.slots):
+            alike = slot.numel == memory.numel() and not unit.trained[number]
+            if alike and _is_cast(unit.page.memory[slot.offset : slot.end], memory):
+                return CastHandle(self._pager, unit, tensor, number)
+        return None
 
     def unit_of(self, tensor: torch.Tensor) -> Unit | None:
         """The unit whose page a tensor lies in."""
@@ -143,6 +162,26 @@ class CastHandle(Handle):
         """In the order in which the parameter lies in memory, as the first cast was."""
         place = self._unit.layout.slots[self._slot]
         return self._unit.page.memory[place.offset : place.end].to(self._dtype)
+
+
+_BEGINNING = 16  # elements; other weights of the same size differ there
+
+
+def _whole_memory(tensor: torch.Tensor) -> torch.Tensor | None:
+    """All of the host's memory that it is a view of, in one dimension."""
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        return None
+    numel = tensor.untyped_storage().nbytes() // tensor.itemsize
+    return tensor.detach().as_strided((numel,), (1,), 0)
+
+
+def _is_cast(weight: torch.Tensor, memory: torch.Tensor) -> bool:
+    """Is it this weight, cast to its dtype, bit for bit?"""
+    for length in (_BEGINNING, memory.numel()):
+        again = weight[:length].to(memory.dtype)
+        if not torch.equal(again.view(torch.int16), memory[:length].view(torch.int16)):
+            return False
+    return True
 
 
 def _keep(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -12,7 +12,8 @@ from retrograde.torch_internals import get_requires_grad, tree_flatten, tree_unf
 def wholes(args: Sequence[Any], name: str) -> list[Any]:
     """`args` with the wholes of what is sharded, in at most one meeting for all of it.
 
-    A parameter is its full tensor, a view of one a view of the full tensor. What is in a graph stays in it."""
+    A parameter is its full tensor, a view of one a view of the full tensor. What is in a graph stays in it. With
+    offload full tensors are on the device, and so is what is made whole beside them."""
     leaves, spec = tree_flatten(list(args))
     found = {id(part): part for part in leaves if isinstance(part, Part)}
     made: dict[int, torch.Tensor] = {}
@@ -27,6 +28,9 @@ def wholes(args: Sequence[Any], name: str) -> list[Any]:
     if apart:
         gathered = together(name, apart, lambda: [plain(part) for part in apart])
         made.update(zip(map(id, apart), gathered, strict=True))  # type: ignore[arg-type]
+    weight = next((made[id(part)] for part in found.values() if part.of_weights), None)
+    if weight is not None:
+        made = {key: tensor.to(weight.device) for key, tensor in made.items()}
     return tree_unflatten([made.get(id(leaf), leaf) for leaf in leaves], spec)  # type: ignore[no-any-return]
 
 

@@ -19,6 +19,9 @@ from retrograde.arguments import instance, wrong
 from retrograde.devices import can_compute, device_of
 from retrograde.engine.materialize import check_resettable, materialize
 from retrograde.errors import PipelineError
+from retrograde.layout import Precision
+from retrograde.parameters.casting import in_dtype
+from retrograde.pipeline.dtypes import AS_THEY_COME, StageCasts
 from retrograde.pipeline.partition import balance, cut_before
 from retrograde.torch_internals import tree_leaves, tree_map_only
 
@@ -27,14 +30,19 @@ RUNS = 3
 
 
 class Chain(nn.Module):
-    """The blocks of one stage."""
+    """The blocks of one stage. Casts are part of its graph."""
 
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+    def __init__(self, blocks: Sequence[nn.Module], casts: StageCasts = AS_THEY_COME) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
         self._accepted = [_accepted(block) for block in blocks]
+        self._casts = casts
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        kwargs = in_dtype(kwargs, self._casts.options)
+        return in_dtype(self._compute(in_dtype(args, self._casts.arguments), kwargs), self._casts.results)
+
+    def _compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result: Any = args
         for block, names in zip(self.blocks, self._accepted, strict=True):
             inputs = result if isinstance(result, tuple) else (result,)
@@ -240,3 +248,27 @@ def find_ties(groups: Sequence[Sequence[Block]], placement: Sequence[int]) -> li
                 if placement[stage] not in ranks:
                     ranks.append(placement[stage])
     return [Tie(known[key][0], tuple(ranks), known[key][1]) for key, ranks in homes.items() if len(ranks) > 1]
+
+
+def check_dtypes_of_ties(groups: Sequence[Sequence[Block]], ties: Sequence[Tie], precision: Precision) -> None:
+    """A tied parameter's gradient is one sum, so all of its stages must have it in one dtype."""
+    uses: dict[int, set[bool]] = {}
+    for group in groups:
+        for block in group:
+            for parameter, kept in _kept(block.module, precision, False):
+                uses.setdefault(id(parameter), set()).add(kept)
+    for tie in ties:
+        if len(uses[id(tie.parameter)]) > 1:
+            raise PipelineError(
+                f"parameter {tie.name} is used on ranks {list(tie.ranks)}, by a module that precision.keep has and by "
+                f"one that it has not; list the classes of both, or of neither"
+            )
+
+
+def _kept(module: nn.Module, precision: Precision, inside: bool) -> Iterator[tuple[nn.Parameter, bool]]:
+    """Every use of a parameter, and whether the module or one around it is kept."""
+    kept = inside or precision.keeps(module)
+    for parameter in module.parameters(recurse=False):
+        yield parameter, kept
+    for child in module.children():
+        yield from _kept(child, precision, kept)

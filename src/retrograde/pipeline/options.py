@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from retrograde.arguments import instance, not_negative, sequence, shown, whole_number, wrong
 from retrograde.errors import PipelineError, RetrogradeError, ShardingError
-from retrograde.layout import Units, check_reduce, check_stage, check_units, parse_bytes
+from retrograde.layout import Precision, Units, check_reduce, check_stage, check_units, parse_bytes
 from retrograde.transport.groups import GroupOfRanks, process_group_of
 
 
@@ -18,7 +18,9 @@ class Zero:
     """How the stages are sharded over the data-parallel ranks; see `rg.shard`.
 
     `gathered`: how many of its stages a rank keeps in memory, whole, from their first use to the last (at stage 3). By
-    default a page comes and goes with each use, which takes the least memory and the most gathers.
+    default a page comes and goes with each use, which takes the least memory and the most gathers. `precision`: inputs
+    and keyword arguments of a step are cast as a model's are, results of the last stage too. Microbatches are added up
+    in `precision.accumulate`, as every window is.
     """
 
     stage: int = 3
@@ -27,6 +29,7 @@ class Zero:
     reduce: str = "mean"
     resident: int | str = 0
     gathered: int | None = None
+    precision: Precision | str | None = None
 
     def __post_init__(self) -> None:
         check_stage(self.stage)
@@ -34,6 +37,7 @@ class Zero:
         check_units(self.units)
         check_reduce(self.reduce)
         parse_bytes(self.resident, "resident")
+        Precision.of(self.precision)
         if self.gathered is not None:
             whole_number("gathered", self.gathered, 1, "a number of stages, 1 or more, or None")
 

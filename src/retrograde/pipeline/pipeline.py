@@ -20,7 +20,7 @@ from retrograde.arguments import Said, flag, function, instance, one_of, said, s
 from retrograde.devices import streams_of
 from retrograde.engine import Engine, shard
 from retrograde.errors import PipelineError, RetrogradeError
-from retrograde.layout import parse_bytes
+from retrograde.layout import Precision, parse_bytes
 from retrograde.pipeline.account import table
 from retrograde.pipeline.again import Pending
 from retrograde.pipeline.agreement import end_of_step, exchange, together
@@ -32,6 +32,7 @@ from retrograde.pipeline.blocks import (
     OwnStages,
     accepted,
     blocks_of,
+    check_dtypes_of_ties,
     device_of_blocks,
     divide,
     find_ties,
@@ -39,6 +40,7 @@ from retrograde.pipeline.blocks import (
     measured,
 )
 from retrograde.pipeline.dryrun import check
+from retrograde.pipeline.dtypes import StageCasts
 from retrograde.pipeline.executor import Batch, Executor, Outcome, total_loss
 from retrograde.pipeline.generators import GENERATORS
 from retrograde.pipeline.loss_path import LossPath, ways_of
@@ -306,11 +308,13 @@ class Pipeline:
         own = [block for group in mine.values() for block in group]
         everywhere = all(by_stage)  # else other ranks have stages of which this one knows nothing
         self._accepted = accepted([block.module for block in blocks]) if everywhere else None
-        self._ties = TieSums(find_ties(by_stage, self.schedule.placement), self._tied, self._of_ties, self._streams)
+        precision = Precision.of(None if zero is None else zero.precision)
+        self._ties = self._tie_sums(by_stage, precision)
         materialize_stages(blocks, [block.module for block in own], self.device)
         self._blocks = own
         self._names = dict(_names(own))
-        chains = {stage: Chain([block.module for block in group]) for stage, group in mine.items()}
+        last = self.schedule.last_stage
+        chains = {stage: _chain(mine[stage], StageCasts.of(stage, last, precision)) for stage in mine}
         self.engine = self._shard(zero, list(chains.values()))
         self._pending.stages = len(chains)
         self.stages = {
@@ -323,10 +327,15 @@ class Pipeline:
             )
             for number, chain in chains.items()
         }
-        if self.schedule.last_stage in self.stages:
-            self.stages[self.schedule.last_stage].loss = loss or _itself
+        if last in self.stages:
+            self.stages[last].loss = loss or _itself
         self._executor = self._make_executor(self.schedule, zero)
         self._evaluator = self._make_executor(forward_only(self.schedule), zero)
+
+    def _tie_sums(self, by_stage: list[list[Block]], precision: Precision) -> TieSums:
+        ties = find_ties(by_stage, self.schedule.placement)
+        check_dtypes_of_ties(by_stage, ties, precision)
+        return TieSums(ties, self._tied, self._of_ties, self._streams)
 
     def _same_costs(self, costs: list[float] | None, cut: Cut | None) -> Sequence[float] | None:
         """The costs by which all ranks cut: those that are given, or what the first rank has measured."""
@@ -348,6 +357,7 @@ class Pipeline:
             process_group=group_of("zero.mesh", zero.mesh, "dp"),
             reduce=zero.reduce,
             resident=zero.resident,
+            precision=zero.precision,
         )
 
     def _make_executor(self, schedule: Schedule, zero: Zero | None) -> Executor:
@@ -423,6 +433,10 @@ class Pipeline:
             raise PipelineError(f"this pipeline has lost a rank in an earlier step, start the job again: {self._ended}")
 
 
+def _chain(blocks: list[Block], casts: StageCasts) -> Chain:
+    return Chain([block.module for block in blocks], casts)
+
+
 def _checked_reduction(given: Any) -> str:
     return one_of("loss_reduction", given, ("mean", "sum"), '"mean" or "sum"', PipelineError)
 
@@ -438,7 +452,9 @@ def _arguments(given: str | Schedule, schedule: Schedule, zero: Zero | None, cut
     """What must be the same on every rank. The lists themselves are compared by a checksum."""
     lists = zlib.crc32(str(schedule).encode())
     name = given if isinstance(given, str) else f"{schedule.name} (checksum {lists})"
-    sharded = None if zero is None else (int(zero.stage), zero.reduce, zero.gathered)
+    sharded = None
+    if zero is not None:
+        sharded = (int(zero.stage), zero.reduce, zero.gathered, Precision.of(zero.precision).meaning)
     return [
         said("microbatches", schedule.microbatches, schedule.microbatches),
         said("schedule", name, (schedule.name, lists)),

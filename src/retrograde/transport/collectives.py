@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from retrograde.devices import Stream
-from retrograde.transport.groups import own_group
 from retrograde.transport.messages import Key
+from retrograde.transport.own_groups import Calls, OwnGroup
 
 
 class StartOrder:
@@ -55,12 +55,15 @@ class StartOrder:
 class _Reduction:
     work: dist.Work
     fail: Callable[[str, BaseException], NoReturn]
+    calls: Calls
+    number: int
 
     def wait(self, stream: Stream) -> None:
         try:
             stream.run(self.work.wait)  # on an accelerator it is the stream that waits
         except RuntimeError as error:
             self.fail(f"a reduce-scatter of torch.distributed failed: {error}", error)
+        self.calls.end(self.number)
 
     def done(self) -> bool:
         return bool(self.work.is_completed())
@@ -69,10 +72,12 @@ class _Reduction:
 class Collectives:
     """A process group of our own: the user's collectives may come between ours in any order."""
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
-        self._group = own_group(group, timeout)
+    def __init__(self, own: OwnGroup) -> None:
+        self._own = own
 
     def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, fail: Callable[..., NoReturn]) -> _Reduction:
-        work = dist.reduce_scatter_single(own, whole, group=self._group, async_op=True)
+        calls = self._own.calls
+        number = calls.begin()
+        work = dist.reduce_scatter_single(own, whole, group=self._own.group, async_op=True)
         assert work is not None
-        return _Reduction(work, fail)
+        return _Reduction(work, fail, calls, number)

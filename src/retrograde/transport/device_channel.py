@@ -28,14 +28,15 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from retrograde.devices import Stream, Streams
 from retrograde.transport.channel import ConnectedChannel
 from retrograde.transport.connections import Connections
-from retrograde.transport.groups import own_group
 from retrograde.transport.lanes import Lane, Received, as_bytes, dealt
 from retrograde.transport.messages import Address
+from retrograde.transport.own_groups import new_group
 from retrograde.transport.protocol import Parts, Way
 
 _HOST = torch.device("cpu")
@@ -74,8 +75,10 @@ class DeviceChannel:
         self._heads = ConnectedChannel(connections, _HOST, patience, lambda src, head: came.append((src, head)))
 
     def _open(self, connections: Connections, patience: float, ways: Sequence[Way]) -> None:
+        ranks = dist.get_process_group_ranks(connections.group())
         for together in dealt(ways):
-            group = own_group(connections.group(), patience)
+            group = new_group(ranks, patience, len(ranks))
+            assert group is not None  # this rank is in it
             for way in together:
                 if way.source == connections.rank:
                     self._sending[way.target] = Lane(group, way.target, self._streams.device)

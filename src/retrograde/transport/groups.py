@@ -1,7 +1,5 @@
 """Which ranks are meant: from what users give to a process group of torch.distributed, and who is where in it."""
 
-from datetime import timedelta
-
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -29,18 +27,6 @@ def process_group_of(ranks: GroupOfRanks, name: str, example: str, error: Refusa
         return ranks
     assert dist.group.WORLD is not None  # there is one while torch.distributed is initialized
     return dist.group.WORLD
-
-
-def own_group(group: dist.ProcessGroup | None, timeout: float) -> dist.ProcessGroup:
-    """A new one with the same ranks and backends, in which nobody else's calls come between ours. All ranks make it."""
-    ranks = dist.get_process_group_ranks(group)
-    # Without the ranks outside of the group torch names a new one by how many groups each rank is in, so it is only
-    # done where there are such ranks.
-    apart = len(ranks) < dist.get_world_size()
-    limit = timedelta(seconds=timeout)
-    made = dist.new_group(ranks, limit, use_local_synchronization=apart, sort_ranks=False)
-    assert isinstance(made, dist.ProcessGroup)
-    return made
 
 
 # ---- meshes of two dimensions: (replicate, shard)

@@ -12,9 +12,10 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, cast
 
 import torch
+import torch.distributed as dist
 
 from retrograde.devices import Stream
 from retrograde.errors import DivergenceError
@@ -30,6 +31,7 @@ from retrograde.transport.messages import (
     Put,
     Read,
     Ready,
+    Reason,
     ShardData,
     Stamp,
     Start,
@@ -39,6 +41,7 @@ from retrograde.transport.messages import (
     tensor_forms,
     unpack,
 )
+from retrograde.transport.own_groups import own_group
 from retrograde.transport.protocol import Memory, Position, ShardServer, Work
 from retrograde.transport.wires import Sending
 
@@ -158,7 +161,9 @@ class OneSidedTransport:
 
     # ---- gradients, all ranks at once
     def open_collectives(self) -> None:
-        self._collectives = Collectives(self.connections.group(), self.timeout)
+        ranks = dist.get_process_group_ranks(self.connections.group())
+        everybody = range(self.world)
+        self._collectives = Collectives(own_group([everybody], self.rank, ranks, self.timeout, self.tell_all))
 
     def ready(self, key: Key) -> None:
         if self.rank == 0:
@@ -215,6 +220,11 @@ class OneSidedTransport:
         self._where = f"outside retrograde, after {what}"
         met = self._met.pop(number, {}) | {self.rank: position}
         return [met[rank] for rank in range(self.world)]
+
+    def tell_all(self, words: list[str]) -> list[list[str]]:
+        """A meeting about groups that ranks have put back (own_groups.py): what each says."""
+        positions = self.meet(Position(Reason.VALUE, "groups of our own", {}, {}, words))
+        return [cast(list[str], position.value) for position in positions]
 
     def meeting_is_over(self) -> None:
         """Nobody waits for that."""

@@ -24,9 +24,13 @@ const std::set<std::string>& copying_operators() {
   return names;
 }
 
-// Indices may be on the CPU, as on any accelerator.
-bool takes_host_tensors(const std::string& name) {
-  return name.rfind("aten::index", 0) == 0 || name.rfind("aten::_index_put", 0) == 0 || name == "aten::_foreach_copy_";
+bool is_indexing(const std::string& name) {
+  return name.rfind("aten::index", 0) == 0 || name.rfind("aten::_index_put", 0) == 0;
+}
+
+// Indices may be on the CPU, as on any accelerator; what is indexed may not.
+bool may_be_on_host(const std::string& name, size_t argument) {
+  return name == "aten::_foreach_copy_" || (is_indexing(name) && argument > 0);
 }
 
 // One call of an operator, and what its schema says about the arguments.
@@ -73,9 +77,9 @@ class Call {
   }
 
   void check_host_tensors() const {
-    if (takes_host_tensors(name_)) return;
     for (size_t i = 0; i < args_.size(); ++i)
       each_tensor(args_[i], [&](const Tensor& t) {
+        if (may_be_on_host(name_, i)) return;
         TORCH_CHECK(on_device(t) || (t.dim() == 0 && !written(i)), "late: ", name_,
                     " expects all tensors on the same device, but found ", device_, " and ", t.device());
       });
@@ -123,7 +127,7 @@ class Call {
     if (op_.hasTag(at::Tag::data_dependent_output)) return true;
     // These draw from the default generator behind our back.
     if (is_random(op_, args_) && generator_argument() < 0) return true;
-    if (takes_host_tensors(name)) return has_mask();
+    if (is_indexing(name)) return has_mask();
     return op_.hasTag(at::Tag::dynamic_output_shape);
   }
 

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +9,7 @@ import torch.distributed as dist
 
 from retrograde.devices import Stream, Streams
 from retrograde.transport.one_sided import OneSidedTransport
+from retrograde.transport.own_groups import Calls, own_group
 
 POLL = 0.0002  # seconds between two looks at a call that the host waits for
 
@@ -55,8 +55,11 @@ class CallWork:
 
     It has the call's memory until then."""
 
-    def __init__(self, work: dist.Work, offer: Offer, host: OneSidedTransport, on_host: bool) -> None:
-        """`host`: who knows whether another rank has failed; `on_host`: whether it is the host that has to wait."""
+    def __init__(self, work: dist.Work, offer: Offer, host: OneSidedTransport, on_host: bool, calls: Calls) -> None:
+        """`host`: who knows whether another rank has failed; `on_host`: whether it is the host that has to wait;
+        `calls`: of its group."""
+        self._calls = calls
+        self._number = calls.begin()
         self._work: dist.Work | None = work
         self._offer: Offer | None = offer
         self._host = host
@@ -80,6 +83,7 @@ class CallWork:
         work, self._work = self._work, None  # the program, or the watch: not both
         if work is not None:
             stream.run(work.wait)
+            self._calls.end(self._number)
             self._offer = None
 
     def done(self) -> bool:
@@ -93,19 +97,7 @@ class Communicator:
     def __init__(self, host: OneSidedTransport, streams: Streams, rows: Sequence[Sequence[int]]) -> None:
         """`rows`: the ranks of each replica, by shard."""
         ranks = dist.get_process_group_ranks(host.connections.group())
-        # Without the ranks outside of the group torch names a new one by how many groups each rank is in, so it is only
-        # done where there are such ranks.
-        apart = len(ranks) < dist.get_world_size()
-        limit = timedelta(seconds=host.timeout)
-        for row in rows:
-            mine = host.rank in row
-            if apart and not mine:
-                continue
-            members = [ranks[rank] for rank in row]
-            made = dist.new_group(members, limit, use_local_synchronization=apart, sort_ranks=False)
-            if mine:
-                assert isinstance(made, dist.ProcessGroup)
-                self._group = made
+        self._own = own_group(rows, host.rank, ranks, host.timeout, host.tell_all)
         self.size = len(rows[0])
         self._host = host
         self._on_host = streams.on_host
@@ -115,8 +107,8 @@ class Communicator:
         """On the offer's stream: the call begins when what was issued there is done. Without overlap the stream waits
         for it at once."""
         started: list[dist.Work] = []
-        offer.stream.run(lambda: started.append(offer.start(self._group)))
-        work = CallWork(started[0], offer, self._host, self._on_host)
+        offer.stream.run(lambda: started.append(offer.start(self._own.group)))
+        work = CallWork(started[0], offer, self._host, self._on_host, self._own.calls)
         if not self._overlap:
             work.wait(offer.stream)
         return work
