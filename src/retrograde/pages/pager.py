@@ -77,7 +77,7 @@ class Pager:
 
     def visit(self, unit: Unit, following: Unit | None) -> None:
         """The same for a walk over all units, which knows what follows. It teaches the forecast nothing."""
-        self._streams.refuse_capture(f"unit {unit.name}: its weights are read")
+        self._streams.refuse_capture("unit {}: its weights are read", unit.name)
         if unit is self._current and unit.page.ready and unit.valid:
             return
         self._forecast.break_off()
