@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import retrograde as rg
-from retrograde.gradients.flow import due_offers
 from retrograde.gradients.keys import Keys
+from retrograde.gradients.offers import due_offers
 from retrograde.transport import Key, Position, Reason, Use
 from retrograde.transport.collective.courtesy import is_absent, present_parts
 from retrograde.transport.connections import Connections
@@ -94,7 +94,7 @@ def test_backwards_are_counted_where_they_end_without_a_meeting() -> None:
 
 
 # ---- one stray in a row of steps
-def _through(model: nn.Module, ids: Tensor, order: Sequence[int]) -> Tensor:
+def through(model: nn.Module, ids: Tensor, order: Sequence[int]) -> Tensor:
     """A loss by these blocks in this order."""
     assert isinstance(model, Small)
     hidden = model.embed(ids)
@@ -104,7 +104,7 @@ def _through(model: nn.Module, ids: Tensor, order: Sequence[int]) -> Tensor:
 
 
 def _blocks(model: nn.Module, rank: int, order: Sequence[int] = range(BLOCKS)) -> None:
-    _through(model, batch(rank), order).backward()
+    through(model, batch(rank), order).backward()
 
 
 def _skips_a_unit(model: nn.Module, rank: int) -> None:
@@ -168,7 +168,7 @@ class Counted(NamedTuple):
     reads: int
 
 
-def _counts(messages: Counter[str], world: int) -> Counted:
+def counts_of(messages: Counter[str], world: int) -> Counted:
     others = world - 1
     return Counted(messages["Ordered"], messages["Meet"] // others, messages["Read"] // others)
 
@@ -193,7 +193,7 @@ def _with_a_stray(rank: int, world: int, stage: int, kind: str) -> list[Counted]
             program(twin.model, rank)
             twin.optimizers[1].step()
             dist.barrier()
-        found.append(_counts(messages, world))
+        found.append(counts_of(messages, world))
         twin.plain_play(program)
         twin.optimizers[0].step()
         twin.check()
@@ -289,7 +289,7 @@ def _captured(rank: int, world: int) -> Tensor:
     model = build()
     rg.shard(model, transport="collective", timeout=20.0)
     for step in range(3):
-        loss = _through(model, batch(rank, step), ORDERS[rank] if step == 2 else ORDERS[0])
+        loss = through(model, batch(rank, step), ORDERS[rank] if step == 2 else ORDERS[0])
         (grad,) = torch.autograd.grad(loss, [model.blocks[2].up.weight])
     dist.barrier()
     return grad.full_tensor() if hasattr(grad, "full_tensor") else grad
@@ -298,7 +298,7 @@ def _captured(rank: int, world: int) -> Tensor:
 def test_autograd_grad_returns_complete_sums(ranks: Ranks) -> None:
     plain = build()
     parts = [
-        torch.autograd.grad(_through(plain, batch(rank, 2), ORDERS[rank]), [plain.blocks[2].up.weight])[0]
+        torch.autograd.grad(through(plain, batch(rank, 2), ORDERS[rank]), [plain.blocks[2].up.weight])[0]
         for rank in range(2)
     ]
     for grad in ranks(2).run(_captured, timeout=LIMIT):

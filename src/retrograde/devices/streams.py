@@ -60,6 +60,10 @@ class Stream:
     def wait(self, event: Event) -> None:
         pass
 
+    def has_passed(self, event: Event) -> bool:
+        """Has what was recorded here happened? The host does not wait."""
+        return True
+
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device="cpu")
 
@@ -184,6 +188,9 @@ class DeviceStream(Stream):
     def wait(self, event: Event) -> None:
         if event is not HAPPENED:
             self._stream.wait_event(cast(torch.Event, event))  # which another stream of this device gave
+
+    def has_passed(self, event: Event) -> bool:
+        return event is HAPPENED or cast(torch.Event, event).query()
 
     def run(self, work: Callable[[], object]) -> None:
         with self._stream:

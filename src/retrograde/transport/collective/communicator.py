@@ -1,5 +1,6 @@
 """Calls of collectives, on a process group of our own: the user's collectives may come between ours in any order."""
 
+import math
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -51,9 +52,10 @@ Offer = GatherOffer | ExchangeOffer | SumOffer
 
 
 class CallWork:
-    """A call under way. Implements `Work`. Waited for once: gloo would write the results again.
+    """A call under way. Implements `Work`. It has the call's memory until it has been waited for.
 
-    It has the call's memory until then."""
+    In the host's memory it is the host that waits, once: gloo would write the results again. On a device it is streams
+    that wait, each that uses the results; the call may be under way for long after that."""
 
     def __init__(self, work: dist.Work, offer: Offer, host: OneSidedTransport, on_host: bool) -> None:
         """`host`: who knows whether another rank has failed; `on_host`: whether it is the host that has to wait."""
@@ -61,23 +63,36 @@ class CallWork:
         self._offer: Offer | None = offer
         self._host = host
         self._on_host = on_host
+        self._stream = offer.stream
+        self._behind = offer.stream.record()  # the call begins when what was issued before it is done
+        self._issued = time.monotonic()
         self.what = "a collective"  # for whoever waits for it in vain
-        self.waits_since: float | None = None  # the program does
+        self.patience = math.inf  # seconds for which other ranks are waited for; for as many the device may be behind
+        self._waits_since: float | None = None  # the program does, or on a device other ranks are all that is missing
 
     def wait(self, stream: Stream) -> None:
         """On an accelerator it is the stream that waits."""
         if self._work is None:
             return
-        if self._on_host and not self.done():
-            self.waits_since = time.monotonic()
-            others = list(self._host.connections.peers)
-            self._host.wait_for(lambda: [] if self.done() else others, self.what, look_again=POLL)
-            self.waits_since = None
+        if self._on_host:
+            self.wait_on_host()
         self.finish(stream)
+
+    def wait_on_host(self) -> None:
+        """The host waits, but leaves it to `finish` to say so to a stream."""
+        if self.done():
+            return
+        if self._on_host:
+            self._waits_since = time.monotonic()
+        others = list(self._host.connections.peers)
+        self._host.wait_for(lambda: [] if self.done() else others, self.what, look_again=POLL)
+        self._waits_since = None
 
     def finish(self, stream: Stream) -> None:
         """The same, of one that is done, or where it is the stream that waits."""
-        work, self._work = self._work, None  # the program, or the watch: not both
+        work = self._work
+        if self._on_host:
+            self._work = None  # the program, or the watch: not both
         if work is not None:
             stream.run(work.wait)
             self._offer = None
@@ -85,6 +100,18 @@ class CallWork:
     def done(self) -> bool:
         work = self._work
         return work is None or bool(work.is_completed())
+
+    def is_young(self, now: float) -> bool:
+        """Is it too early to look at it? On a device a look that says yes orders what comes after it, and could hide
+        that nobody waits."""
+        return not self._on_host and now - self._issued < self.patience
+
+    def is_overdue(self, now: float) -> bool:
+        """Of one that is not done: has somebody waited for other ranks for too long? On a device that is anybody who
+        waits for the device, as soon as it has come to the call."""
+        if self._waits_since is None and not self._on_host and self._stream.has_passed(self._behind):
+            self._waits_since = now
+        return self._waits_since is not None and now - self._waits_since >= self.patience
 
 
 class Communicator:
@@ -108,15 +135,19 @@ class Communicator:
                 self._group = made
         self.size = len(rows[0])
         self._host = host
-        self._on_host = streams.on_host
+        self.on_host = streams.on_host  # else a device does calls one after the other, and the host goes on
         self._overlap = streams.overlap
 
     def start(self, offer: Offer) -> CallWork:
         """On the offer's stream: the call begins when what was issued there is done. Without overlap the stream waits
         for it at once."""
-        started: list[dist.Work] = []
-        offer.stream.run(lambda: started.append(offer.start(self._group)))
-        work = CallWork(started[0], offer, self._host, self._on_host)
+        work = self.start_aside(offer)
         if not self._overlap:
             work.wait(offer.stream)
         return work
+
+    def start_aside(self, offer: Offer) -> CallWork:
+        """The same, where the stream has something else to do meanwhile."""
+        started: list[dist.Work] = []
+        offer.stream.run(lambda: started.append(offer.start(self._group)))
+        return CallWork(started[0], offer, self._host, self.on_host)
