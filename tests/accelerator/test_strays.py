@@ -26,8 +26,7 @@ from tests.multiproc.twin import Twin
 from tests.patterns.cells import LIMIT
 from tests.small import batch, build, loss_of
 from tests.stages import STAGES_WITH_OTHERS
-from tests.transport import test_strays as on_host
-from tests.transport.test_strays import ORDERS, STEPS, STRAY_AT, STRAYS, Counted, counts_of, through
+from tests.transport.strays import ORDERS, STEPS, STRAY_AT, STRAYS, Counted, counts_of, through
 
 TIMEOUT = 20.0
 EXACT = pytest.mark.parametrize("exact", (True, False))
@@ -35,17 +34,16 @@ EXACT = pytest.mark.parametrize("exact", (True, False))
 
 @contextlib.contextmanager
 def _on_device(rank: int, mode: str, seed: int) -> Iterator[torch.device]:
-    """Programs of tests/transport/test_strays.py get their batches on the device, each made once."""
+    """Programs of tests/transport/strays.py get their batches on the device, each made once."""
     where = device.of_rank(rank)
 
     @functools.cache
     def moved(of: int, step: int = 0) -> Tensor:
         return batch(of, step).to(where)
 
-    with mock.patch.object(small, "batch", moved), mock.patch.object(on_host, "batch", moved):
-        with device.use(mode, seed):
-            yield where
-            dist.barrier()  # a rank that drops its model takes its shards along
+    with mock.patch.object(small, "batch", moved), device.use(mode, seed):
+        yield where
+        dist.barrier()  # a rank that drops its model takes its shards along
 
 
 def _made(where: torch.device) -> nn.Module:
@@ -193,7 +191,7 @@ def _captured(rank: int, world: int, exact: bool) -> Tensor:
         model = _made(where)
         rg.shard(model, exact=exact, timeout=TIMEOUT)
         for step in range(3):
-            loss = on_host.through(model, small.batch(rank, step), ORDERS[rank] if step == 2 else ORDERS[0])
+            loss = through(model, small.batch(rank, step), ORDERS[rank] if step == 2 else ORDERS[0])
             (grad,) = torch.autograd.grad(loss, [model.get_submodule("blocks.2.up").weight])
         return grad.cpu()
 
