@@ -79,9 +79,19 @@ class CollectiveSum:
 
     def _is_complete(self, reducing: _Exchange) -> bool:
         if reducing.complete is None:
-            self._finish(reducing)
-            reducing.complete = self._transport.is_complete(reducing.work, reducing.brought)
+            self._look()
+        assert reducing.complete is not None
         return reducing.complete
+
+    def _look(self) -> None:
+        """At all that nobody has looked at, so that on a device the host waits once."""
+        exchanges = [*self._started.values(), *self._given_up.values()]
+        unknown = [reducing for reducing in exchanges if reducing.complete is None]
+        for reducing in unknown:
+            self._finish(reducing)
+        found = self._transport.complete([(reducing.work, reducing.brought) for reducing in unknown])
+        for reducing, complete in zip(unknown, found, strict=True):
+            reducing.complete = complete
 
     def _set_apart(self, gradient: Gradient, reducing: _Exchange) -> None:
         """Rule 2."""
@@ -210,8 +220,9 @@ class CollectiveSum:
 
     def withdrawn(self) -> Sequence[Key]:
         """Rule 3."""
-        given_up, self._given_up = self._given_up, {}
-        return [key for key, reducing in given_up.items() if self._is_complete(reducing)]
+        complete = [key for key, reducing in self._given_up.items() if self._is_complete(reducing)]
+        self._given_up.clear()
+        return complete
 
 
 def _parts(brought: torch.Tensor, numel: int) -> Sequence[torch.Tensor]:

@@ -208,8 +208,9 @@ class OrderedTransport(Transport, Protocol):
     def exchange(self, want: GradientWant, parts: torch.Tensor, received: torch.Tensor) -> Work | None:
         """Start sending to each rank its part of a gradient, and receiving this rank's, in the order of ranks."""
 
-    def is_complete(self, work: Work, received: torch.Tensor) -> bool:
-        """Did every rank bring a part to this exchange, for which the reducing stream waits? The host waits for it."""
+    def complete(self, exchanges: Sequence[tuple[Work, torch.Tensor]]) -> list[bool]:
+        """Of exchanges for which the reducing stream waits, each with what was received: did every rank bring a part?
+        The host waits for them, once."""
 
     def present(self, received: torch.Tensor) -> dict[int, torch.Tensor]:
         """Of an exchange that is done: the parts of those that brought one, in the host's memory."""

@@ -55,9 +55,19 @@ def present_parts(received: torch.Tensor, world: int) -> dict[int, torch.Tensor]
     return {rank: part for rank, part in rows if not is_absent(part)}
 
 
-def first_elements(received: torch.Tensor, world: int) -> torch.Tensor:
-    """Of every rank's part, one after the other: enough to see in all but the strangest cases that nobody is absent."""
-    return received.view(world, received.numel() // world)[:, :1].contiguous()
+def first_bytes(received: torch.Tensor, world: int) -> torch.Tensor:
+    """Of the first element of every rank's part, one after the other: enough to see in all but the strangest cases that
+    nobody is absent."""
+    return received.view(world, received.numel() // world)[:, :1].contiguous().view(torch.uint8).flatten()
+
+
+def first_size(received: torch.Tensor, world: int) -> int:
+    return world * received.itemsize if received.numel() else 0
+
+
+def looks_absent(firsts: torch.Tensor, world: int) -> bool:
+    """Of what `first_bytes` gives: could somebody be?"""
+    return bool(firsts.numel()) and bool((firsts.view(world, -1) == _NOTHING).all(1).any())
 
 
 class SparePage(NamedTuple):

@@ -33,7 +33,13 @@ from retrograde.transport.collective.communicator import (
     SumOffer,
 )
 from retrograde.transport.collective.conductor import CallPatience, Conductor
-from retrograde.transport.collective.courtesy import Courtesies, first_elements, present_parts
+from retrograde.transport.collective.courtesy import (
+    Courtesies,
+    first_bytes,
+    first_size,
+    looks_absent,
+    present_parts,
+)
 from retrograde.transport.collective.labels import ReductionLabel
 from retrograde.transport.messages import Key, Reason, Stamp
 from retrograde.transport.one_sided import OneSidedTransport
@@ -140,16 +146,21 @@ class CollectiveTransport:
         """Start sending to each rank its part, and receiving this rank's, in the order of ranks."""
         return self._reduce(want, ExchangeOffer(parts, received, self._streams.reducing))
 
-    def is_complete(self, work: Work, received: torch.Tensor) -> bool:
+    def complete(self, exchanges: Sequence[tuple[Work, torch.Tensor]]) -> list[bool]:
         """On a device the first elements come to the host, and all of it only if they look like somebody's absence."""
-        if not self._streams.on_host and received.numel():
+        if self._streams.on_host:
+            return [self._is_complete(received) for _, received in exchanges]
+        for work, _ in exchanges:
             assert isinstance(work, CallWork)
             work.wait_on_host()
-            stream = self._streams.reducing
-            firsts: list[torch.Tensor] = []
-            stream.run(lambda: firsts.append(first_elements(received, self.world)))
-            if len(present_parts(stream.to_host(firsts[0]).flatten(), self.world)) == self.world:
-                return True
+        stream = self._streams.reducing
+        firsts: list[torch.Tensor] = []
+        stream.run(lambda: firsts.append(torch.cat([first_bytes(each, self.world) for _, each in exchanges])))
+        found = stream.to_host(firsts[0]).split([first_size(each, self.world) for _, each in exchanges])
+        pairs = zip(found, exchanges, strict=True)
+        return [not looks_absent(bytes_, self.world) or self._is_complete(each) for bytes_, (_, each) in pairs]
+
+    def _is_complete(self, received: torch.Tensor) -> bool:
         return len(self.present(received)) == self.world
 
     def present(self, received: torch.Tensor) -> dict[int, torch.Tensor]:
