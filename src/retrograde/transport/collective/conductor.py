@@ -185,7 +185,7 @@ class Conductor:
                 self._spares[call.number] = SparePage(work, page, page)
             else:
                 work = self._courtesies.attend(call.want, self.passed)
-            if not self._communicator.on_host:
+            if work.in_order:
                 work.patience = self._patience.wanted if role is Role.SPARE else self._patience.courtesy
                 self._open[call.number] = work
         except Exception as error:
@@ -221,9 +221,9 @@ class Conductor:
                 self._participant.completed(number)
                 continue
             if not self._arriving and work.is_overdue(now):
-                late = number if self._communicator.on_host else max(self._open)
+                late = max(self._open) if work.in_order else number
                 self._carry_out(self._participant.overdue(late))
-            if not self._communicator.on_host:
+            if work.in_order:
                 return  # those behind it wait for it
 
     def _look_at_alarms(self, now: float) -> None:
