@@ -94,7 +94,7 @@ def train_late(rank: int, world: int, stage: int, mode: str, seed: int, way: Way
     where = device.of_rank(rank)
     with device.use(mode, seed):
         model = build(where)
-        engine = rg.shard(model, stage=stage, timeout=20.0, exact=True, **options)
+        engine = rg.shard(model, stage=stage, timeout=20.0, **options)
         trained = train(model, engine, where, rank, way)
         dist.barrier()
     return trained

@@ -1,6 +1,4 @@
-"""Plays the backward matrix on the test device: `python -m tests.accelerator.table [--world 2] [--mode lazy] ...`.
-
-Rows in which ranks do different things, and those with replicas, go one-sidedly; all others by collectives."""
+"""Plays the backward matrix on the test device: `python -m tests.accelerator.table [--world 2] [--mode lazy] ...`."""
 
 from __future__ import annotations
 
@@ -28,18 +26,11 @@ from tests.patterns.trace import differences
 from tests.stages import STAGES
 
 
-def transport_of(case_id: str) -> str:
-    return "one-sided" if CASES[case_id].key.startswith(("11b", "11c", "11d", "11e", "11f", "33i")) else "collective"
-
-
-def faults(pool: RankPool, case_id: str, stage: int, mode: str, seed: int, offload: str | None = None) -> list[str]:
+def faults(pool: RankPool, case_id: str, stage: int, mode: str, seed: int, **options: object) -> list[str]:
     """What is wrong with a case: nothing, differences, or the end of what its ranks raised."""
-    options: dict[str, object] = {"exact": True, "transport": transport_of(case_id)}
-    if offload is not None:
-        options["offload"] = offload
     want = expected(case_id, pool.world, stage)
     try:
-        got = pool.run(play_late, case_id, stage, mode, seed, timeout=LIMIT, **options)
+        got = pool.run(play_late, case_id, stage, mode, seed, timeout=LIMIT, exact=True, **options)
     except (RankError, RankTimeout) as error:
         return [str(error)[-600:]]
     each = zip(got, want, strict=True)
@@ -52,17 +43,23 @@ def main() -> int:
     parser.add_argument("--stages", type=int, nargs="+", default=STAGES)
     parser.add_argument("--mode", default="lazy", choices=sorted({mode for mode, _ in device.MODES}))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--transport", default="collective", choices=("collective", "one-sided"))
     parser.add_argument("--offload", choices=("optimizer", "parameters"))
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="every how-manieth case, from which on")
     parser.add_argument("rows", nargs="*", help="parts of names of cases; all by default")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     build.build()
     chosen = [case_id for case_id in CASES if not asked.rows or any(row in case_id for row in asked.rows)]
+    chosen = chosen[asked.part[0] :: asked.part[1]]
+    options = {"transport": asked.transport}
+    if asked.offload is not None:
+        options["offload"] = asked.offload
     exact = 0
     refused = 0
     with contextlib.closing(Pools(LateSeat)) as ranks:
         for stage, case_id in itertools.product(asked.stages, chosen):
-            found = faults(ranks(asked.world), case_id, stage, asked.mode, asked.seed, asked.offload)
+            found = faults(ranks(asked.world), case_id, stage, asked.mode, asked.seed, **options)
             if asked.offload is not None and is_refused(CASES[case_id].key, found):
                 refused += 1
                 continue

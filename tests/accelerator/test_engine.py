@@ -1,6 +1,4 @@
-"""Sharded models on the device: rows of the matrix in every order of execution, exact and without a race.
-
-`shard()` there goes by collectives, which want ranks that do the same; rows in which they do not go one-sidedly."""
+"""Sharded models on the device: rows of the matrix in every order of execution, exact and without a race."""
 
 from __future__ import annotations
 
@@ -30,6 +28,11 @@ ROWS = (
     ("6b-two_windows-mlp", "collective"),
     ("14-penalise_parameters-mlp", "collective"),
     ("24c-edited_full-gpt", "collective"),
+    ("11b-unit_on_first_rank_retained-mlp", "collective"),
+    ("11c-changing_units-mlp", "collective"),
+    ("11d-other_order-mlp", "collective"),
+    ("11e-unequal_backwards_then_edit-mlp", "collective"),
+    ("11f-replicated_changing_units-mlp", "collective"),
     ("6b-two_windows-mlp", "one-sided"),
     ("11e-unequal_backwards-mlp", "one-sided"),
     ("24-tensor_hooks_window-mlp", "one-sided"),

@@ -12,7 +12,7 @@ PART = (
     ("wait", "page.py", "fetching.wait(free)", "two streams"),
     ("call", "page.py", "self._work.wait(current)", "collective"),
     ("wait", "bucket.py", "stream.wait(self._free)", "collective"),
-    ("call", "collective_sum.py", "reducing.work.wait(stream)", "collective"),
+    ("call", "collective_sum.py", "reducing.work.wait(stream)", "collective, backend's order"),
     ("wait", "strategy.py", "self._streams.current().wait(self._streams.reducing.record())", "one-sided"),
     ("wait", "fences.py", "serving.wait(self._written)", "one-sided"),
     ("to_host", "staged.py", "return found if isinstance(found, str)", "one-sided"),

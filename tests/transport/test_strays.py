@@ -6,17 +6,16 @@ import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import retrograde as rg
-from retrograde.gradients.flow import due_offers
 from retrograde.gradients.keys import Keys
+from retrograde.gradients.offers import due_offers
 from retrograde.transport import Key, Position, Reason, Use
 from retrograde.transport.collective.courtesy import is_absent, present_parts
 from retrograde.transport.connections import Connections
@@ -28,12 +27,10 @@ from tests.patterns.driver import play_rank
 from tests.patterns.oracle import expected
 from tests.patterns.rows import CASES
 from tests.patterns.trace import differences
-from tests.reference import Program
-from tests.small import BLOCKS, Small, backward_that_raises, backwards, batch, build, loss_of
+from tests.small import BLOCKS, backward_that_raises, batch, build, loss_of
 from tests.stages import STAGES_WITH_OTHERS
+from tests.transport.strays import ORDERS, STEPS, STRAY_AT, STRAYS, Counted, blocks, counts_of, through
 
-STEPS = 7
-STRAY_AT = 3  # the step in which a rank does something else: the order knows the others' steps by then
 # A row of each kind of divergence.
 ROWS = (
     "11b-parameter_on_first_rank-mlp",
@@ -94,85 +91,6 @@ def test_backwards_are_counted_where_they_end_without_a_meeting() -> None:
 
 
 # ---- one stray in a row of steps
-def _through(model: nn.Module, ids: Tensor, order: Sequence[int]) -> Tensor:
-    """A loss by these blocks in this order."""
-    assert isinstance(model, Small)
-    hidden = model.embed(ids)
-    for index in order:
-        hidden = model.blocks[index](hidden)
-    return model.head(hidden).square().mean()
-
-
-def _blocks(model: nn.Module, rank: int, order: Sequence[int] = range(BLOCKS)) -> None:
-    _through(model, batch(rank), order).backward()
-
-
-def _skips_a_unit(model: nn.Module, rank: int) -> None:
-    _blocks(model, rank, [0, 1, 3] if rank == 1 else range(BLOCKS))
-
-
-def _takes_another_order(model: nn.Module, rank: int) -> None:
-    _blocks(model, rank, [2, 0, 3, 1] if rank == 1 else range(BLOCKS))
-
-
-def _one_backward_fewer(model: nn.Module, rank: int) -> None:
-    for step in range(1 if rank == 1 else 2):
-        loss_of(model, batch(rank, step)).backward()
-
-
-def _evaluate_on_first(model: nn.Module, rank: int) -> None:
-    if rank == 0:
-        with torch.no_grad():
-            for step in range(3):
-                loss_of(model, batch(rank, step))
-
-
-def _evaluates_alone(model: nn.Module, rank: int) -> None:
-    _evaluate_on_first(model, rank)
-    _blocks(model, rank)
-
-
-def _evaluates_before_a_barrier(model: nn.Module, rank: int) -> None:
-    """The others sit in the user's own barrier while rank 0 reads pages."""
-    _evaluate_on_first(model, rank)
-    if not _is_plain(model):
-        dist.barrier()
-    _blocks(model, rank)
-
-
-def _is_plain(model: nn.Module) -> bool:
-    return type(next(model.parameters())) is nn.Parameter
-
-
-class Stray(NamedTuple):
-    """What all ranks do in every step, and what they do in one."""
-
-    always: Program
-    once: Program
-
-
-STRAYS = {
-    "skips a unit": Stray(_blocks, _skips_a_unit),
-    "takes another order": Stray(_blocks, _takes_another_order),
-    "one backward fewer": Stray(backwards(0, 1), _one_backward_fewer),
-    "evaluates alone": Stray(_blocks, _evaluates_alone),
-    "evaluates before a barrier": Stray(_blocks, _evaluates_before_a_barrier),
-}
-
-
-class Counted(NamedTuple):
-    """Of one step on one rank: messages of the order, meetings, and pages that were read one-sidedly."""
-
-    ordered: int
-    meetings: int
-    reads: int
-
-
-def _counts(messages: Counter[str], world: int) -> Counted:
-    others = world - 1
-    return Counted(messages["Ordered"], messages["Meet"] // others, messages["Read"] // others)
-
-
 def _with_a_stray(rank: int, world: int, stage: int, kind: str) -> list[Counted]:
     """Steps of which one has a stray; each is compared with plain torch. Returns the counts of each step."""
     messages: Counter[str] = Counter()
@@ -193,7 +111,7 @@ def _with_a_stray(rank: int, world: int, stage: int, kind: str) -> list[Counted]
             program(twin.model, rank)
             twin.optimizers[1].step()
             dist.barrier()
-        found.append(_counts(messages, world))
+        found.append(counts_of(messages, world))
         twin.plain_play(program)
         twin.optimizers[0].step()
         twin.check()
@@ -265,7 +183,7 @@ def _hooked(rank: int, world: int) -> list[tuple[Tensor, Tensor]]:
     twin = Twin(rank, world, 3, transport="collective", timeout=20.0)
     leaf = dict(twin.model.named_parameters())["blocks.2.up.weight"]
     leaf.register_post_accumulate_grad_hook(lambda leaf: seen.append(leaf.grad.local.clone()))
-    for program in (_blocks, _blocks, _takes_another_order):
+    for program in (blocks, blocks, STRAYS["takes another order"].once):
         program(twin.model, rank)
         assert leaf.grad is not None
         found.append(leaf.grad.local.clone())
@@ -282,14 +200,11 @@ def test_hooks_see_complete_sums(ranks: Ranks) -> None:
         assert all(torch.equal(seen, found) for seen, found in pairs)
 
 
-ORDERS = ([0, 1, 2, 3], [2, 0, 3, 1])
-
-
 def _captured(rank: int, world: int) -> Tensor:
     model = build()
     rg.shard(model, transport="collective", timeout=20.0)
     for step in range(3):
-        loss = _through(model, batch(rank, step), ORDERS[rank] if step == 2 else ORDERS[0])
+        loss = through(model, batch(rank, step), ORDERS[rank] if step == 2 else ORDERS[0])
         (grad,) = torch.autograd.grad(loss, [model.blocks[2].up.weight])
     dist.barrier()
     return grad.full_tensor() if hasattr(grad, "full_tensor") else grad
@@ -298,7 +213,7 @@ def _captured(rank: int, world: int) -> Tensor:
 def test_autograd_grad_returns_complete_sums(ranks: Ranks) -> None:
     plain = build()
     parts = [
-        torch.autograd.grad(_through(plain, batch(rank, 2), ORDERS[rank]), [plain.blocks[2].up.weight])[0]
+        torch.autograd.grad(through(plain, batch(rank, 2), ORDERS[rank]), [plain.blocks[2].up.weight])[0]
         for rank in range(2)
     ]
     for grad in ranks(2).run(_captured, timeout=LIMIT):

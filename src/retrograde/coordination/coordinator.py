@@ -80,10 +80,17 @@ class Coordinator:
         """Meet for `reason`, and for what others came for before it; returns the positions of the last meeting."""
         flow = self._flow
         self._fence.refuse_capture("{} ({}): ranks meet", reason, label)
+
+        def position() -> Position:
+            return Position(reason, label, flow.sent_offers(), flow.pending_offers(), value())
+
+        def anew() -> Position:
+            flow.take_in_sums()
+            return position()
+
         while True:
             self._pager.finish_reads()  # at this meeting another rank may get leave to write
-            mine = Position(reason, label, flow.sent_offers(), flow.pending_offers(), value())
-            positions = self._meetings.meet(mine)
+            positions = self._meetings.meet(position(), anew)
             first = min([position.reason for position in positions], key=_URGENCY.__getitem__)
             if first in (Reason.STEP, Reason.VALUE):
                 self._require_same(positions)
@@ -140,6 +147,11 @@ class Coordinator:
         self._flow.recover()
         if current_backward() == NO_BACKWARD:
             self.attend(Reason.FLUSH, why)
+
+    def give_out_gradients(self, why: str) -> None:
+        """A piece of `.grad` is about to be given out as a plain tensor: it is complete."""
+        if self._flow.comes_later:
+            self.catch_up_on_gradients(why)
 
     # ---- weights
     def read(self, unit: Unit, page: torch.Tensor, alone: bool) -> Work:

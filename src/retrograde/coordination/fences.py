@@ -168,14 +168,20 @@ class WriteFence:
     def shard_to_gather(self, number: int) -> torch.Tensor:
         """A unit's source as the last step left it. Between an edit and the next step nobody wants it."""
         unit = self._units[number]
+        serving = self._streams.serving
         with self._lock:
+            serving.wait(self._written)
             edited = unit.edits.made or unit.version != unit.version_at_rest or not unit.source_is_current
             if self.phase is WritePhase.READ and edited:
                 raise RuntimeError(
                     f"it has edited unit {unit.name} since the last step, and the others read it as it was before; let "
                     f"all ranks make the same edits between the same reads"
                 )
-            return unit.source if unit.source_is_current else unit.shard.to(unit.layout.dtype)
+            if unit.source_is_current:
+                return unit.source
+            made = serving.empty(unit.shard.numel(), unit.layout.dtype)
+            serving.run(lambda: made.copy_(unit.shard))
+            return made
 
     def shard_for(self, number: int, stamp: Stamp) -> torch.Tensor | str:
         """A unit's source, or its masters, as the reader needs it, else why it is not to be had (yet)."""

@@ -4,14 +4,22 @@ A want names what each parameter's gradient is for, so ranks that come to the sa
 gradients for the same uses. What a flush or a step asks for goes by the same calls: a meeting has said what comes, and
 a rank that has nothing brings zeros, which change no sum.
 
+There are two kinds of calls. With `exact`, in the host's memory, and for whoever sees a sum in its backward, every
+rank's part comes apart (an exchange). Else, on a device, the backend adds them up.
+
 Rule 1: a rank that has strayed from the order puts its parts one by one (`OrderedSum`).
-Rule 2: a reduction in which a rank was absent is given over to `OrderedSum`, with the parts that came: they are added
+Rule 2: an exchange in which a rank was absent is given over to `OrderedSum`, with the parts that came: they are added
         up in rank order at the next meeting, when the late ones are known. Whoever has the gradient meets for it.
 Rule 3: what every rank brought to a call is added up without a meeting. If a rank gives it up, all must; that is said
         at the next meeting.
+Rule 4: a backend's sum does not show who was absent from it, and the host does not wait for it. It goes to `.grad` as
+        it is. What the absent have put comes on top at the next meeting, as a gradient that others brought; the sum is
+        theirs, too, then (`Strategy.sums_of_others`). Whoever uses `.grad` meets before (`Strategy.comes_later`).
+Rule 5: so a rank that puts does not meet at the end of its backward where nobody else does: its gradient waits.
 """
 
 import hashlib
+import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,14 +30,14 @@ from retrograde.gradients.bucket import Bucket
 from retrograde.gradients.gradient import Gradient
 from retrograde.gradients.keys import FLUSHED
 from retrograde.gradients.landing import room_for_sum
-from retrograde.gradients.strategy import Contributors, OrderedSum, RunningSum
+from retrograde.gradients.strategy import Contributors, OrderedSum, RunningSum, SumOfOthers
 from retrograde.labels import labelled
 from retrograde.layout import Policy
 from retrograde.pages import BufferPool, Unit
-from retrograde.transport import GradientWant, Key, OrderedTransport, Uses, Work
+from retrograde.transport import CourtesySum, GradientWant, Key, OrderedTransport, Use, Uses, Work
 
 MOST_IN_FLIGHT = 2  # buckets that are being sent; more are not taken from the pool
-MOST_USES = 1024  # parameters of a unit whose uses are named one by one
+MOST_USES = 1024  # bytes that say what the parameters of a unit are used for
 
 
 @dataclass(slots=True)
@@ -39,7 +47,7 @@ class _Exchange:
     work: Work
     bucket: Bucket | None
     brought: torch.Tensor  # every rank's part of this rank's shard, or their sum
-    complete: bool | None = None  # did every rank bring a part? None: nobody has looked yet
+    complete: bool | None  # did every rank bring a part? None: nobody has looked yet. Of a backend's sum: Rule 4
 
 
 class CollectiveSum:
@@ -53,6 +61,8 @@ class CollectiveSum:
         self._one_by_one = one_by_one
         self._policy = policy
         self._streams = pool.streams
+        self._apart = policy.exact or self._streams.on_host
+        self.comes_later = not self._apart
         self._started: dict[Key, _Exchange] = {}
         self._sending: deque[_Exchange] = deque()
         self._given_up: dict[Key, _Exchange] = {}
@@ -68,17 +78,26 @@ class CollectiveSum:
         return dict.fromkeys(range(self._transport.world), gradient.uses)
 
     def _is_complete(self, reducing: _Exchange) -> bool:
-        """On a device nobody looks, since no rank is absent from a call there."""
         if reducing.complete is None:
-            self._finish(reducing)
-            world = self._transport.world
-            reducing.complete = not self._streams.on_host or len(self._transport.present(reducing.brought)) == world
+            self._look()
+        assert reducing.complete is not None
         return reducing.complete
+
+    def _look(self) -> None:
+        """At all that nobody has looked at, so that on a device the host waits once."""
+        exchanges = [*self._started.values(), *self._given_up.values()]
+        unknown = [reducing for reducing in exchanges if reducing.complete is None]
+        for reducing in unknown:
+            self._finish(reducing)
+        found = self._transport.complete([(reducing.work, reducing.brought) for reducing in unknown])
+        for reducing, complete in zip(unknown, found, strict=True):
+            reducing.complete = complete
 
     def _set_apart(self, gradient: Gradient, reducing: _Exchange) -> None:
         """Rule 2."""
         parts = self._transport.present(reducing.brought)
-        gradient.own.copy_(parts.pop(self._transport.rank))
+        mine = parts.pop(self._transport.rank)
+        self._streams.reducing.run(lambda: gradient.own.copy_(mine))
         self._transport.keep(gradient.key, parts)
         self._one_by_one.take_over(gradient)
         del self._started[gradient.key]
@@ -93,15 +112,19 @@ class CollectiveSum:
         if sent.dtype != wire:
             sent = stream.empty(sent.numel(), wire)
             stream.run(lambda: sent.copy_(gradient.bucket.store))
-        if not self._start(gradient.unit, gradient.key, gradient.uses, sent, gradient.bucket):
+        want = GradientWant(gradient.key, gradient.unit.name, named_uses(gradient.uses), gradient.key.turn == FLUSHED)
+        apart = gradient.seen_at_once and not want.at_meeting
+        if not self._start(want, gradient.unit, sent, gradient.bucket, apart):
             self._one_by_one.launch(gradient)
 
-    def _start(self, unit: Unit, key: Key, uses: Uses, sent: torch.Tensor, bucket: Bucket | None) -> bool:
-        """Returns whether it goes by a call."""
-        want = GradientWant(key, unit.name, _named(uses), key.turn == FLUSHED)
+    def _start(
+        self, want: GradientWant, unit: Unit, sent: torch.Tensor, bucket: Bucket | None, apart: bool = False
+    ) -> bool:
+        """Returns whether it goes by a call. After a meeting nobody is absent."""
         stream = self._streams.reducing
+        apart = apart or self._apart
         with labelled("reduction of", unit.name):
-            if self._policy.exact or self._streams.on_host:  # where it can be seen whose part is missing
+            if apart:
                 brought = stream.empty(sent.numel(), sent.dtype)
                 work = self._transport.exchange(want, sent, brought)
             else:
@@ -109,8 +132,9 @@ class CollectiveSum:
                 work = self._transport.add_up(want, sent, brought)
         if work is None:
             return False
-        reducing = _Exchange(work, bucket, brought)
-        self._started[key] = reducing
+        nobody_looks = want.at_meeting or not apart or self._transport.world == 1
+        reducing = _Exchange(work, bucket, brought, True if nobody_looks else None)
+        self._started[want.key] = reducing
         self._sending.append(reducing)
         return True
 
@@ -152,8 +176,28 @@ class CollectiveSum:
         wire = self._policy.on_the_wire(self._policy.waiting(unit.layout.dtype))
         nothing = stream.empty(unit.layout.padded_numel, wire)
         stream.run(nothing.zero_)
-        self._start(unit, key, (), nothing, None)
+        self._start(GradientWant(key, unit.name, b"", at_meeting=True), unit, nothing, None)
         return self._total(key, unit, own)
+
+    def sums_of_others(self, units: Sequence[Unit], last: float) -> list[SumOfOthers]:
+        """Rule 4."""
+        return [self._sum_of_others(units[brought.key.unit], brought) for brought in self._transport.take_sums(last)]
+
+    def _sum_of_others(self, unit: Unit, brought: CourtesySum) -> SumOfOthers:
+        uses = read_uses(brought.uses, len(unit.leaves))
+        if uses is None:
+            self._transport.fail(
+                f"rank {self._transport.rank}: it was absent from a reduction of unit {unit.name}, which has too many "
+                f"parameters for others to say which of them they used; give shard(units=...) smaller ones, or let all "
+                f"ranks use the same ones"
+            )
+        stream = self._streams.reducing
+        summed = RunningSum(room_for_sum(unit, self._streams), stream)
+        with labelled("sum of gradient of", unit.name):
+            summed.add(0, brought.total)
+            summed.finish(self._transport.world if self._policy.mean else 1)
+        self._streams.current().wait(stream.record())
+        return SumOfOthers(unit, uses, summed.own)
 
     def _total(self, key: Key, unit: Unit, own: torch.Tensor) -> torch.Tensor:
         reducing = self._started.pop(key)
@@ -176,15 +220,29 @@ class CollectiveSum:
 
     def withdrawn(self) -> Sequence[Key]:
         """Rule 3."""
-        given_up, self._given_up = self._given_up, {}
-        return [key for key, reducing in given_up.items() if self._is_complete(reducing)]
+        complete = [key for key, reducing in self._given_up.items() if self._is_complete(reducing)]
+        self._given_up.clear()
+        return complete
 
 
 def _parts(brought: torch.Tensor, numel: int) -> Sequence[torch.Tensor]:
     return brought.view(-1, numel).unbind() if numel else [brought]
 
 
-def _named(uses: Uses) -> bytes:
-    """What the order compares: the uses themselves, or of very many a digest."""
+def named_uses(uses: Uses) -> bytes:
+    """What the order compares: the uses themselves, in few bytes; if that takes too many, a digest."""
     plain = bytes(uses)
-    return plain if len(plain) <= MOST_USES else hashlib.blake2b(plain, digest_size=16).digest()
+    if len(plain) <= MOST_USES:
+        return plain
+    packed = zlib.compress(plain)
+    return packed if len(packed) <= MOST_USES else hashlib.blake2b(plain, digest_size=16).digest()
+
+
+def read_uses(named: bytes, parameters: int) -> Uses | None:
+    """The uses of so many parameters; None: they were too many."""
+    if parameters > MOST_USES:
+        try:
+            named = zlib.decompress(named)
+        except zlib.error:
+            return None
+    return tuple(map(Use, named))

@@ -16,7 +16,10 @@ Rule 2: a backward is a graph task. Nested backwards have their own and meet at 
         around them have sent is added up; it is handed to autograd by the Packs that wait for it.
 Rule 3: nothing waits for another rank's main thread before the end of the backward.
 Rule 4: gradients that come from other ranks only, or from a flush, are delivered through Pack as well.
-Rule 5: what a backward that raised has sent is given up at the next entry. What was added up before is delivered:
+Rule 5: where a part of a sum may come later (`Strategy.comes_later`), a backward does not end with a meeting: what this
+        rank knows is delivered, and the rest at the next meeting. What is seen in the backward itself, by a hook or by
+        who captures it, is complete there, and may have to be met for.
+Rule 6: what a backward that raised has sent is given up at the next entry. What was added up before is delivered:
         other ranks have it too. So is what others brought, and what had to make room in a window.
 """
 
@@ -31,6 +34,7 @@ from retrograde.gradients.bucket import Bucket, Grads, huge
 from retrograde.gradients.gradient import Gradient, GradientState, uses_of
 from retrograde.gradients.keys import Keys, by_key
 from retrograde.gradients.landing import copy_of_sum, land_together, room_for_sum
+from retrograde.gradients.offers import accumulated, due_offers, last_due, without_withdrawn
 from retrograde.gradients.strategy import Strategy
 from retrograde.gradients.window import Windows
 from retrograde.layout import Grid, Policy
@@ -102,7 +106,7 @@ class GradientFlow:
         self._leaves: list[Leaves] = []
         self._backwards: dict[int, _Backward] = {}  # that run, by their graph tasks
         self._ended = 0  # since the last step
-        self._orphans: list[Gradient] = []  # had to make room in a backward that raised: they count all the same
+        self._orphans: list[Gradient] = []  # of backwards that have ended: they are added up at the next meeting
         self._pending: dict[int, Gradient] = {}  # added up locally, by unit
 
     def add(self, unit: Unit, leaves: Leaves) -> None:
@@ -136,10 +140,11 @@ class GradientFlow:
         if Use.ACCUMULATED in uses:
             self.fresh = True
 
-    def _send_now(self, unit: Unit, grads: Grads, uses: Uses, divisor: float) -> Gradient:
+    def _send_now(self, unit: Unit, grads: Grads, uses: Uses, divisor: float, seen_at_once: bool = False) -> Gradient:
         self._strategy.finish_sending()  # its memory is free before more is taken
         may_pass = self._strategy.passes_through and divisor == 1  # autograd's memory is not ours to divide
         gradient = self._empty(unit, unit.layout.dtype, huge(grads) if may_pass else {})
+        gradient.seen_at_once = seen_at_once
         gradient.bucket.add(grads, divisor)
         return self._send(gradient, self._keys.next(unit), uses)
 
@@ -162,6 +167,7 @@ class GradientFlow:
 
     def _launch(self, gradient: Gradient, key: Key, uses: Uses) -> None:
         unit = gradient.unit
+        gradient.seen_at_once = gradient.seen_at_once or unit.hooked or Use.CAPTURED in uses
         gradient.send(key, uses, room_for_sum(unit, self.streams))
         gradient.bucket.close(self.streams.reducing)
         self._strategy.launch(gradient)
@@ -180,16 +186,22 @@ class GradientFlow:
         gradient.reached = tuple(fate is Use.ACCUMULATED for fate in fates)
         return gradient.own
 
-    def ready_for_pack(self, unit: Unit) -> Gradient:
-        """Pack asks for a reduced gradient: now it is there."""
+    def ready_for_pack(self, unit: Unit) -> Gradient | None:
+        """Pack asks for a reduced gradient: now it is there. None: it comes at the next meeting (Rule 5)."""
         backward = self._current()
         gradient = backward.for_pack[unit.index]
         self._sum_known(backward)
+        if gradient.state is GradientState.SENT and self._comes_later(gradient):
+            gradient.miss_pack()
+            return None
         if gradient.state is GradientState.SENT:
             self._meet_for_all([gradient], backward)
         land_together(backward.for_pack.values(), self.streams)
         gradient.deliver()
         return gradient
+
+    def _comes_later(self, gradient: Gradient) -> bool:
+        return self._strategy.comes_later and not gradient.seen_at_once
 
     def _sum_known(self, backward: _Backward) -> None:
         """What needs no meeting: all ranks are known to have sent it, for the same uses."""
@@ -213,7 +225,7 @@ class GradientFlow:
 
         `fates`: what Pack does with it. Without, whoever asks gets it, and all ranks ask for the same parameters."""
         self._note(uses)
-        gradient = self._send_now(unit, grads, uses, divisor=1)
+        gradient = self._send_now(unit, grads, uses, divisor=1, seen_at_once=True)
         own = gradient.own if fates is None else self._to_pack(gradient, fates)
         self._sum_known(self._current())
         if gradient.state is GradientState.SENT:
@@ -255,14 +267,13 @@ class GradientFlow:
         label = f"backward {self._ended} since the last step"
         offers = self.sent_offers()
         positions = self._meet(Position(Reason.BACKWARD, label, offers, {}, self._keys.backward))
-        due = due_offers(positions)
-        backward.deliveries += self._sum_up(due)
+        backward.deliveries += self._sum_up(positions)
         self._transport.meeting_is_over()
-        return due
+        return due_offers(positions)
 
-    def _sum_up(self, offers: Mapping[int, Offers]) -> list[Delivery]:
+    def _sum_up(self, positions: Sequence[Position]) -> list[Delivery]:
         """All that any rank has sent before this meeting; returns what no Pack of this rank waits for."""
-        offers = self._without_withdrawn(offers)
+        offers = without_withdrawn(due_offers(positions), self._transport, self._units)
         mine = {gradient.key: gradient for gradient in self._unsummed()}
         by_rank = by_key(offers)
         self._strategy.begin_sums(by_rank)
@@ -277,20 +288,19 @@ class GradientFlow:
                 self._check_same_attempt(gradient, by_rank)
             deliveries += self._sum(gradient, ranks)
         self._orphans = [gradient for gradient in self._orphans if gradient.state is GradientState.SENT]
-        return deliveries
+        return deliveries + self._sums_of_others(last_due(positions))
 
-    def _without_withdrawn(self, offers: Mapping[int, Offers]) -> dict[int, Offers]:
-        """Without what ranks have given up (`Strategy.withdrawn`): all of them, or it cannot be taken back."""
-        for key, ranks in by_key(offers).items():
-            withdrawn = [rank for rank, uses in ranks.items() if not uses]
-            others = [rank for rank in range(self._transport.world) if rank not in withdrawn]
-            if withdrawn and others:
-                self._transport.fail(
-                    f"rank {self._transport.rank}: rank {withdrawn[0]} gave up a backward after all ranks had brought "
-                    f"their gradient of unit {self._units[key.unit].name}, and rank {others[0]} did not; let all ranks "
-                    f"give up a backward, or none"
-                )
-        return {rank: {key: uses for key, uses in sent.items() if uses} for rank, sent in offers.items()}
+    def _sums_of_others(self, last: float) -> list[Delivery]:
+        """From calls in which this rank brought nothing."""
+        found = self._strategy.sums_of_others(self._units, last)
+        for each in found:
+            self._ledger.record(Activity.JOIN, each.unit.name, 0)
+        return [Delivery(each.unit, each.total, accumulated({0: each.uses})) for each in found]
+
+    def take_in_sums(self) -> None:
+        """Ranks have come together, and this one is about to say something that depends on its gradients."""
+        for delivery in self._sums_of_others(math.inf):
+            self._deliver(delivery)
 
     def _sum_of_others(self, unit: Unit, key: Key, ranks: Mapping[int, Uses]) -> torch.Tensor:
         here = self._grid.replica in self._grid.replicas_of(ranks)
@@ -327,8 +337,10 @@ class GradientFlow:
         if backward is None:
             return  # it raised, and the next entry has cleaned up
         self._sum_known(backward)  # of what had only to make room no Pack runs
-        if backward.unsummed:
-            self._meet_for_all(backward.unsummed, backward)
+        needed = [gradient for gradient in backward.unsummed if not self._comes_later(gradient)]
+        if needed:
+            self._meet_for_all(needed, backward)
+        self._orphans += backward.unsummed
         if backward.sent:
             self._keys.end_backward()
         del self._backwards[number]
@@ -383,6 +395,11 @@ class GradientFlow:
     def waiting_bytes(self, unit: Unit) -> int:
         """What a gradient of this unit takes while it waits."""
         return unit.layout.padded_numel * self._policy.waiting(unit.layout.dtype).itemsize
+
+    @property
+    def comes_later(self) -> bool:
+        """May what is in `.grad` lack something until ranks next meet?"""
+        return self._strategy.comes_later and self.fresh
 
     @property
     def at_rest(self) -> bool:
@@ -456,7 +473,7 @@ class GradientFlow:
 
     def sum_sent(self, positions: Sequence[Position]) -> None:
         """After a meeting: take part in what any rank has sent."""
-        for delivery in self._sum_up(due_offers(positions)):
+        for delivery in self._sum_up(positions):
             self._deliver(delivery)
 
     def flush(self, offers: Mapping[int, Offers]) -> None:
@@ -480,18 +497,3 @@ class GradientFlow:
         self._ended = 0
         self._transport.discard_parts()
         self._pool.trim()  # the optimizer may have temporaries of its own
-
-
-def accumulated(offers: Mapping[int, Uses]) -> tuple[bool, ...]:
-    """For each parameter, whether its gradient goes to `.grad` on any rank."""
-    return tuple(Use.ACCUMULATED in uses for uses in zip(*offers.values(), strict=True))
-
-
-def due_offers(positions: Sequence[Position]) -> dict[int, Offers]:
-    """What a meeting adds up: all that was sent up to the first of the backwards at whose end a rank is."""
-    ended = [position.value for position in positions if position.reason is Reason.BACKWARD]
-    first = min([number for number in ended if isinstance(number, int)], default=math.inf)
-    return {
-        rank: {key: uses for key, uses in position.sent.items() if key.backward <= first or not uses}
-        for rank, position in enumerate(positions)
-    }

@@ -43,6 +43,7 @@ class Gradient:
         self.bucket = bucket
         self.state = GradientState.FILLING
         self.made_room = False  # it waited in a window, and had to go early for the sake of others
+        self.seen_at_once = False  # by who captures it, by a hook, or as part of a graph: not only by who asks `.grad`
         self.reached = (False,) * len(self.unit.leaves)  # the parameters whose .grad this rank's Pack adds to
         self.wanted = self.reached  # when SUMMED: those whose gradients go to .grad, on any rank
         self._key: Key | None = None
@@ -73,6 +74,10 @@ class Gradient:
 
     def give_up(self) -> None:
         self._become(GradientState.GIVEN_UP)
+
+    def miss_pack(self) -> None:
+        """Pack has come, and it is not there yet."""
+        self.reached = (False,) * len(self.unit.leaves)
 
     # ---- of one that was sent
     @property

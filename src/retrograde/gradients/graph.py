@@ -131,6 +131,8 @@ class UnitGraph:
         present = self._delivering
         if present is None:
             gradient = self.flow.ready_for_pack(self.unit)
+            if gradient is None:
+                return self.nothing_packed()
             present, on_host = gradient.packed, gradient.at_leaves
         self.arrived = list(present)
         if self.unit.leaves_on_host:

@@ -32,8 +32,19 @@ from retrograde.transport import BackendTransport, Key, Transport, Uses, Work
 Contributors = Mapping[int, Uses]  # of one gradient: the ranks that have it, and what each does with it
 
 
+class SumOfOthers(NamedTuple):
+    """A reduced gradient of this rank's shard that only others have brought, and what they use it for."""
+
+    unit: Unit
+    uses: Uses
+    total: torch.Tensor
+
+
 class Strategy(Protocol):
     passes_through: bool  # may a bucket have gradients that lie where autograd left them?
+    # May a part of a sum come to `.grad` later than the rest, at the next meeting, if a rank has strayed? Then who
+    # computes from `.grad` meets before, and a backward ends without one.
+    comes_later: bool
 
     def launch(self, gradient: Gradient) -> None:
         """It was sent just now: start what can be started before a meeting says who else has it."""
@@ -52,6 +63,9 @@ class Strategy(Protocol):
 
     def total_of_others(self, unit: Unit, key: Key, offers: Contributors) -> torch.Tensor:
         """The same where this rank has nothing to add."""
+
+    def sums_of_others(self, units: Sequence[Unit], last: float) -> Sequence[SumOfOthers]:
+        """What has come by calls in which this rank brought nothing, of backwards up to this one."""
 
     def give_up(self, gradient: Gradient) -> None:
         """The backward that launched it raised."""
@@ -142,6 +156,7 @@ class OrderedSum:
     shard is the sum of that holder's replica. So both go by the same key."""
 
     passes_through = True
+    comes_later = False
 
     def __init__(self, transport: Transport, grid: Grid, policy: Policy, pool: BufferPool) -> None:
         self._transport = transport
@@ -285,6 +300,10 @@ class OrderedSum:
     def give_up(self, gradient: Gradient) -> None:
         del self._sums[gradient.key]
 
+    def sums_of_others(self, units: Sequence[Unit], last: float) -> Sequence[SumOfOthers]:
+        """Every rank takes part in all there is."""
+        return ()
+
     def withdrawn(self) -> Sequence[Key]:
         """A part counts only if it is on offer at the meeting."""
         return ()
@@ -314,6 +333,7 @@ class BackendSum:
     """
 
     passes_through = False  # the backend takes one piece of memory
+    comes_later = False
 
     def __init__(self, transport: BackendTransport, grid: Grid, policy: Policy, pool: BufferPool) -> None:
         self._transport = transport
@@ -389,6 +409,9 @@ class BackendSum:
 
     def total_of_others(self, unit: Unit, key: Key, offers: Contributors) -> torch.Tensor:
         return self._ordered.total_of_others(unit, key, offers)
+
+    def sums_of_others(self, units: Sequence[Unit], last: float) -> Sequence[SumOfOthers]:
+        return ()
 
     def give_up(self, gradient: Gradient) -> None:
         self._given_up.add(gradient.key)

@@ -9,13 +9,11 @@ import torch
 
 from retrograde.errors import UnsupportedError
 from retrograde.pages import Aliased, FullTensor, edits, views
-from retrograde.parameters.part import Part, parts_in
+from retrograde.parameters.part import USED_TOGETHER, Part, parts_in
 from retrograde.parameters.reductions import reduced, reduced_lists, unscaled
 from retrograde.parameters.routes import Call, Route, route
 from retrograde.parameters.wholes import whole, wholes
 from retrograde.torch_internals import tree_map_only, without_torch_function, writes_unseen
-
-USED_TOGETHER = "computing with gradients: zero_grad(), clipping or an edit of p.grad"
 
 
 def serve(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

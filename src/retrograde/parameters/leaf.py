@@ -10,9 +10,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from retrograde.errors import UnsupportedError
 from retrograde.parameters.copies import StateDictCopies
-from retrograde.parameters.handlers import USED_TOGETHER
 from retrograde.parameters.masters import with_values_of
 from retrograde.parameters.owner import Owner
+from retrograde.parameters.part import USED_TOGETHER
 from retrograde.parameters.sharded_tensor import ParameterView, ShardedGradient, ShardedTensor, become, turn
 from retrograde.torch_internals import (
     raw_grad,

@@ -19,6 +19,7 @@ from retrograde.torch_internals import without_torch_function
 from retrograde.transport import Value
 
 V = TypeVar("V", bound=Value)
+USED_TOGETHER = "computing with gradients: zero_grad(), clipping or an edit of p.grad"  # where ranks meet for it
 
 
 class Part(torch.Tensor):
@@ -106,6 +107,8 @@ class Part(torch.Tensor):
         """This rank's piece, a plain tensor on the same memory: its elements, one after the other."""
         if self.of_weights:
             self.coordinator.expose()
+        if self.of_gradients:
+            self.coordinator.give_out_gradients(USED_TOGETHER)
         return self.piece
 
     @property

@@ -23,10 +23,10 @@ from retrograde.coordination import Coordinator
 from retrograde.errors import UnsupportedError
 from retrograde.parameters.clipping import clip_norm
 from retrograde.parameters.elementwise import is_declared, is_elementwise, is_per_parameter
-from retrograde.parameters.handlers import USED_TOGETHER
 from retrograde.parameters.holding import Holding, holding_of
 from retrograde.parameters.owned import owned_for_a_while
 from retrograde.parameters.ownership import is_kept_by_owners, is_whole, keep_by_owners
+from retrograde.parameters.part import USED_TOGETHER
 from retrograde.parameters.plain import bring_gradients_of, coordinators_of, leaves_in, plain_for_a_while
 from retrograde.torch_internals import (
     around_clipping,

@@ -6,6 +6,7 @@ from retrograde.transport.processes import ProcessRanks
 from retrograde.transport.protocol import (
     BackendTransport,
     Channel,
+    CourtesySum,
     GradientWant,
     Incoming,
     Memory,
@@ -25,6 +26,7 @@ from retrograde.transport.threads import ThreadRanks
 __all__ = [
     "BackendTransport",
     "Channel",
+    "CourtesySum",
     "FakeRanks",
     "GradientWant",
     "Incoming",

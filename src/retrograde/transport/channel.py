@@ -6,8 +6,8 @@ if the same message (address) had another one in the step before; both sides rem
 what arrives before its stage asks for it waits. A received tensor exists from its arrival until its stage has let go of
 it; what is sent is held by the connection until it has been sent.
 
-Within a host messages go by another way (transport/mapped/channel.py), unless there is no room on it. So one may overtake
-another: messages to an address are numbered, and taken in turn.
+Within a host messages go by another way (transport/mapped/channel.py), unless there is no room on it. So one may
+overtake another: messages to an address are numbered, and taken in turn.
 """
 
 from collections import defaultdict

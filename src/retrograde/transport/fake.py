@@ -6,7 +6,7 @@ nothing; what is counted, and when, is what the ranks of that world would count.
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NoReturn
 
 import torch
@@ -108,7 +108,7 @@ class FakeTransport:
         return _Done()
 
     # ---- agreement
-    def meet(self, position: Position) -> list[Position]:
+    def meet(self, position: Position, anew: Callable[[], Position] | None = None) -> list[Position]:
         self.meetings += 1
         self._count("meeting")
         return [position] * self.world

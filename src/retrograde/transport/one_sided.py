@@ -201,7 +201,7 @@ class OneSidedTransport:
         self.connections.notify()
 
     # ---- agreement
-    def meet(self, position: Position) -> list[Position]:
+    def meet(self, position: Position, anew: Callable[[], Position] | None = None) -> list[Position]:
         with self.connections.changed:  # before any rank is told (collectives.py, Rule 1)
             self.meetings += 1
         number = self.meetings

@@ -56,7 +56,7 @@ class _Free(NamedTuple):
 
 
 _free: dict[_Kind, dict[str, _Free]] = {}  # by name and number of calls
-_lock = threading.Lock()  # memory may be collected in any thread
+_lock = threading.RLock()  # memory may be collected in any thread, also in one that is here
 
 
 class OwnGroup:
@@ -109,8 +109,10 @@ def _put_back(kind: _Kind, group: dist.ProcessGroup, calls: Calls) -> None:
 
 def _offered(kind: _Kind) -> list[str]:
     with _lock:
-        _free[kind] = {label: free for label, free in _free.get(kind, {}).items() if free.group() is not None}
-        return list(_free[kind])
+        free = _free.setdefault(kind, {})
+        for label in [label for label, each in list(free.items()) if each.group() is None]:
+            del free[label]
+        return list(free)
 
 
 def _common(told: Sequence[Sequence[str]]) -> str | None:

@@ -24,7 +24,7 @@ Rule 4: every wait has a time limit. When it has passed, or when a rank has fail
         error that names the rank and the cause.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum, auto
 from typing import NamedTuple, NoReturn, Protocol
@@ -94,7 +94,8 @@ class GatheredShards(ShardServer, Protocol):
     """An engine whose pages all ranks gather together."""
 
     def shard_to_gather(self, unit: int) -> torch.Tensor:
-        """The unit's shard for those who gather its page, at rest. Raises RuntimeError where they may not have it."""
+        """The unit's shard for those who gather its page, at rest, to be read on the `serving` stream. Raises
+        RuntimeError where they may not have it."""
 
 
 class Transport(Protocol):
@@ -135,8 +136,10 @@ class Transport(Protocol):
         """Forget what was put before the last meeting and never taken."""
 
     # ---- agreement
-    def meet(self, position: Position) -> list[Position]:
-        """Wait until every rank has come to its next meeting; returns everybody's position, by rank."""
+    def meet(self, position: Position, anew: Callable[[], Position] | None = None) -> list[Position]:
+        """Wait until every rank has come to its next meeting; returns everybody's position, by rank.
+
+        `anew`: asked for the position again if gradients have come here while the others were waited for."""
 
     def meeting_is_over(self) -> None:
         """What the last meeting asked of this rank is done; after one for a step, its shards are at rest."""
@@ -170,6 +173,16 @@ class BackendTransport(Transport, Protocol):
         same things in the same order. Both tensors are kept until the work is done."""
 
 
+class CourtesySum(NamedTuple):
+    """What others have added up by a call in which this rank took part without a gradient: for its shard.
+
+    `uses`: what each parameter's gradient is for, as the others' want named it."""
+
+    key: Key
+    uses: bytes
+    total: torch.Tensor
+
+
 class GradientWant(NamedTuple):
     """A reduction that all ranks come to, in one order.
 
@@ -195,14 +208,22 @@ class OrderedTransport(Transport, Protocol):
     def exchange(self, want: GradientWant, parts: torch.Tensor, received: torch.Tensor) -> Work | None:
         """Start sending to each rank its part of a gradient, and receiving this rank's, in the order of ranks."""
 
+    def complete(self, exchanges: Sequence[tuple[Work, torch.Tensor]]) -> list[bool]:
+        """Of exchanges for which the reducing stream waits, each with what was received: did every rank bring a part?
+        The host waits for them, once."""
+
     def present(self, received: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Of an exchange that is done, in the host's memory: the parts of those that brought one."""
+        """Of an exchange that is done: the parts of those that brought one, in the host's memory."""
 
     def keep(self, key: Key, parts: dict[int, torch.Tensor]) -> None:
         """They count as put by these ranks under `key`."""
 
     def add_up(self, want: GradientWant, whole: torch.Tensor, total: torch.Tensor) -> Work | None:
-        """Start adding up `whole` over all ranks, in the backend's order; this rank's part of it goes to `total`."""
+        """Start adding up `whole` over all ranks, in the backend's order; this rank's part of it goes to `total`.
+        A rank that was absent has brought zeros; whatever it puts under this key comes on top."""
+
+    def take_sums(self, last: float) -> list[CourtesySum]:
+        """What has come by such calls for this rank, which was absent: of backwards up to this one."""
 
 
 class Parts(NamedTuple):

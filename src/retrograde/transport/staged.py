@@ -11,7 +11,7 @@ The host waits for each copy out of the device. That is the price of a way that 
 serves what strays from the order of collectives, and devices for which torch.distributed has no backend.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, NoReturn
 
@@ -55,6 +55,16 @@ class _StagedRead(NamedTuple):
 
     def done(self) -> bool:
         return False  # something is left to be issued
+
+
+def from_host(came: torch.Tensor, streams: Streams) -> torch.Tensor:
+    """What came for a sum, in memory of the reducing stream."""
+    if streams.on_host:
+        return came
+    stream = streams.reducing
+    part = stream.empty(came.numel(), came.dtype)
+    stream.run(lambda: part.copy_(came))
+    return part
 
 
 class StagedTransport:
@@ -105,11 +115,7 @@ class StagedTransport:
         return self._host.arrived(key, src)
 
     def take(self, key: Key, src: int, unit: str) -> torch.Tensor:
-        came = self._host.take(key, src, unit)
-        stream = self._streams.reducing
-        part = stream.empty(came.numel(), came.dtype)
-        stream.run(lambda: part.copy_(came))
-        return part
+        return from_host(self._host.take(key, src, unit), self._streams)
 
     def discard_parts(self) -> None:
         self._host.discard_parts()
@@ -128,7 +134,7 @@ class StagedTransport:
         return self._host.reduce_scatter(own, whole)
 
     # ---- agreement
-    def meet(self, position: Position) -> list[Position]:
+    def meet(self, position: Position, anew: Callable[[], Position] | None = None) -> list[Position]:
         """What a rank has on its device, all others have on theirs."""
         where: list[bool] = []
         value = [self._to_host(position.value, where), where]

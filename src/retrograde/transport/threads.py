@@ -200,7 +200,7 @@ class ThreadTransport:
         return _Deferred(finish, lambda: len(given) == self.world)
 
     # ---- agreement
-    def meet(self, position: Position) -> list[Position]:
+    def meet(self, position: Position, anew: Callable[[], Position] | None = None) -> list[Position]:
         with self._shared.changed:
             self.meetings += 1
             met = self._shared.met[self.meetings]

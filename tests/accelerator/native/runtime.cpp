@@ -96,8 +96,8 @@ void Runtime::run_after(Stream* stream, const MarkPtr& mark) {
 bool Runtime::query(const MarkPtr& mark) {
   if (!mark) return true;
   Lock lock(mutex_);
-  active_at_ = now_in_milliseconds();
   if (mark->done) {
+    active_at_ = now_in_milliseconds();
     host_.join(mark->clock);
     return true;
   }
@@ -107,8 +107,8 @@ bool Runtime::query(const MarkPtr& mark) {
 
 bool Runtime::query(Stream* stream) {
   Lock lock(mutex_);
-  active_at_ = now_in_milliseconds();
   if (stream->jobs.empty()) {
+    active_at_ = now_in_milliseconds();
     host_.join(stream->clock);
     return true;
   }
@@ -176,7 +176,9 @@ void Runtime::pump() {
     Lock lock(mutex_);
     if (scheduler_.network_jobs() == 0) continue;
     scheduler_.run_prompt_streams();
-    if (now_in_milliseconds() - active_at_ > kIdleHost) scheduler_.step_networks(nullptr);
+    if (now_in_milliseconds() - active_at_ <= kIdleHost) continue;
+    while (scheduler_.step_networks(nullptr)) {
+    }
   }
 }
 

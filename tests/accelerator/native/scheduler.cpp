@@ -89,9 +89,11 @@ bool Scheduler::step_towards(Stream* stream) {
   return false;
 }
 
-void Scheduler::step_networks(Stream* except) {
+bool Scheduler::step_networks(Stream* except) {
+  bool progress = false;
   for (auto& [key, stream] : streams_)
-    if (stream.get() != except && stream->network_jobs > 0) step_towards(stream.get());
+    if (stream.get() != except && stream->network_jobs > 0 && step_towards(stream.get())) progress = true;
+  return progress;
 }
 
 bool Scheduler::is_prompt(const Stream& stream) const {

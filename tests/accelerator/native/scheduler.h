@@ -78,7 +78,7 @@ class Scheduler {
 
   // Lets every stream that holds network jobs come to them, as a device would. Otherwise two ranks could each wait
   // for work that the other one has not been asked to run.
-  void step_networks(Stream* except);
+  bool step_networks(Stream* except);
 
   // Runs what the mark needs until it is done; gives the lock away while only the network can help.
   void run_until(Lock& lock, const MarkPtr& mark);

@@ -1,5 +1,6 @@
 """Calls of collectives, on a process group of our own: the user's collectives may come between ours in any order."""
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -7,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from retrograde.devices import Stream, Streams
+from retrograde.devices import Stream, Streams, another_stream
 from retrograde.transport.one_sided import OneSidedTransport
 from retrograde.transport.own_groups import Calls, own_group
 
@@ -51,35 +52,39 @@ Offer = GatherOffer | ExchangeOffer | SumOffer
 
 
 class CallWork:
-    """A call under way. Implements `Work`. Waited for once: gloo would write the results again.
+    """A call under way. Implements `Work`. It has the call's memory until it has been waited for.
 
-    It has the call's memory until then."""
+    This one is in the host's memory: it is the host that waits, once, since gloo would write the results again."""
 
-    def __init__(self, work: dist.Work, offer: Offer, host: OneSidedTransport, on_host: bool, calls: Calls) -> None:
-        """`host`: who knows whether another rank has failed; `on_host`: whether it is the host that has to wait;
-        `calls`: of its group."""
+    in_order = False  # does the next call of the communicator begin when this one has ended?
+
+    def __init__(self, work: dist.Work, offer: Offer, host: OneSidedTransport, calls: Calls) -> None:
+        """`host`: who knows whether another rank has failed. `calls`: of its group."""
         self._calls = calls
         self._number = calls.begin()
         self._work: dist.Work | None = work
         self._offer: Offer | None = offer
         self._host = host
-        self._on_host = on_host
+        self._waits_since: float | None = None
         self.what = "a collective"  # for whoever waits for it in vain
-        self.waits_since: float | None = None  # the program does
+        self.patience = math.inf  # seconds for which other ranks are waited for
 
     def wait(self, stream: Stream) -> None:
-        """On an accelerator it is the stream that waits."""
-        if self._work is None:
+        if self._offer is None:
             return
-        if self._on_host and not self.done():
-            self.waits_since = time.monotonic()
-            others = list(self._host.connections.peers)
-            self._host.wait_for(lambda: [] if self.done() else others, self.what, look_again=POLL)
-            self.waits_since = None
+        if not self.done():
+            self._waits_since = time.monotonic()
+            self.wait_on_host()
+            self._waits_since = None
         self.finish(stream)
 
+    def wait_on_host(self) -> None:
+        """The host waits, but leaves it to `finish` to say so to a stream."""
+        others = list(self._host.connections.peers)
+        self._host.wait_for(lambda: [] if self.done() else others, self.what, look_again=POLL)
+
     def finish(self, stream: Stream) -> None:
-        """The same, of one that is done, or where it is the stream that waits."""
+        """The same as `wait`, of one that is done."""
         work, self._work = self._work, None  # the program, or the watch: not both
         if work is not None:
             stream.run(work.wait)
@@ -89,6 +94,53 @@ class CallWork:
     def done(self) -> bool:
         work = self._work
         return work is None or bool(work.is_completed())
+
+    def is_young(self, now: float) -> bool:
+        """Is it too early to look at it?"""
+        return False
+
+    def is_overdue(self, now: float) -> bool:
+        """Of one that is not done: has the program waited for too long?"""
+        return self._waits_since is not None and now - self._waits_since >= self.patience
+
+
+class DeviceCall(CallWork):
+    """On a device it is streams that wait, each that uses the results. The call may be under way for long after that,
+    and has nothing but two events then: a backend's own object would keep the results alive."""
+
+    in_order = True
+
+    def __init__(self, work: dist.Work, offer: Offer, host: OneSidedTransport, calls: Calls, ends: Stream) -> None:
+        """`ends`: the communicator's, which waits for one call after the other and does nothing else."""
+        super().__init__(work, offer, host, calls)
+        self._work = None
+        self._issued = time.monotonic()
+        self._stream = offer.stream
+        self._behind = offer.stream.record()  # the call begins when what was issued before it is done
+        ends.run(work.wait)
+        self._ends = ends
+        self._ended = ends.record()
+
+    def wait(self, stream: Stream) -> None:
+        self.finish(stream)
+
+    def finish(self, stream: Stream) -> None:
+        stream.wait(self._ended)
+        self._calls.end(self._number)
+        self._offer = None
+
+    def done(self) -> bool:
+        return self._ends.has_passed(self._ended)
+
+    def is_young(self, now: float) -> bool:
+        """A look that finds it done orders what is issued after it, and could hide that nobody waits."""
+        return now - self._issued < self.patience
+
+    def is_overdue(self, now: float) -> bool:
+        """Whoever waits for the device waits for other ranks, as soon as it has come to the call."""
+        if self._waits_since is None and self._stream.has_passed(self._behind):
+            self._waits_since = now
+        return super().is_overdue(now)
 
 
 class Communicator:
@@ -100,15 +152,21 @@ class Communicator:
         self._own = own_group(rows, host.rank, ranks, host.timeout, host.tell_all)
         self.size = len(rows[0])
         self._host = host
-        self._on_host = streams.on_host
+        self._ends = None if streams.on_host else another_stream(streams.device)
         self._overlap = streams.overlap
 
     def start(self, offer: Offer) -> CallWork:
         """On the offer's stream: the call begins when what was issued there is done. Without overlap the stream waits
         for it at once."""
-        started: list[dist.Work] = []
-        offer.stream.run(lambda: started.append(offer.start(self._own.group)))
-        work = CallWork(started[0], offer, self._host, self._on_host, self._own.calls)
+        work = self.start_aside(offer)
         if not self._overlap:
             work.wait(offer.stream)
         return work
+
+    def start_aside(self, offer: Offer) -> CallWork:
+        """The same, where the stream has something else to do meanwhile."""
+        started: list[dist.Work] = []
+        offer.stream.run(lambda: started.append(offer.start(self._own.group)))
+        if self._ends is None:
+            return CallWork(started[0], offer, self._host, self._own.calls)
+        return DeviceCall(started[0], offer, self._host, self._own.calls, self._ends)

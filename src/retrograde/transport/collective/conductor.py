@@ -11,13 +11,17 @@ Rule 1: a call is issued by whoever learns that it is its turn: the program itse
 Rule 2: a period begins when what a meeting asks for is done, and after a step when shards are at rest: until then ranks
         do the same, and may call collectives that are no wants. Messages of the next period wait for that, so it is
         said as soon as it is so (`rest`); the program may next sit in a barrier of its own.
-Rule 3: a call for which the program waits too long is said to be overdue. Others' service threads then issue it.
+Rule 3: a call for which the program waits too long is said to be overdue. Others' service threads then issue it. On a
+        device the program may wait for all that has been issued there (`synchronize`), and nobody is told. So unless
+        it waits for the others anyway every call is watched, also one for their sake: the first that is not done, from
+        when the device has come to it, in the name of all.
 """
 
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from retrograde.transport.collective.communicator import POLL, CallWork, Communicator, GatherOffer, Offer
 from retrograde.transport.collective.courtesy import Courtesies, SparePage
@@ -49,6 +53,13 @@ from retrograde.transport.protocol import Work
 _WATCH = 0.05  # seconds between two looks at alarms and calls
 
 
+class CallPatience(NamedTuple):
+    """In seconds, after which a call is overdue."""
+
+    wanted: float
+    courtesy: float  # on a device, of one that was issued in advance for the others' sake
+
+
 class Conductor:
     """One rank's participant, and what its effects need: messages by the host's transport, calls by a communicator."""
 
@@ -57,22 +68,22 @@ class Conductor:
         participant: Participant,
         host: OneSidedTransport,
         communicator: Communicator,
-        courtesies: Courtesies | None,
-        nudge: float,
+        courtesies: Courtesies,
+        patience: CallPatience,
     ) -> None:
-        """`courtesies`: None where ranks that stray are not served. `nudge`: seconds after which a call is overdue."""
         self._participant = participant
         self._host = host
         self._changed = host.connections.changed
         self._communicator = communicator
         self._courtesies = courtesies
-        self._nudge = nudge
+        self._patience = patience
         self.passed = host.meetings  # meetings after which gradients are counted anew; the same on all ranks
         self._offered: Offer | None = None
         self._wanted = ""  # what it is for, in words
         self._served: list[Work | None] = []  # what the program waits for, when it has come; None: one-sidedly
         self._settled: list[Settle] = []
         self._resting = False  # at a boundary that has been passed: the next period has not begun (Rule 2)
+        self._arriving = False  # the program waits for the others at a boundary
         self._open: dict[int, CallWork] = {}  # calls of the program's that may not be done
         self._spares: dict[int, SparePage] = {}
         self._standing: dict[Alarm, float] = {}  # since when
@@ -104,8 +115,10 @@ class Conductor:
         with self._changed:
             self._begin_period()
             self._settled.clear()
+            self._arriving = True
             self._carry_out(self._participant.arrive(boundary, name))
         self._wait(lambda: bool(self._settled), what, for_main_threads=True)
+        self._arriving = False
         return self._settle(what).places
 
     def rest(self) -> None:
@@ -120,11 +133,9 @@ class Conductor:
 
     def _settle(self, what: str) -> Settle:
         """All calls of the period have been issued by all ranks: those for the others' sake are done next."""
-        courtesies = self._courtesies
-        if courtesies is not None:
-            self._wait(lambda: courtesies.done, what, look_again=POLL)
-            with self._changed:
-                courtesies.settle()
+        self._wait(lambda: self._courtesies.done, what, look_again=POLL)
+        with self._changed:
+            self._courtesies.settle()
         self._resting = True
         return self._settled.pop()
 
@@ -145,7 +156,7 @@ class Conductor:
                 case Serve():
                     self._served.append(self._work_of(effect.call))
                 case ServeOneSided():
-                    self._serve_one_sided(effect.want)
+                    self._served.append(None)
                 case Settle():
                     self._settled.append(effect)
                 case Drop():
@@ -161,20 +172,22 @@ class Conductor:
             assert self._offered is not None
             work = self._communicator.start(self._offered)
             work.what = self._wanted
+            work.patience = self._patience.wanted
             self._open[call.number] = work
-        elif self._courtesies is None:
-            self._stray(call.want)
         elif self._host.failure is None:
-            self._attend(self._courtesies, call, role)
+            self._attend(call, role)
 
-    def _attend(self, courtesies: Courtesies, call: CollectiveCall, role: Role) -> None:
+    def _attend(self, call: CollectiveCall, role: Role) -> None:
         """What goes wrong here is not the service thread's affair: all are told."""
         try:
             if role is Role.SPARE and isinstance(call.want, Gather):
-                work, page = courtesies.fetch(call.want)
+                work, page = self._courtesies.fetch(call.want)
                 self._spares[call.number] = SparePage(work, page, page)
             else:
-                courtesies.attend(call.want, self.passed)
+                work = self._courtesies.attend(call.want, self.passed)
+            if work.in_order:
+                work.patience = self._patience.wanted if role is Role.SPARE else self._patience.courtesy
+                self._open[call.number] = work
         except Exception as error:
             self._host.give_up(f"rank {self._host.rank} was to take part in {call.want} for the others: {error}")
 
@@ -186,19 +199,6 @@ class Conductor:
         self._open[call.number] = spare.work
         return spare._replace(memory=self._offered.page)
 
-    def _serve_one_sided(self, want: Want) -> None:
-        if self._courtesies is None:
-            self._stray(want)
-        self._served.append(None)
-
-    def _stray(self, want: Want) -> None:
-        """The order would go on without some rank. On a device that is not built: all are told."""
-        self._host.give_up(
-            f"rank {self._host.rank}: ranks use units in different orders, or not the same ones: {want} is not what "
-            f"all of them came to. Over collectives of a device all ranks do the same between two steps; give "
-            f'shard(transport="one-sided") where they do not'
-        )
-
     # ---- the service thread
     def _hear(self, source: int, data: bytes) -> None:
         self._carry_out(self._participant.message(source, decode(data)))
@@ -209,14 +209,22 @@ class Conductor:
         with self._changed:
             now = time.monotonic()
             self._look_at_alarms(now)
-            if self._courtesies is not None:
-                self._courtesies.collect()
-            for number, work in list(self._open.items()):
-                if work.done():
-                    del self._open[number]
-                    self._participant.completed(number)
-                elif work.waits_since is not None and now - work.waits_since >= self._nudge:
-                    self._carry_out(self._participant.overdue(number))
+            self._courtesies.collect()
+            self._look_at_calls(now)
+
+    def _look_at_calls(self, now: float) -> None:
+        for number, work in list(self._open.items()):
+            if work.is_young(now):
+                return
+            if work.done():
+                del self._open[number]
+                self._participant.completed(number)
+                continue
+            if not self._arriving and work.is_overdue(now):
+                late = max(self._open) if work.in_order else number
+                self._carry_out(self._participant.overdue(late))
+            if work.in_order:
+                return  # those behind it wait for it
 
     def _look_at_alarms(self, now: float) -> None:
         self._standing = {alarm: self._standing.get(alarm, now) for alarm in self._participant.alarms()}

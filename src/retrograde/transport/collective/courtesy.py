@@ -3,14 +3,18 @@
 [Note: courtesy calls]
 A rank that is OUT (transport/order) is served one-sidedly, and others wait for it in calls. So it issues them too:
 
-| call        | it brings                                | and gets                                           |
-|-------------|------------------------------------------|----------------------------------------------------|
-| a gather    | its shard, which is at rest              | a page, thrown away, or kept if it is a spare      |
-| a reduction | nothing, which is told from zeros        | the others' parts of its shard: as if put by them  |
+| call             | it brings                         | and gets                                           |
+|------------------|-----------------------------------|----------------------------------------------------|
+| a gather         | its shard, which is at rest       | a page, thrown away, or kept if it is a spare      |
+| an exchange      | nothing, which is told from zeros | the others' parts of its shard: as if put by them  |
+| a backend's sum  | zeros                             | the others' sum for its shard                      |
 
 Rule 1: nothing is a part of which every byte is 0xFF: a NaN that no arithmetic makes, in every element. So an owner
         that sees parts apart knows who is absent, and adds up when the late ones are there.
-Rule 2: memory of a call lives until it has been waited for, once, by whoever finds it done.
+Rule 2: memory of a call lives until it has been waited for by whoever finds it done.
+Rule 3: on a device all this is done on the serving stream, which waits for nothing but what last wrote the shard. What
+        came of gradients is brought to the host's memory. The host waits for these calls before ranks go on from a
+        meeting, so whoever writes the shard next comes after them.
 """
 
 from collections.abc import Iterator
@@ -19,13 +23,21 @@ from typing import NamedTuple
 import torch
 
 from retrograde.devices import Stream, Streams
-from retrograde.transport.collective.communicator import CallWork, Communicator, ExchangeOffer, GatherOffer, Offer
+from retrograde.transport.collective.communicator import (
+    CallWork,
+    Communicator,
+    ExchangeOffer,
+    GatherOffer,
+    Offer,
+    SumOffer,
+)
 from retrograde.transport.collective.labels import ReductionLabel
 from retrograde.transport.messages import Key
 from retrograde.transport.order import Gather, Reduce, Want
-from retrograde.transport.protocol import GatheredShards
+from retrograde.transport.protocol import CourtesySum, GatheredShards
 
 _NOTHING = 0xFF
+_SUMMAND = 0x00  # of every byte of what changes no sum
 
 
 def is_absent(part: torch.Tensor) -> bool:
@@ -43,6 +55,21 @@ def present_parts(received: torch.Tensor, world: int) -> dict[int, torch.Tensor]
     return {rank: part for rank, part in rows if not is_absent(part)}
 
 
+def first_bytes(received: torch.Tensor, world: int) -> torch.Tensor:
+    """Of the first element of every rank's part, one after the other: enough to see in all but the strangest cases that
+    nobody is absent."""
+    return received.view(world, received.numel() // world)[:, :1].contiguous().view(torch.uint8).flatten()
+
+
+def first_size(received: torch.Tensor, world: int) -> int:
+    return world * received.itemsize if received.numel() else 0
+
+
+def looks_absent(firsts: torch.Tensor, world: int) -> bool:
+    """Of what `first_bytes` gives: could somebody be?"""
+    return bool(firsts.numel()) and bool((firsts.view(world, -1) == _NOTHING).all(1).any())
+
+
 class SparePage(NamedTuple):
     """A page that came before this rank's program wanted it. Implements `Work` for who wants it now."""
 
@@ -53,14 +80,20 @@ class SparePage(NamedTuple):
     def wait(self, stream: Stream) -> None:
         self.work.wait(stream)
         stream.run(lambda: self.memory.copy_(self.page))
+        stream.hold(self.page)
 
     def done(self) -> bool:
         return False  # something is left to be issued
 
 
+class _Reduction(NamedTuple):
+    key: Key
+    label: ReductionLabel
+
+
 class _Courtesy(NamedTuple):
     work: CallWork
-    key: Key | None  # of a reduction
+    reduction: _Reduction | None
     received: torch.Tensor
 
 
@@ -72,47 +105,67 @@ class Courtesies:
         self._shards = shards
         self._streams = streams
         self._running: list[_Courtesy] = []
+        self._stream = streams.serving
         self._scratch: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # pages that nobody reads
-        self._nothing: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self._nothing: dict[tuple[int, torch.dtype, int], torch.Tensor] = {}
         self._parts: dict[tuple[Key, int], torch.Tensor] = {}
+        self._sums: list[CourtesySum] = []
         self._error: Exception | None = None
 
     # ---- calls
-    def attend(self, want: Want, meeting: int) -> None:
+    def attend(self, want: Want, meeting: int) -> CallWork:
         """Take part in what others want. `meeting`: the last one before it."""
         match want:
             case Gather():
                 offer = self._gather(want.unit)
-                self._start(offer, None, offer.page)
+                return self._start(offer, None, offer.page)
             case Reduce():
                 label = ReductionLabel.read(want)
-                exchange = self._exchange(want.unit, label.travels_as)
-                self._start(exchange, label.key(want.unit, meeting), exchange.received)
+                return self._reduce(want.unit, _Reduction(label.key(want.unit, meeting), label))
 
     def fetch(self, want: Gather) -> tuple[CallWork, torch.Tensor]:
         """The same of a gather, whose page is kept."""
-        shard = self._shards.shard_to_gather(want.unit)
-        page = torch.empty(shard.numel() * self._communicator.size, dtype=shard.dtype, device=shard.device)
-        return self._start(GatherOffer(shard, page, self._streams.fetching), None, page), page
+        shard = self._shard(want.unit)
+        page = self._stream.empty(shard.numel() * self._communicator.size, shard.dtype)
+        return self._start(GatherOffer(shard, page, self._stream), None, page), page
 
     def _gather(self, unit: int) -> GatherOffer:
-        shard = self._shards.shard_to_gather(unit)
+        shard = self._shard(unit)
         form = (shard.numel() * self._communicator.size, shard.dtype)
         if form not in self._scratch:
-            self._scratch[form] = torch.empty(form[0], dtype=form[1], device=shard.device)
-        return GatherOffer(shard, self._scratch[form], self._streams.fetching)
+            self._scratch[form] = self._stream.empty(*form)
+        return GatherOffer(shard, self._scratch[form], self._stream)
 
-    def _exchange(self, unit: int, dtype: torch.dtype) -> ExchangeOffer:
-        form = (self._shards.shard_numel(unit) * self._communicator.size, dtype)
+    def _shard(self, unit: int) -> torch.Tensor:
+        """Where calls can take it from: with offload it may be in the host's memory."""
+        shard = self._shards.shard_to_gather(unit)
+        if shard.device.type == self._streams.device.type:
+            return shard
+        copied = self._stream.empty(shard.numel(), shard.dtype)
+        self._stream.run(lambda: copied.copy_(shard, non_blocking=True))
+        return copied
+
+    def _reduce(self, unit: int, reduction: _Reduction) -> CallWork:
+        numel, dtype = self._shards.shard_numel(unit), reduction.label.travels_as
+        whole = numel * self._communicator.size
+        if reduction.label.apart:
+            received = self._stream.empty(whole, dtype)
+            offer: Offer = ExchangeOffer(self._filled(whole, dtype, _NOTHING), received, self._stream)
+        else:
+            received = self._stream.empty(numel, dtype)
+            offer = SumOffer(self._filled(whole, dtype, _SUMMAND), received, self._stream)
+        return self._start(offer, reduction, received)
+
+    def _filled(self, numel: int, dtype: torch.dtype, byte: int) -> torch.Tensor:
+        form = (numel, dtype, byte)
         if form not in self._nothing:
-            self._nothing[form] = torch.empty(form[0], dtype=dtype, device="cpu")
-            self._nothing[form].view(torch.uint8).fill_(_NOTHING)
-        received = torch.empty(form[0], dtype=dtype, device="cpu")
-        return ExchangeOffer(self._nothing[form], received, self._streams.reducing)
+            made = self._nothing[form] = self._stream.empty(numel, dtype)
+            self._stream.run(lambda: made.view(torch.uint8).fill_(byte))
+        return self._nothing[form]
 
-    def _start(self, offer: Offer, key: Key | None, received: torch.Tensor) -> CallWork:
-        work = self._communicator.start(offer)
-        self._running.append(_Courtesy(work, key, received))
+    def _start(self, offer: Offer, reduction: _Reduction | None, received: torch.Tensor) -> CallWork:
+        work = self._communicator.start_aside(offer)
+        self._running.append(_Courtesy(work, reduction, received))
         return work
 
     # ---- their ends
@@ -125,12 +178,18 @@ class Courtesies:
         for courtesy in [courtesy for courtesy in self._running if courtesy.work.done()]:
             self._running.remove(courtesy)
             try:
-                courtesy.work.finish(self._streams.current())
+                courtesy.work.finish(self._stream)
+                if courtesy.reduction is not None:
+                    self._take_in(courtesy.reduction, self._stream.to_host(courtesy.received))
             except RuntimeError as error:  # of the backend. Who finds it may be a thread that nobody listens to
                 self._error = error
-                continue
-            if courtesy.key is not None:
-                self.keep(courtesy.key, present_parts(courtesy.received, self._communicator.size))
+
+    def _take_in(self, reduction: _Reduction, came: torch.Tensor) -> None:
+        key, label = reduction
+        if label.apart:
+            self.keep(key, present_parts(came, self._communicator.size))
+        else:
+            self._sums.append(CourtesySum(key, label.uses, came))
 
     def settle(self) -> None:
         """All calls of a period are done."""
@@ -140,7 +199,17 @@ class Courtesies:
         self._scratch.clear()
         self._nothing.clear()
 
-    # ---- parts that came in calls and wait to be added up
+    # ---- what came in calls and waits to be added up
+    @property
+    def has_sums(self) -> bool:
+        return bool(self._sums)
+
+    def take_sums(self, last: float) -> list[CourtesySum]:
+        """Of backwards up to this one, in the same order on all ranks that were absent."""
+        taken = [brought for brought in self._sums if brought.key.backward <= last]
+        self._sums = [brought for brought in self._sums if brought.key.backward > last]
+        return taken
+
     def keep(self, key: Key, parts: dict[int, torch.Tensor]) -> None:
         self._parts |= {(key, rank): part for rank, part in parts.items()}
 

@@ -11,7 +11,7 @@ from retrograde.transport.records import Count, Record
 
 
 class ReductionLabel(Record, frozen=True):
-    """Which of a unit's gradients since the last boundary, in which dtype it travels, and what it is for.
+    """Which of a unit's gradients since the last boundary, how and in which dtype it travels, and what it is for.
 
     Ranks that want the same reduction have the same key for it, but for the boundary, which all have passed."""
 
@@ -19,11 +19,12 @@ class ReductionLabel(Record, frozen=True):
     turn: Count
     backward: Count
     dtype: str
+    apart: bool  # do owners get each rank's part, or their sum?
     uses: bytes
 
     @classmethod
-    def of(cls, key: Key, dtype: torch.dtype, uses: bytes) -> Self:
-        return cls(key.attempt, key.turn, key.backward, str(dtype), uses)
+    def of(cls, key: Key, dtype: torch.dtype, apart: bool, uses: bytes) -> Self:
+        return cls(key.attempt, key.turn, key.backward, str(dtype), apart, uses)
 
     @classmethod
     def read(cls, want: Reduce) -> Self:

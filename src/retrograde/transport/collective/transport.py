@@ -18,7 +18,7 @@ gradients, which replicas add up together, go one-sidedly.
 `aside` is a transport that needs no other rank's main thread (one_sided.py, on a device staged.py).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import NoReturn
 
@@ -26,13 +26,20 @@ import torch
 
 from retrograde.devices import Stream, Streams
 from retrograde.transport.collective.communicator import (
+    CallWork,
     Communicator,
     ExchangeOffer,
     GatherOffer,
     SumOffer,
 )
-from retrograde.transport.collective.conductor import Conductor
-from retrograde.transport.collective.courtesy import Courtesies, present_parts
+from retrograde.transport.collective.conductor import CallPatience, Conductor
+from retrograde.transport.collective.courtesy import (
+    Courtesies,
+    first_bytes,
+    first_size,
+    looks_absent,
+    present_parts,
+)
 from retrograde.transport.collective.labels import ReductionLabel
 from retrograde.transport.messages import Key, Reason, Stamp
 from retrograde.transport.one_sided import OneSidedTransport
@@ -44,15 +51,23 @@ from retrograde.transport.order import (
     Participant,
     Patience,
 )
-from retrograde.transport.protocol import GatheredShards, GradientWant, Memory, Position, Transport, Work
+from retrograde.transport.protocol import (
+    CourtesySum,
+    GatheredShards,
+    GradientWant,
+    Memory,
+    Position,
+    Transport,
+    Work,
+)
+from retrograde.transport.staged import from_host
 
 
-def patience_of(timeout: float) -> Patience:
+def patience_of(timeout: float, on_host: bool) -> Patience:
     """How long others are waited for before a rank goes on without them. A rank that is late may be served
-    one-sidedly then; only after all of `timeout` it is an error."""
-    return Patience(
-        starting=min(30.0, timeout / 4), surprise=min(8.0, timeout / 8), nudge=min(2.0, timeout / 30), limit=timeout
-    )
+    one-sidedly then, which on a device costs more; only after all of `timeout` it is an error."""
+    nudge = min(2.0 if on_host else 5.0, timeout / 30)
+    return Patience(starting=min(30.0, timeout / 4), surprise=min(8.0, timeout / 8), nudge=nudge, limit=timeout)
 
 
 class CollectiveTransport:
@@ -64,7 +79,7 @@ class CollectiveTransport:
         self._host = host
         self._streams = streams
         self._shards = shards
-        self._courtesies: Courtesies | None = None  # where strays are served
+        self._courtesies: Courtesies | None = None
         self._communicator: Communicator | None = None
         self._conductor: Conductor | None = None
 
@@ -92,14 +107,12 @@ class CollectiveTransport:
 
     def open(self, rows: Sequence[Sequence[int]]) -> None:
         """All ranks have agreed on how the model is sharded. Pages are prefetched by who knows what follows them."""
-        patience = patience_of(self.timeout)
-        if not self._streams.on_host:
-            patience = Patience(starting=self.timeout, surprise=self.timeout, nudge=self.timeout, limit=self.timeout)
+        patience = patience_of(self.timeout, self._streams.on_host)
         participant = Participant(self.rank, self.world, OrderPolicy(depth=0, patience=patience))
         self._communicator = Communicator(self._host, self._streams, rows)
-        if self._streams.on_host:
-            self._courtesies = Courtesies(self._communicator, self._shards, self._streams)
-        conductor = Conductor(participant, self._host, self._communicator, self._courtesies, patience.nudge)
+        self._courtesies = Courtesies(self._communicator, self._shards, self._streams)
+        calls = CallPatience(wanted=patience.nudge, courtesy=self.timeout / 8)
+        conductor = Conductor(participant, self._host, self._communicator, self._courtesies, calls)
         mine = Position(Reason.VALUE, "the order of collectives", {}, {}, participant.fingerprint)
         if any(theirs.value != participant.fingerprint for theirs in self._aside.meet(mine)):
             self.fail(f"rank {self.rank}: ranks have different versions of retrograde; install the same on all")
@@ -133,8 +146,25 @@ class CollectiveTransport:
         """Start sending to each rank its part, and receiving this rank's, in the order of ranks."""
         return self._reduce(want, ExchangeOffer(parts, received, self._streams.reducing))
 
+    def complete(self, exchanges: Sequence[tuple[Work, torch.Tensor]]) -> list[bool]:
+        """On a device the first elements come to the host, and all of it only if they look like somebody's absence."""
+        if self._streams.on_host:
+            return [self._is_complete(received) for _, received in exchanges]
+        for work, _ in exchanges:
+            assert isinstance(work, CallWork)
+            work.wait_on_host()
+        stream = self._streams.reducing
+        firsts: list[torch.Tensor] = []
+        stream.run(lambda: firsts.append(torch.cat([first_bytes(each, self.world) for _, each in exchanges])))
+        found = torch.split(stream.to_host(firsts[0]), [first_size(each, self.world) for _, each in exchanges])
+        pairs = zip(found, exchanges, strict=True)
+        return [not looks_absent(bytes_, self.world) or self._is_complete(each) for bytes_, (_, each) in pairs]
+
+    def _is_complete(self, received: torch.Tensor) -> bool:
+        return len(self.present(received)) == self.world
+
     def present(self, received: torch.Tensor) -> dict[int, torch.Tensor]:
-        return present_parts(received, self.world)
+        return present_parts(self._streams.reducing.to_host(received), self.world)
 
     def add_up(self, want: GradientWant, whole: torch.Tensor, total: torch.Tensor) -> Work | None:
         """Start adding up `whole` over all ranks, in the backend's order; this rank's part of it goes to `total`."""
@@ -145,7 +175,7 @@ class CollectiveTransport:
         communicator, conductor = self._opened
         if want.at_meeting:
             return communicator.start(offer)
-        label = ReductionLabel.of(want.key, offer[0].dtype, want.uses)
+        label = ReductionLabel.of(want.key, offer[0].dtype, isinstance(offer, ExchangeOffer), want.uses)
         return conductor.want(label.want(want.key.unit), offer, f"the reduction of unit {want.name}")
 
     # ---- gradients, one by one
@@ -168,7 +198,15 @@ class CollectiveTransport:
         if self._courtesies is None or not self._courtesies.has(key, src):
             return self._aside.take(key, src, unit)
         with self._host.connections.changed:
-            return self._courtesies.take(key, src)
+            came = self._courtesies.take(key, src)
+        return from_host(came, self._streams)
+
+    def take_sums(self, last: float) -> list[CourtesySum]:
+        if self._courtesies is None or not self._courtesies.has_sums:
+            return []
+        with self._host.connections.changed:
+            taken = self._courtesies.take_sums(last)
+        return [brought._replace(total=from_host(brought.total, self._streams)) for brought in taken]
 
     def discard_parts(self) -> None:
         self._host.discard_before(self.meetings)
@@ -177,7 +215,7 @@ class CollectiveTransport:
                 self._courtesies.discard_before(self.meetings)
 
     # ---- agreement
-    def meet(self, position: Position) -> list[Position]:
+    def meet(self, position: Position, anew: Callable[[], Position] | None = None) -> list[Position]:
         if self._conductor is None:
             return self._aside.meet(position)
         self.check()
@@ -188,6 +226,8 @@ class CollectiveTransport:
         if all(place.boundary == STEP and not place.name for place in places):
             self._conductor.passed += 1
             return [position] * self.world
+        if anew is not None and self._courtesies is not None and self._courtesies.has_sums:
+            position = anew()
         positions = self._aside.meet(position)
         if all(theirs.reason is not Reason.BACKWARD for theirs in positions):
             self._conductor.passed += 1

@@ -1,0 +1,276 @@
+"""Ranks that stray from the order of collectives on a device: exact values, no race, nothing hangs; and a step that
+follows the order is as before, without messages and without waiting for the device."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import retrograde as rg
+from retrograde.transport.connections import Connections
+from retrograde.transport.messages import Message
+from tests import small
+from tests.accelerator import device
+from tests.accelerator.ranks import TELLING_MODES
+from tests.harness import Ranks
+from tests.multiproc.twin import Twin
+from tests.patterns.cells import LIMIT
+from tests.small import batch, build, loss_of
+from tests.stages import STAGES_WITH_OTHERS
+from tests.transport.strays import ORDERS, STEPS, STRAY_AT, STRAYS, Counted, counts_of, through
+
+TIMEOUT = 20.0
+EXACT = pytest.mark.parametrize("exact", (True, False))
+
+
+@contextlib.contextmanager
+def _on_device(rank: int, mode: str, seed: int) -> Iterator[torch.device]:
+    """Programs of tests/transport/strays.py get their batches on the device, each made once."""
+    where = device.of_rank(rank)
+
+    @functools.cache
+    def moved(of: int, step: int = 0) -> Tensor:
+        return batch(of, step).to(where)
+
+    with mock.patch.object(small, "batch", moved), device.use(mode, seed):
+        yield where
+        dist.barrier()  # a rank that drops its model takes its shards along
+
+
+def _made(where: torch.device) -> nn.Module:
+    return device.move(build(), where)
+
+
+class Seen(NamedTuple):
+    """Of one step: messages, and how often the host waited for the device, by cause."""
+
+    counted: Counted
+    waits: dict[str, int]
+
+
+def _with_a_stray(
+    rank: int, world: int, stage: int, kind: str, exact: bool, mode: str = "lazy", seed: int = 0
+) -> list[Seen]:
+    messages: Counter[str] = Counter()
+    send = Connections.send
+
+    def sending(self: Connections, dst: int, message: Message, data: Sequence[Tensor] = ()) -> object:
+        messages[type(message).__name__] += 1
+        return send(self, dst, message, data)
+
+    found = []
+    with _on_device(rank, mode, seed) as where:
+        twin = Twin(rank, world, stage, functools.partial(_made, where), exact=exact, timeout=TIMEOUT)
+        twin.optimize()
+        for step in range(STEPS):
+            program = STRAYS[kind].once if step == STRAY_AT else STRAYS[kind].always
+            twin.plain_play(program)
+            twin.optimizers[0].step()
+            dist.barrier()
+            messages.clear()
+            device.reset_counters()
+            with mock.patch.object(Connections, "send", sending):
+                program(twin.model, rank)
+                twin.optimizers[1].step()
+                waits = device.synchronisations()
+                dist.barrier()
+            found.append(Seen(counts_of(messages, world), waits))
+            twin.check()
+            twin.zero_grad()
+    return found
+
+
+def _check_quiet(seen: list[list[Seen]], world: int, stage: int, exact: bool) -> None:
+    """Before the stray, and in the last step."""
+    said_at_step = 1 if stage == 1 else 0
+    for rank, steps in enumerate(seen):
+        quiet = Counted(world - 1 if rank == 0 else 1, said_at_step, 0)
+        assert (steps[STRAY_AT - 1].counted, steps[-1].counted) == (quiet, quiet)
+        if not exact:
+            assert (steps[STRAY_AT - 1].waits, steps[-1].waits) == ({}, {})
+
+
+@pytest.mark.parametrize("kind", STRAYS)
+@EXACT
+@STAGES_WITH_OTHERS
+def test_a_stray_is_served_and_exact(late_ranks: Ranks, world: int, stage: int, kind: str, exact: bool) -> None:
+    """By sums of the backend it is exact with two ranks, of which one strays: there is one order of two numbers. With
+    four ranks only the other way is."""
+    if world == 4 and not exact:
+        pytest.skip("said to differ in the last bit")
+    seen = late_ranks(world).run(_with_a_stray, stage, kind, exact, timeout=LIMIT)
+    _check_quiet(seen, world, stage, exact)
+
+
+@pytest.mark.parametrize("kind", ("skips a unit", "takes another order"))
+@EXACT
+@TELLING_MODES
+def test_in_every_order(late_ranks: Ranks, kind: str, exact: bool, mode: str, seed: int) -> None:
+    late_ranks(2).run(_with_a_stray, 3, kind, exact, mode, seed, timeout=LIMIT)
+
+
+# ---- nobody sees a part of a sum
+def _clipped(rank: int, world: int, kind: str, exact: bool) -> None:
+    """The norm is of complete sums, and so is what is given out as a plain tensor."""
+    with _on_device(rank, "lazy", 0) as where:
+        twin = Twin(rank, world, 3, functools.partial(_made, where), exact=exact, timeout=TIMEOUT)
+        for step in range(4):
+            program = STRAYS[kind].once if step == 3 else STRAYS[kind].always
+            twin.plain_play(program)
+            program(twin.model, rank)
+            norms = [nn.utils.clip_grad_norm_(model.parameters(), 0.5) for model in twin.both]
+            torch.testing.assert_close(*norms)  # of parts, added up in another order
+            twin.zero_grad()
+
+
+@pytest.mark.parametrize("kind", STRAYS)
+@EXACT
+def test_norms_are_of_complete_sums(late_ranks: Ranks, kind: str, exact: bool) -> None:
+    late_ranks(2).run(_clipped, kind, exact, timeout=LIMIT)
+
+
+def _looked_at(rank: int, world: int, kind: str, exact: bool) -> None:
+    with _on_device(rank, "lazy", 0) as where:
+        twin = Twin(rank, world, 3, functools.partial(_made, where), exact=exact, timeout=TIMEOUT)
+        for step in range(4):
+            program = STRAYS[kind].once if step == 3 else STRAYS[kind].always
+            twin.plain_play(program)
+            program(twin.model, rank)
+            plain = dict(twin.plain.named_parameters())
+            for name, leaf in twin.model.named_parameters():
+                grad, whole = leaf.grad, plain[name].grad
+                assert grad is not None
+                assert whole is not None
+                assert torch.equal(grad.local, leaf.cut(whole))  # type: ignore[attr-defined]
+            twin.zero_grad()
+
+
+@pytest.mark.parametrize("kind", STRAYS)
+@EXACT
+def test_what_is_given_out_is_complete(late_ranks: Ranks, kind: str, exact: bool) -> None:
+    late_ranks(2).run(_looked_at, kind, exact, timeout=LIMIT)
+
+
+def _hooked(rank: int, world: int, exact: bool) -> list[tuple[Tensor, Tensor]]:
+    """What a hook sees of a gradient that one rank puts and another brings to a call, and what there is after it."""
+    seen: list[Tensor] = []
+    found: list[Tensor] = []
+    with _on_device(rank, "lazy", 0) as where:
+        twin = Twin(rank, world, 3, functools.partial(_made, where), exact=exact, timeout=TIMEOUT)
+        leaf = dict(twin.model.named_parameters())["blocks.2.up.weight"]
+        leaf.register_post_accumulate_grad_hook(lambda leaf: seen.append(leaf.grad.local.clone()))
+        for kind in ("skips a unit", "skips a unit", "takes another order"):
+            program = STRAYS[kind].once if kind == "takes another order" else STRAYS[kind].always
+            program(twin.model, rank)
+            assert leaf.grad is not None
+            found.append(leaf.grad.local.cpu())
+            twin.plain_play(program)
+            twin.check_grads()
+            twin.zero_grad()
+        return list(zip([each.cpu() for each in seen], found, strict=True))
+
+
+@EXACT
+def test_hooks_see_complete_sums(late_ranks: Ranks, exact: bool) -> None:
+    for pairs in late_ranks(2).run(_hooked, exact, timeout=LIMIT):
+        assert len(pairs) == 3
+        assert all(torch.equal(seen, found) for seen, found in pairs)
+
+
+def _captured(rank: int, world: int, exact: bool) -> Tensor:
+    with _on_device(rank, "lazy", 0) as where:
+        model = _made(where)
+        rg.shard(model, exact=exact, timeout=TIMEOUT)
+        for step in range(3):
+            loss = through(model, small.batch(rank, step), ORDERS[rank] if step == 2 else ORDERS[0])
+            (grad,) = torch.autograd.grad(loss, [model.get_submodule("blocks.2.up").weight])
+        return grad.cpu()
+
+
+@EXACT
+def test_autograd_grad_returns_complete_sums(late_ranks: Ranks, exact: bool) -> None:
+    plain = build()
+    parts = [
+        torch.autograd.grad(through(plain, batch(rank, 2), ORDERS[rank]), [plain.blocks[2].up.weight])[0]
+        for rank in range(2)
+    ]
+    for grad in late_ranks(2).run(_captured, exact, timeout=LIMIT):
+        assert torch.equal(grad, (parts[0] + parts[1]) / 2)
+
+
+# ---- nothing hangs
+def _synchronises_alone(rank: int, world: int, exact: bool) -> float:
+    """Rank 0 waits for all of its device, where calls are under way to which rank 1 does not come: it waits for rank 0
+    in a barrier of the user's."""
+    with _on_device(rank, "lazy", 0) as where:
+        model = _made(where)
+        rg.shard(model, exact=exact, timeout=TIMEOUT)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            loss_of(model, small.batch(rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if rank == 0:
+            with torch.no_grad():
+                loss_of(model, small.batch(rank, 0))
+            torch.accelerator.synchronize()
+        dist.barrier()
+        with torch.no_grad():
+            return float(loss_of(model, small.batch(7, 0)))
+
+
+@EXACT
+def test_a_rank_that_waits_for_its_device_alone(late_ranks: Ranks, exact: bool) -> None:
+    first, second = late_ranks(2).run(_synchronises_alone, exact, timeout=LIMIT)
+    assert first == second
+
+
+def _says_it_before_the_step(rank: int, world: int) -> None:
+    """Ranks talk between a backward, in which one strays, and the step: a rank that waited for the others at the end of
+    its backward would wait for ever."""
+    with _on_device(rank, "lazy", 0) as where:
+        twin = Twin(rank, world, 3, functools.partial(_made, where), timeout=TIMEOUT)
+        twin.optimize()
+        for step in range(5):
+            program = STRAYS["takes another order"].once if step == 3 else STRAYS["takes another order"].always
+            twin.plain_play(program)
+            program(twin.model, rank)
+            dist.barrier()
+            twin.step()
+            twin.check()
+            twin.zero_grad()
+
+
+def test_a_stray_is_not_waited_for_at_the_end_of_a_backward(late_ranks: Ranks) -> None:
+    late_ranks(2).run(_says_it_before_the_step, timeout=LIMIT)
+
+
+def _never_comes(rank: int, world: int, exact: bool) -> str:
+    """Rank 1 waits for rank 0 in a barrier, which waits for rank 1 at its step."""
+    with _on_device(rank, "lazy", 0) as where:
+        model = _made(where)
+        rg.shard(model, exact=exact, timeout=3.0)
+        if rank == 1:
+            dist.barrier()
+            return ""
+        with pytest.raises(rg.DivergenceError) as caught:
+            loss_of(model, small.batch(rank)).backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        dist.barrier()
+        return str(caught.value)
+
+
+@EXACT
+def test_a_rank_that_never_comes_is_named(late_ranks: Ranks, exact: bool) -> None:
+    text, _ = late_ranks(2).run(_never_comes, exact)
+    assert "rank 0 waited" in text
+    assert "rank 1 is outside" in text
