@@ -248,7 +248,7 @@ def checkpointed(rank: int, world: int, stage: int, folder: str, offload: str) -
     with device.use("lazy"):
         models = [build(where) for _ in range(2)]
         for model, given in zip(models, (offload, None), strict=True):
-            rg.shard(model, stage=stage, timeout=20.0, exact=True, offload=given)
+            rg.shard(model, stage=stage, timeout=20.0, offload=given)
         optimizers = [adamw(model) for model in models]
 
         def step(which: int, number: int) -> None:

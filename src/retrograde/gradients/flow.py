@@ -167,7 +167,8 @@ class GradientFlow:
 
     def _launch(self, gradient: Gradient, key: Key, uses: Uses) -> None:
         unit = gradient.unit
-        gradient.seen_at_once = gradient.seen_at_once or unit.hooked or Use.CAPTURED in uses
+        if self._strategy.comes_later and not gradient.seen_at_once:
+            gradient.seen_at_once = Use.CAPTURED in uses or unit.hooked
         gradient.send(key, uses, room_for_sum(unit, self.streams))
         gradient.bucket.close(self.streams.reducing)
         self._strategy.launch(gradient)

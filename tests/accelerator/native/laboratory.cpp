@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <mutex>
 #include <stdexcept>
 
 #include "runtime.h"
@@ -19,6 +20,7 @@ class Laboratory {
 
   void issue(int64_t stream, const std::string& name, const Intervals& reads, const Intervals& writes) {
     auto job = [this, name] {
+      Noted noted(notes_);
       ran_.push_back(name);
       return true;
     };
@@ -27,6 +29,7 @@ class Laboratory {
   // A job that ends when the network answers.
   void issue_network(int64_t stream, const std::string& name) {
     auto job = [this, name] {
+      Noted noted(notes_);
       if (!answered_.count(name)) {
         begun_.insert(name);
         return false;
@@ -37,7 +40,10 @@ class Laboratory {
     runtime_.issue(at(stream), {name, job, nullptr, true}, {});
   }
   void answer(const std::string& name) {
-    answered_.insert(name);
+    {
+      Noted noted(notes_);
+      answered_.insert(name);
+    }
     runtime_.notify();
   }
   void fail(int64_t stream, const std::string& name) {
@@ -60,8 +66,14 @@ class Laboratory {
     runtime_.record_use(reinterpret_cast<void*>(address), at(stream));
   }
 
-  const std::vector<std::string>& ran() const { return ran_; }
-  const std::set<std::string>& begun() const { return begun_; }
+  std::vector<std::string> ran() {
+    Noted noted(notes_);
+    return ran_;
+  }
+  std::set<std::string> begun() {
+    Noted noted(notes_);
+    return begun_;
+  }
   std::vector<std::tuple<std::string, std::string>> races() {
     std::vector<std::tuple<std::string, std::string>> found;
     for (const Race& race : runtime_.take_races()) found.emplace_back(race.first, race.second);
@@ -77,6 +89,8 @@ class Laboratory {
     return found;
   }
 
+  using Noted = std::lock_guard<std::mutex>;  // jobs run on the runtime's thread, too
+  std::mutex notes_;
   std::vector<std::string> ran_;
   std::set<std::string> begun_, answered_;
   Runtime runtime_;  // last: its thread ends before what its jobs use

@@ -86,14 +86,14 @@ class SparePage(NamedTuple):
         return False  # something is left to be issued
 
 
-class _Reduction(NamedTuple):
+class _Attended(NamedTuple):
     key: Key
     label: ReductionLabel
 
 
 class _Courtesy(NamedTuple):
     work: CallWork
-    reduction: _Reduction | None
+    attended: _Attended | None
     received: torch.Tensor
 
 
@@ -121,7 +121,7 @@ class Courtesies:
                 return self._start(offer, None, offer.page)
             case Reduce():
                 label = ReductionLabel.read(want)
-                return self._reduce(want.unit, _Reduction(label.key(want.unit, meeting), label))
+                return self._reduce(want.unit, _Attended(label.key(want.unit, meeting), label))
 
     def fetch(self, want: Gather) -> tuple[CallWork, torch.Tensor]:
         """The same of a gather, whose page is kept."""
@@ -145,16 +145,16 @@ class Courtesies:
         self._stream.run(lambda: copied.copy_(shard, non_blocking=True))
         return copied
 
-    def _reduce(self, unit: int, reduction: _Reduction) -> CallWork:
-        numel, dtype = self._shards.shard_numel(unit), reduction.label.travels_as
+    def _reduce(self, unit: int, attended: _Attended) -> CallWork:
+        numel, dtype = self._shards.shard_numel(unit), attended.label.travels_as
         whole = numel * self._communicator.size
-        if reduction.label.apart:
+        if attended.label.apart:
             received = self._stream.empty(whole, dtype)
             offer: Offer = ExchangeOffer(self._filled(whole, dtype, _NOTHING), received, self._stream)
         else:
             received = self._stream.empty(numel, dtype)
             offer = SumOffer(self._filled(whole, dtype, _SUMMAND), received, self._stream)
-        return self._start(offer, reduction, received)
+        return self._start(offer, attended, received)
 
     def _filled(self, numel: int, dtype: torch.dtype, byte: int) -> torch.Tensor:
         form = (numel, dtype, byte)
@@ -163,9 +163,9 @@ class Courtesies:
             self._stream.run(lambda: made.view(torch.uint8).fill_(byte))
         return self._nothing[form]
 
-    def _start(self, offer: Offer, reduction: _Reduction | None, received: torch.Tensor) -> CallWork:
+    def _start(self, offer: Offer, attended: _Attended | None, received: torch.Tensor) -> CallWork:
         work = self._communicator.start_aside(offer)
-        self._running.append(_Courtesy(work, reduction, received))
+        self._running.append(_Courtesy(work, attended, received))
         return work
 
     # ---- their ends
@@ -179,13 +179,13 @@ class Courtesies:
             self._running.remove(courtesy)
             try:
                 courtesy.work.finish(self._stream)
-                if courtesy.reduction is not None:
-                    self._take_in(courtesy.reduction, self._stream.to_host(courtesy.received))
+                if courtesy.attended is not None:
+                    self._take_in(courtesy.attended, self._stream.to_host(courtesy.received))
             except RuntimeError as error:  # of the backend. Who finds it may be a thread that nobody listens to
                 self._error = error
 
-    def _take_in(self, reduction: _Reduction, came: torch.Tensor) -> None:
-        key, label = reduction
+    def _take_in(self, attended: _Attended, came: torch.Tensor) -> None:
+        key, label = attended
         if label.apart:
             self.keep(key, present_parts(came, self._communicator.size))
         else:

@@ -156,7 +156,7 @@ class CollectiveTransport:
         stream = self._streams.reducing
         firsts: list[torch.Tensor] = []
         stream.run(lambda: firsts.append(torch.cat([first_bytes(each, self.world) for _, each in exchanges])))
-        found = torch.split(stream.to_host(firsts[0]), [first_size(each, self.world) for _, each in exchanges])
+        found = stream.to_host(firsts[0]).split_with_sizes([first_size(each, self.world) for _, each in exchanges])
         pairs = zip(found, exchanges, strict=True)
         return [not looks_absent(bytes_, self.world) or self._is_complete(each) for bytes_, (_, each) in pairs]
 
