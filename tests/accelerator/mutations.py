@@ -306,7 +306,7 @@ def captured(rank: int, **options: Any) -> list[Tensor]:
     scene.step(0)
     params = [param for param in scene.model.parameters() if param.requires_grad]
     if rank == 0:
-        scene.values += torch.autograd.grad(scene.loss(1), params)
+        scene.values += [grad.local for grad in torch.autograd.grad(scene.loss(1), params)]  # type: ignore[attr-defined]
     else:
         scene.loss(1).backward()
     scene.optimizer.step()
