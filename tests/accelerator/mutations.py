@@ -7,18 +7,20 @@ or as another number. `tests/streams` does the same for every order of the simul
 
 from __future__ import annotations
 
+import argparse
 import ast
 import contextlib
 import functools
 import linecache
 import os
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-from tests.harness import WORKER_ENVIRONMENT, Pools, RankPool
+from tests.harness import WORKER_ENVIRONMENT, Pools, RankError, RankPool
 
 if __name__ == "__main__":
     os.environ.update(WORKER_ENVIRONMENT)  # before torch, as tests/patterns/table.py does
@@ -305,7 +307,7 @@ def captured(rank: int, **options: Any) -> list[Tensor]:
     scene.step(0)
     params = [param for param in scene.model.parameters() if param.requires_grad]
     if rank == 0:
-        scene.values += torch.autograd.grad(scene.loss(1), params)
+        scene.values += [grad.local for grad in torch.autograd.grad(scene.loss(1), params)]  # type: ignore[attr-defined]
     else:
         scene.loss(1).backward()
     scene.optimizer.step()
@@ -390,7 +392,11 @@ def sites_in_sources() -> set[Site]:
 def shown_by(site: Site, scenes: list[str], pool: RankPool) -> str | None:
     """What is seen first when it is left out."""
     for scene in scenes:
-        for outcome in pool.run(play, scene, site, timeout=120.0):
+        try:
+            outcomes: list[Outcome] = pool.run(play, scene, site, timeout=120.0)
+        except RankError as error:  # who takes what has not come for somebody's absence waits in vain
+            return f"{scene}: {str(error).strip().splitlines()[-1]}"
+        for outcome in outcomes:
             if outcome.shown:
                 return f"{scene}: {outcome.races[0] if outcome.races else 'another number'}"
     return None
@@ -405,12 +411,16 @@ def all_sites(pool: RankPool) -> dict[Site, list[str]]:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="which part of how many")
+    first, every = parser.parse_args().part
     torch.set_num_threads(1)
     building.build()
     missed = []
     with contextlib.closing(Pools(LateSeat)) as pools:
         sites = all_sites(pools(WORLD))
-        for site, scenes in sites.items():
+        chosen = {site: scenes for site, scenes in sites.items() if zlib.crc32(repr(site).encode()) % every == first}
+        for site, scenes in chosen.items():
             seen = shown_by(site, scenes, pools(WORLD))
             excused = NOT_SHOWN.get((site.file, site.code))
             print(f"{site.file}: {site.kind} of `{site.code}`: {seen or excused or 'NOT SEEN'}", flush=True)
@@ -419,7 +429,7 @@ def main() -> int:
     unvisited = {(site.file, site.code) for site in sites_in_sources()} - {(s.file, s.code) for s in sites}
     for name, code in sorted(unvisited - set(UNVISITED)):
         print(f"{name}: `{code}` is in no scene")
-    print(f"{len(missed)} of {len(sites)} sites can be left out for no reason that is known")
+    print(f"{len(missed)} of {len(chosen)} sites can be left out for no reason that is known")
     return 1 if missed or unvisited != set(UNVISITED) else 0
 
 

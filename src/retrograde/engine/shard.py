@@ -79,9 +79,9 @@ def shard(
     `units`: "auto" (repeated blocks), module classes, or a predicate; `join`: those of fewer bytes become one unit with
     the next. `precision`: "bf16" or "fp16" (modules compute in it, the optimizer updates fp32 masters), or an
     `rg.Precision`. `exact=False`, the default on accelerators: the backend adds gradients up in its own order.
-    `transport`: "collective", the default on accelerators: by collectives of torch.distributed, there for ranks that do
-    the same between two steps; "one-sided": whatever each rank does. `resident`: bytes of pages that may stay at stage
-    3 beyond the one in use and the one being prefetched. `offload`, of a model on an accelerator: "optimizer" keeps
+    `transport`: "collective", the default on accelerators: by collectives of torch.distributed, but for what only some
+    ranks do; "one-sided": without them. `resident`: bytes of pages that may stay at stage 3 beyond the one in use and
+    the one being prefetched. `offload`, of a model on an accelerator: "optimizer" keeps
     leaves, gradients and optimizer state in the host's memory; "parameters" at stage 3 also pages' sources. `mesh`: of
     one dimension, or of two, (replicate, shard). `timeout`: seconds after which waiting for a rank that never comes
     becomes a `DivergenceError`. `whole`: parameters that are not cut, for optimizers that need matrices (Muon): each is
