@@ -370,3 +370,13 @@ def compare(name: str, pipe: Pipeline, blocks: list[nn.Module], case: Case) -> l
         elif wanted is not None and not case.same(found, wanted):
             wrong.append(f"{name}: {key} differs by {(wanted - found).abs().max()}")
     return wrong
+
+
+def reductions(pipe: Pipeline) -> list[str]:
+    """Each unit with a gradient is reduced once in a step; what is wrong with that."""
+    wrong = []
+    for unit in pipe.engine.units:
+        expected = int(any(leaf.grad is not None for leaf in unit.leaves))
+        if (count := pipe.engine.ledger.count("reduce", unit.name)) != expected:
+            wrong.append(f"unit {unit.name} was reduced {count} times instead of {expected}")
+    return wrong

@@ -4,8 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+import retrograde as rg
 from retrograde.pipeline.split import SplitBackward
 from retrograde.pipeline.traced import StageParameters
 
@@ -84,3 +86,39 @@ def assert_same(theirs: nn.Module, ours: nn.Module) -> None:
     for (name, a), b in zip(theirs.named_parameters(), ours.parameters(), strict=True):
         assert (a.grad is None) == (b.grad is None), name
         assert a.grad is None or (torch.equal(a.grad, b.grad) and a.grad.stride() == b.grad.stride()), name
+
+
+def attention(kind: str = "self", **options: Any) -> nn.Module:
+    def run(m: Any, x: Tensor) -> Tensor:
+        other = x.flip(1) if kind == "cross" else x
+        return m.att(x, other, other, need_weights=kind == "weights")[0]
+
+    return Apply(run, att=nn.MultiheadAttention(8, 2, batch_first=True, **options))
+
+
+def experts(m: Any, x: Tensor) -> Tensor:
+    rows = x.flatten(0, 1)
+    ends = torch.tensor([7, 7, rows.shape[0]], dtype=torch.int32)
+    return F.grouped_mm(rows, m.w, offs=ends)
+
+
+class Fused(torch.autograd.Function):
+    """Computes both gradients at once, as fused kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        rows, grads = x.flatten(0, 1), grad.flatten(0, 1)
+        return grad @ weight, grads.t() @ rows, grads.sum(0)
+
+
+def fused(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return Fused.apply(x, weight, bias)
+
+
+deferred = rg.defer(fused)

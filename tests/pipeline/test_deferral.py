@@ -17,7 +17,11 @@ from retrograde.pipeline.split import SplitBackward
 from tests.pipeline.halves import (
     Apply,
     assert_same,
+    attention,
+    deferred,
+    experts,
     frozen,
+    fused,
     image,
     leaves,
     lin,
@@ -57,22 +61,8 @@ def recomputed(reentrant: bool) -> Callable[[Any, Tensor], Tensor]:
     return lowered(lambda m, x: checkpoint(lambda y: m.b(m.a(m.a(y)).relu()), x, use_reentrant=reentrant))
 
 
-def attention(kind: str = "self", **options: Any) -> nn.Module:
-    def run(m: Any, x: Tensor) -> Tensor:
-        other = x.flip(1) if kind == "cross" else x
-        return m.att(x, other, other, need_weights=kind == "weights")[0]
-
-    return Apply(run, att=nn.MultiheadAttention(8, 2, batch_first=True, **options))
-
-
 def encoder() -> nn.Module:
     return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-
-
-def experts(m: Any, x: Tensor) -> Tensor:
-    rows = x.flatten(0, 1)
-    ends = torch.tensor([7, 7, rows.shape[0]], dtype=torch.int32)
-    return F.grouped_mm(rows, m.w, offs=ends)
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], int]] = {
@@ -173,30 +163,10 @@ def test_autocast_keeps_no_cast_of_a_weight() -> None:
 
 
 # ---- functions of the user
-class Fused(torch.autograd.Function):
-    """Computes both gradients at once, as fused kernels do."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        rows, grads = x.flatten(0, 1), grad.flatten(0, 1)
-        return grad @ weight, grads.t() @ rows, grads.sum(0)
-
-
-def fused(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return Fused.apply(x, weight, bias)
-
-
 def scaled(x: Tensor, weight: Tensor) -> Tensor:
     return 2 * F.linear(x, weight)
 
 
-deferred = rg.defer(fused)
 deferred_scaled = rg.defer(
     scaled,
     input_grad=lambda grad, x, weight: (2 * grad) @ weight,

@@ -16,8 +16,7 @@ import retrograde as rg
 from retrograde.layout import Precision
 from tests.harness import Ranks
 from tests.multiproc.precise import computing
-from tests.pipeline.cases import CASES, Case, Data, backward_order, plain_step
-from tests.pipeline.test_zero import reductions
+from tests.pipeline.cases import CASES, Case, Data, backward_order, plain_step, reductions
 from tests.reference import Contribution, Grads, Recorder, Rounding, mean
 
 MICROBATCHES = 4

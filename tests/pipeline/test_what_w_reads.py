@@ -19,8 +19,7 @@ from retrograde.pipeline.split import SplitBackward
 from retrograde.pipeline.traced import StageParameters
 from retrograde.torch_internals import check_before_first_use
 from tests.pipeline.architectures import ARCHITECTURES, BATCH, HEADS, TOKENS, WIDTH, input_of
-from tests.pipeline.halves import Apply, image, lin, numbers, rand, tokens
-from tests.pipeline.test_deferral import attention, deferred, experts
+from tests.pipeline.halves import Apply, attention, deferred, experts, image, lin, numbers, rand, tokens
 
 CHECKPOINTS = {"none": None, "reentrant": True, "other": False}
 

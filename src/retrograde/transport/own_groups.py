@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-Ask = Callable[[list[str]], Sequence[Sequence[str]]]  # from what this rank says to what all ranks of a meeting say
+TellAll = Callable[[list[str]], Sequence[Sequence[str]]]  # from what this rank says to what all ranks of a meeting say
 
 
 class Calls:
@@ -68,14 +68,16 @@ class OwnGroup:
         weakref.finalize(self, _put_back, kind, group, calls).atexit = False
 
 
-def own_group(rows: Sequence[Sequence[int]], rank: int, ranks: Sequence[int], timeout: float, ask: Ask) -> OwnGroup:
+def own_group(
+    rows: Sequence[Sequence[int]], rank: int, ranks: Sequence[int], timeout: float, tell_all: TellAll
+) -> OwnGroup:
     """The group of this rank's row. All ranks of the meeting come here.
 
     `rows`: who needs a group together, as ranks of the meeting, where this one is `rank`. `ranks`: what each of the
-    meeting is in the default group. `ask`: the meeting."""
+    meeting is in the default group. `tell_all`: the meeting."""
     kinds = [_Kind(tuple(ranks[each] for each in row), timeout) for row in rows]
     (place,) = (number for number, row in enumerate(rows) if rank in row)
-    told = ask(_offered(kinds[place]))
+    told = tell_all(_offered(kinds[place]))
     chosen = [_common([told[each] for each in row]) for row in rows]
     mine = chosen[place]
     if mine is not None and None not in chosen:
