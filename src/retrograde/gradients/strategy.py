@@ -109,10 +109,13 @@ class RunningSum:
     def finish(self, divisor: int) -> None:
         """Nothing more will be added: the result takes its place."""
         own, total = self.own, self.sum
-        if divisor != 1:
-            self._stream.run(lambda: total.div_(divisor))
-        if total is not own:
-            self._stream.run(lambda: own.copy_(total))
+        if divisor == 1:
+            if total is not own:
+                self._stream.run(lambda: own.copy_(total))
+        elif total.dtype == own.dtype:
+            self._stream.run(lambda: torch.div(total, divisor, out=own))  # once through memory, not twice
+        else:
+            self._stream.run(lambda: own.copy_(total.div_(divisor)))
         self.forget()
 
     def forget(self) -> None:
