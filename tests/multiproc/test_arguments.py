@@ -247,6 +247,7 @@ WRONG: tuple[Wrong, ...] = (
     Wrong(zero("units"), "blocks", ("units='blocks'", 'give "auto", module classes or a predicate')),
     Wrong(zero("reduce"), "max", ("reduce='max'", 'give "mean" or "sum"')),
     Wrong(zero("resident"), "lots", ("resident='lots'", SIZE)),
+    Wrong(zero("precision"), "fp8", ("precision='fp8'",)),
     Wrong(zero("gathered"), 0, ("gathered=0", "give a number of stages, 1 or more, or None")),
     Wrong(zero("gathered"), "1", ("gathered='1'", "give a number of stages, 1 or more, or None")),
     Wrong(zero("gathered"), True, ("gathered=True", "give a number of stages, 1 or more, or None")),

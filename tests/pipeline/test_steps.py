@@ -16,8 +16,7 @@ from retrograde.pipeline import Schedule
 from retrograde.pipeline.blocks import Chain, blocks_of, measured
 from retrograde.pipeline.generators import GENERATORS
 from retrograde.transport.connections import Connections
-from retrograde.transport.messages import Content
-from retrograde.transport.wires import Sending
+from retrograde.transport.messages import Lent
 from tests.harness import RankPool
 from tests.pipeline.cases import CASES, WIDTH, Data, Fn, backward_order, lin, plain_step, tanhs
 
@@ -70,22 +69,22 @@ def test_microbatches_may_differ(ranks: Ranks) -> None:
 def messages(rank: int, world: int) -> list[tuple[int, int]]:
     """How many messages each of three steps sends, and how many of them carry a layout."""
     pipe = rg.Pipeline(tanhs(8), schedule="1f1b", microbatches=4, loss=F.mse_loss)
-    original, counts = Connections.send, []
+    original, counts = Connections.post, []
     sent: list[Any] = []
 
-    def counting(self: Connections, dst: int, message: Any, data: Any = ()) -> Sending:
+    def counting(self: Connections, dst: int, message: Any, data: Any = ()) -> bool:
         sent.append(message)
         return original(self, dst, message, data=data)
 
-    Connections.send = counting  # type: ignore[method-assign]
+    Connections.post = counting  # type: ignore[method-assign]
     try:
         for batch in (8, 8, 12):
             pipe.step(torch.randn(batch, WIDTH), target=torch.randn(batch, WIDTH))
-            contents = [message for message in sent if isinstance(message, Content)]  # the rest is the step's agreement
+            contents = [message for message in sent if isinstance(message, Lent)]  # the rest is the step's agreement
             counts.append((len(contents), sum(message.form is not None for message in contents)))
             sent.clear()
     finally:
-        Connections.send = original  # type: ignore[method-assign]
+        Connections.post = original  # type: ignore[method-assign]
     return counts
 
 

@@ -35,9 +35,9 @@ def watched(engine: rg.Engine) -> Iterator[list[str]]:
         seen.append(f"starts {engine.units[key.unit].name}")
         start(self, key)
 
-    def met(position: Any) -> Any:
+    def met(*position: Any) -> Any:
         seen.append("meets")
-        return meet(position)
+        return meet(*position)
 
     engine.flow.collect, BackendSum._start = collected, started  # type: ignore[method-assign]
     engine.transport.meet = met  # type: ignore[method-assign]

@@ -18,7 +18,12 @@ class PageGathering:
 
         A source that is on the host has been brought to its place in the page."""
         own = page[unit.layout.span(unit.rank)] if unit.source_on_host else unit.source
-        return self._transport.gather(unit.index, unit.name, own, page)
+        work = self._transport.gather(unit.index, unit.name, own, page)
+        streams = self._pool.streams
+        if work is not None and unit.stays and not streams.on_host:
+            streams.serving.wait(streams.current().record())
+            work.wait(streams.serving)  # the shard lies in the page, all of which may be written
+        return work
 
     def take_part(self, unit: Unit) -> None:
         """In a gather whose page this rank has already: what comes is thrown away."""

@@ -197,7 +197,7 @@ class Conductor:
             return self._open[call.number]
         assert isinstance(self._offered, GatherOffer)
         self._open[call.number] = spare.work
-        return spare._replace(memory=self._offered.page)
+        return SparePage(spare.work, spare.page, self._offered.page)
 
     # ---- the service thread
     def _hear(self, source: int, data: bytes) -> None:

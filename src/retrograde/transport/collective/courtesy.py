@@ -18,11 +18,12 @@ Rule 3: on a device all this is done on the serving stream, which waits for noth
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from retrograde.devices import Stream, Streams
+from retrograde.devices import Event, Stream, Streams
 from retrograde.transport.collective.communicator import (
     CallWork,
     Communicator,
@@ -70,17 +71,23 @@ def looks_absent(firsts: torch.Tensor, world: int) -> bool:
     return bool(firsts.numel()) and bool((firsts.view(world, -1) == _NOTHING).all(1).any())
 
 
-class SparePage(NamedTuple):
+@dataclass(slots=True)
+class SparePage:
     """A page that came before this rank's program wanted it. Implements `Work` for who wants it now."""
 
     work: CallWork
     page: torch.Tensor
     memory: torch.Tensor
+    _copied: Event = None  # once it has been, by the first that waits
 
     def wait(self, stream: Stream) -> None:
+        if self._copied is not None:
+            stream.wait(self._copied)
+            return
         self.work.wait(stream)
         stream.run(lambda: self.memory.copy_(self.page))
         stream.hold(self.page)
+        self._copied = stream.record()
 
     def done(self) -> bool:
         return False  # something is left to be issued
