@@ -31,8 +31,6 @@ class Live(TorchDispatchMode):
         return result
 
     def watch(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type == "meta":
-            return  # it has no memory
         storage = tensor.untyped_storage()
         self._seen.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
 

