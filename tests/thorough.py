@@ -60,6 +60,14 @@ THOROUGH: dict[str, tuple[But, ...]] = {
         But("test_kinds_of_models", schedule=("zb-v",)),
     ),
     "accelerator/test_engine.py": (But("test_rows", mode=("lazy", "random")),),
+    # Others are waited for before a rank goes on without them, which takes seconds.
+    "accelerator/test_strays.py": (
+        But("test_a_stray_is_served_and_exact", world=(2,), stage=(2,)),
+        But("test_a_stray_is_served_in_the_backends_order", stage=(3,)),
+        But("test_several_ranks_in_the_backends_order", kind=("skips a unit",)),
+        But("test_in_every_order", mode=("random",)),
+    ),
+    "transport/test_strays.py": (But("test_a_stray_is_served_and_exact", stage=(1, 3)),),
     "accelerator/test_overlap.py": (But("test_the_same_numbers_compiled"),),
 }
 

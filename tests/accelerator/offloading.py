@@ -218,7 +218,9 @@ def offloaded_activations(rank: int, world: int, stage: int, on_device: bool, of
 
 # ---- whoever looks
 def seen_by_hooks(rank: int, world: int, stage: int, mode: str, seed: int) -> list[list[Tensor]]:
-    """Gradients as hooks, `torch.autograd.grad` and a look at `p.grad` in the middle show them, each beside `.grad`."""
+    """Gradients as hooks, `torch.autograd.grad` and a look at `p.grad` in the middle show them, each beside `.grad`.
+
+    Hooks that meet are on one parameter: with leaves on the host autograd runs those of several in no certain order."""
     where = device.of_rank(rank)
     seen: list[list[Tensor]] = []
     with device.use(mode, seed):
@@ -227,14 +229,13 @@ def seen_by_hooks(rank: int, world: int, stage: int, mode: str, seed: int) -> li
         before: list[Tensor] = []
         first.register_hook(lambda grad: before.append(grad.full_tensor().clone()))  # type: ignore[attr-defined]
         rg.shard(model, stage=stage, timeout=20.0, exact=True, offload="optimizer")
-        last = list(model.parameters())[-1]
         after: list[Tensor] = []
-        last.register_post_accumulate_grad_hook(
+        first.register_post_accumulate_grad_hook(
             lambda leaf: after.append(leaf.grad.full_tensor().clone())  # type: ignore[union-attr]
         )
         loss_of(model, where, rank, 0).backward()
         seen.append([before[0], first.grad.full_tensor()])  # type: ignore[union-attr]
-        seen.append([after[0], last.grad.full_tensor()])  # type: ignore[union-attr]
+        seen.append([after[0], first.grad.full_tensor()])  # type: ignore[union-attr]
         (captured,) = torch.autograd.grad(loss_of(model, where, rank, 0), [first])
         seen.append([captured.full_tensor(), first.grad.full_tensor()])  # type: ignore[union-attr]
         dist.barrier()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -34,6 +36,7 @@ def _channel(monkeypatch: pytest.MonkeyPatch) -> tuple[MappedChannel, list[str]]
     ranks = ProcessRanks(dist.group.WORLD)
     channel = ranks.channel(streams_of(HOST), PATIENCE, [])
     assert isinstance(channel, MappedChannel)
+    _wait_for_neighbours(channel)
     sent: list[str] = []
     post, send = Connections.post, Connections.send
     monkeypatch.setattr(
@@ -43,6 +46,15 @@ def _channel(monkeypatch: pytest.MonkeyPatch) -> tuple[MappedChannel, list[str]]
         Connections, "send", lambda self, dst, message, data=(): _noted(sent, message, send(self, dst, message, data))
     )
     return channel, sent
+
+
+def _wait_for_neighbours(channel: MappedChannel) -> None:
+    """Ranks find each other's memory when their connections are made; until then messages go over these."""
+    neighbours = channel._neighbours
+    deadline = time.monotonic() + PATIENCE
+    while not (neighbours.found and neighbours.found_by):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def _noted(sent: list[str], message: object, result: object) -> object:
