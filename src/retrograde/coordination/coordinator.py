@@ -162,6 +162,8 @@ class Coordinator:
         self._transport.shards_changed()
 
     def _read(self, number: int, unit: Unit, flat: torch.Tensor) -> Work:
+        if unit.mirror is not None and number == unit.index:
+            return unit.mirror.read(unit.name, self._fence.stamp(unit))
         missing = {owner.rank: flat[unit.layout.span(owner.shard)] for owner in self._grid.other_owners}
         return self._transport.read(number, unit.name, self._fence.stamp(unit), missing)
 
@@ -190,8 +192,12 @@ class Coordinator:
 
     def expose(self) -> None:
         """This rank's shards are about to be given out as plain tensors, whose edits nobody reports."""
+        if self._fence.exposed:
+            return
+        self._pager.let_go(stepping=False)
         self._fence.expose()
         self._transport.shards_changed()
+        self._transport.reclaim()
 
     def pass_fence(self, what: str) -> None:
         """Before an edit of the weights in place: every rank has read all it wanted."""
@@ -199,13 +205,18 @@ class Coordinator:
         self.attend(Reason.FENCE, what)
 
     def _advance(self, phase: WritePhase) -> None:
+        """All ranks do so now, and all let go of what they see of others' shards before they wait for them to do so."""
+        self._pager.let_go(phase is WritePhase.STEPPED)
         self._fence.advance(phase)
         self._transport.shards_changed()
+        self._transport.reclaim()
 
     # ---- steps
     def begin_step(self) -> None:
         self._flow.recover()
         self._pager.quiesce()
+        if not self._flow.has_listeners:  # nothing that runs at the meeting reads weights: nobody will wait after it
+            self._pager.let_go(stepping=True)
         self._steps += 1
         self.attend(Reason.STEP, f"step {self._steps}")
         self._pager.release()

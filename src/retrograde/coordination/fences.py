@@ -59,7 +59,7 @@ class WriteFence:
         self._units: list[Unit] = []
         self._began = 0  # the clock when the last step began
         self._stepped = 0  # the same of the last one that has ended
-        self._exposed = False  # has somebody pieces of them, to write to whenever he likes?
+        self.exposed = False  # has somebody pieces of them, to write to whenever he likes?
         self._streams = streams
         self._written: Event = HAPPENED  # after the last write that this rank knows of
         self._lock = threading.RLock()
@@ -126,7 +126,7 @@ class WriteFence:
 
     def expose(self) -> None:
         """A piece is given out as a plain tensor: from now on readers ask (Rule 4)."""
-        self._exposed = True
+        self.exposed = True
         self._streams.crossing.settle_always()
 
     def serve_during_step(self) -> None:
@@ -160,7 +160,7 @@ class WriteFence:
             if self.phase is WritePhase.STEPPED:
                 return self.clock, Rest.STEPPING
             edited = self.phase is WritePhase.EDITED or any(unit.edits.made for unit in self._units)
-            return self.clock, Rest.ASK if edited or self._exposed else Rest.AT_REST
+            return self.clock, Rest.ASK if edited or self.exposed else Rest.AT_REST
 
     def shard_numel(self, number: int) -> int:
         return self._units[number % MASTERS].shard.numel()

@@ -108,6 +108,7 @@ class Engine:
             self.pages,
             self.coordinator,
             made.masters,
+            made.mirror,
         )
         graph = UnitGraph(unit, self.pager, self.flow, self.coordinator)
         owner = Owner(unit, self.pager, self.flow, self.coordinator, graph)
@@ -247,7 +248,7 @@ class Engine:
         ahead = sizes[-1] if self.policy.prefetch and len(sizes) > 1 else 0
         for unit in self.units:
             need = unit.layout.page_bytes
-            if need + ahead > limit and not unit.stays:
+            if need + ahead > limit and not (unit.stays or self.policy.keeps_pages):
                 beside = f", and the page that is read ahead {ahead}" if ahead else ""
                 raise ShardingError(
                     f"budget={budget!r}: unit {unit.name} needs {need} bytes{beside}; give at least that"

@@ -259,7 +259,8 @@ def _enlist(
     if specs:
         with engine.transport.shared_fate("making room for units"):
             even = isinstance(engine.transport, CollectiveTransport) or not engine.policy.exact  # what backends take
-            made = allocate(specs, engine.policy, engine.grid, engine.transport, engine.pages, even)
+            first = len(engine.units)
+            made = allocate(specs, first, engine.policy, engine.grid, engine.transport, engine.pages, even)
         _check_same(engine, specs, arguments)
         if at_first:
             engine.open()

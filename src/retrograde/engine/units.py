@@ -16,19 +16,21 @@ from retrograde.layout import Grid, Layout, Offload, Policy, UnitSpec, strides_o
 from retrograde.pages import BufferPool
 from retrograde.parameters import ShardedParameter
 from retrograde.torch_internals import forget_weight_references, give_hooks, set_data, take_hooks
-from retrograde.transport import Memory, Transport
+from retrograde.transport import Memory, Mirror, Transport
 
 
 class UnitMemory(NamedTuple):
     """A unit that is about to be: which parameters, where each will lie, and the memory for it on this rank.
 
     `memory` is the shard, or the whole page with the shard inside it when pages stay (or there is one shard).
-    `masters` are the shard instead, where they are of another dtype than the page, or elsewhere (pages/source.py)."""
+    `masters` are the shard instead, where they are of another dtype than the page, or elsewhere (pages/source.py).
+    `mirror`: where other ranks' shards show in the page; `memory` is the mirror's shard then."""
 
     spec: UnitSpec
     layout: Layout
     memory: torch.Tensor
     masters: torch.Tensor | None
+    mirror: Mirror | None
 
     def shard(self, number: int) -> torch.Tensor:
         """The memory of this rank's shard, which is the one with this number."""
@@ -46,18 +48,34 @@ class UnitMemory(NamedTuple):
 
 
 def allocate(
-    specs: Sequence[UnitSpec], policy: Policy, grid: Grid, transport: Transport, pool: BufferPool, even: bool = False
+    specs: Sequence[UnitSpec],
+    first: int,
+    policy: Policy,
+    grid: Grid,
+    transport: Transport,
+    pool: BufferPool,
+    even: bool = False,
 ) -> list[UnitMemory]:
-    """Memory for units; values come later. `even`: all ranks' shards of a unit are equally long."""
+    """Memory for units, whose numbers begin with `first`; values come later. `even`: all ranks' shards of a unit are
+    equally long."""
     made = []
-    for spec in specs:
+    for number, spec in enumerate(specs, first):
         strides = [strides_of(param) for _, param in spec.params]
         shapes = [(name, param.shape) for name, param in spec.params]
         layout = Layout(shapes, spec.dtypes.page, grid.shards, strides, spec.shard_of, even)
-        memory = _memory(layout, policy, grid, transport, pool.streams)
+        mirror = _mirror(number, layout, policy, grid, transport) if pool.streams.on_host else None
+        memory = _memory(layout, policy, grid, transport, pool.streams) if mirror is None else mirror.shard
         masters = _masters(spec, memory, layout.shard_sizes[grid.shard], policy, pool.streams)
-        made.append(UnitMemory(spec, layout, memory.zero_(), masters))
+        made.append(UnitMemory(spec, layout, memory.zero_(), masters, mirror))
     return made
+
+
+def _mirror(number: int, layout: Layout, policy: Policy, grid: Grid, transport: Transport) -> Mirror | None:
+    """Where it is worth it."""
+    if grid.shards == 1 or not layout.mappable:
+        return None
+    spans = {rank: layout.span(shard) for shard, rank in enumerate(grid.owners)}
+    return transport.mirror(number, spans, layout.dtype, policy.keeps_pages)
 
 
 def _memory(layout: Layout, policy: Policy, grid: Grid, transport: Transport, streams: Streams) -> torch.Tensor:

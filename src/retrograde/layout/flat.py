@@ -9,6 +9,9 @@ Where parameters are to be whole, each lies in the shard of one rank (owners.py)
 have: a flat buffer of those has no padding but for that of each parameter. All shards of it are as long as the longest
 where collectives need them to be (`even`).
 
+Shards that are not small are whole memory pages of the system, so that ranks of one host can map them
+(transport/mapped/mirror.py). That is so wherever the ranks are: nobody has to agree on it.
+
     cut      [ p p p p p q | q q r r r r ]         whole    [ p p p p p | q q q r r r r ]
                shard 0       shard 1                          shard 0     shard 1
 """
@@ -24,6 +27,8 @@ import torch
 Strides = tuple[int, ...]
 
 ALIGNMENT = 64  # bytes, as torch's allocator
+MEMORY_PAGE = 4096  # bytes
+WORTH_MAPPING = 2**16  # bytes of the longest shard: smaller ones would be padding for a good part
 
 
 class Slot(NamedTuple):
@@ -108,7 +113,7 @@ class Layout:
         kept = strides or [None] * len(named_shapes)
         step = ALIGNMENT // dtype.itemsize
         rooms = [-(-shape.numel() // step) * step for _, shape in named_shapes]
-        placed = _cut_up(rooms, world) if shard_of is None else _whole(rooms, shard_of, world, step, even)
+        placed = _cut_up(rooms, world, dtype) if shard_of is None else _whole(rooms, shard_of, world, step, even, dtype)
         self.slots = tuple(
             Slot(name, shape, start, start + shape.numel(), memory)
             for (name, shape), start, memory in zip(named_shapes, placed.starts, kept, strict=True)
@@ -123,6 +128,7 @@ class Layout:
         *self._begins, self.padded_numel = itertools.accumulate(placed.sizes, initial=0)
         self.shard_bytes = self.shard_numel * dtype.itemsize
         self.page_bytes = self.padded_numel * dtype.itemsize
+        self.mappable = self.shard_bytes >= WORTH_MAPPING  # each shard is whole memory pages
         self.cuts = tuple(map(self._cut, self.slots))  # parameters with equal ones have the same elements on each rank
 
     def slots_named(self, names: Collection[str]) -> set[int]:
@@ -187,18 +193,28 @@ class _Placed(NamedTuple):
     sizes: tuple[int, ...]
 
 
-def _cut_up(rooms: Sequence[int], world: int) -> _Placed:
+def _in_memory_pages(sizes: Sequence[int], dtype: torch.dtype) -> list[int]:
+    """The same sizes of shards, or a little more."""
+    if max(sizes) * dtype.itemsize < WORTH_MAPPING:
+        return list(sizes)
+    step = MEMORY_PAGE // dtype.itemsize
+    return [-(-size // step) * step for size in sizes]
+
+
+def _cut_up(rooms: Sequence[int], world: int, dtype: torch.dtype) -> _Placed:
     """End to end, in equal shards."""
     *starts, end = itertools.accumulate(rooms, initial=0)
-    return _Placed(starts, (-(-end // world),) * world)
+    return _Placed(starts, tuple(_in_memory_pages([-(-end // world)] * world, dtype)))
 
 
-def _whole(rooms: Sequence[int], shard_of: Sequence[int], world: int, least: int, even: bool) -> _Placed:
+def _whole(
+    rooms: Sequence[int], shard_of: Sequence[int], world: int, least: int, even: bool, dtype: torch.dtype
+) -> _Placed:
     """End to end within the shard of each. No shard is empty: to have nothing is not a case of its own elsewhere."""
     sizes = [0] * world
     for room, shard in zip(rooms, shard_of, strict=True):
         sizes[shard] += room
-    sizes = [max(size, least) for size in sizes]
+    sizes = _in_memory_pages([max(size, least) for size in sizes], dtype)
     if even:
         sizes = [max(sizes)] * world
     at = list(itertools.accumulate(sizes, initial=0))

@@ -6,19 +6,30 @@
                                                         ^                     │
                                                         └──── load again ─────┘   (it is stale)
 
+    where shards show in it:       ABSENT ── load ──> LOADING ── finish ──> LIVE ── drop ──> ABSENT
+                                                        ^                     │
+                                                        │                     │ keep (before weights change)
+                                                        │                     v
+                                                        └── load again ───  READY ── drop ──> ABSENT
+
     a page that stays:             ABSENT ── load ──> LOADING ── finish ──> AT_HOME
                                                         ^                     │
                                                         └──── load again ─────┘
 
 A page that stays (stages 1 and 2, or one rank) has the shard inside it. A page is stale after a step, or an edit.
 
+LIVE is a page that has no memory of its own, or not for all of it: other ranks' shards show in it, and this rank's
+(transport/mapped/mirror.py). It is right until somebody may write to them. What is written to it is this rank's own.
+Such a page comes and goes at all stages.
+
 The full tensors that users hold are permanent; what changes is the memory behind them. They show the page while it is
-READY or AT_HOME, and a stub of one element while it is ABSENT. While a page that somebody holds is loaded again they
-go on showing it.
+READY, LIVE or AT_HOME, and a stub of one element while it is ABSENT. While a page that somebody holds is loaded again
+they go on showing it.
 
 Rule 1: a page is dropped only when nothing but the page itself refers to its memory; whoever holds a full tensor or a
         view of one keeps it. Saved tensors do not count: they are handles (saved_tensors.py).
 Rule 2: only the functions below change the state. A transition that is not in the drawing raises.
+Rule 3: when weights may change anywhere, no page is LIVE (`Pager.let_go`).
 """
 
 from collections.abc import Callable, Sequence
@@ -34,22 +45,27 @@ from retrograde.ledger import Activity
 from retrograde.pages.full_tensor import FullTensor
 from retrograde.pages.pool import BufferPool
 from retrograde.torch_internals import held_elsewhere, set_data, storage_id, storage_users, version_of
-from retrograde.transport import Work
+from retrograde.transport import Mirror, Work
 
 
 class PageState(Enum):
     ABSENT = auto()
     LOADING = auto()
     READY = auto()
+    LIVE = auto()
     AT_HOME = auto()
 
 
 _NEXT = {
     PageState.ABSENT: {PageState.LOADING},
-    PageState.LOADING: {PageState.READY, PageState.AT_HOME},
+    PageState.LOADING: {PageState.READY, PageState.LIVE, PageState.AT_HOME},
     PageState.READY: {PageState.LOADING, PageState.ABSENT},
+    PageState.LIVE: {PageState.LOADING, PageState.READY, PageState.ABSENT},
     PageState.AT_HOME: {PageState.LOADING},
 }
+
+
+_SHOWN = frozenset((PageState.READY, PageState.LIVE, PageState.AT_HOME))
 
 
 class Edits(NamedTuple):
@@ -83,8 +99,10 @@ class Page:
         full_tensors: tuple[FullTensor, ...],
         home: torch.Tensor | None,
         pool: BufferPool,
+        mirror: Mirror | None = None,
     ) -> None:
-        """`shard`: which of them is this rank's. `home`: the memory of a page that stays, with that shard inside it."""
+        """`shard`: which of them is this rank's. `home`: the memory of a page that stays, with that shard inside it.
+        `mirror`: its memory where shards can show in it; else the pool's."""
         self.state = PageState.ABSENT
         self.home = home is not None
         self.full_tensors = full_tensors
@@ -94,6 +112,8 @@ class Page:
         self._pool = pool
         self._streams = pool.streams
         self._memory = home
+        self._mirror = mirror
+        self._counted = 0  # bytes of a mirror that the ledger knows of
         self._own_references = 0
         self._work: Work | None = None
         self._loaded: Event = None
@@ -106,7 +126,12 @@ class Page:
     @property
     def ready(self) -> bool:
         """Do the full tensors show it?"""
-        return self.state is PageState.READY or self.state is PageState.AT_HOME
+        return self.state in _SHOWN
+
+    @property
+    def live(self) -> bool:
+        """May it show what others write from now on?"""
+        return self._mirror is not None and self._mirror.shows
 
     @property
     def loading(self) -> bool:
@@ -150,19 +175,25 @@ class Page:
         fetching = self._streams.fetching
         with labelled("page-in of", self._name):
             if self._memory is None:
-                self._memory, free = self._pool.take(self._layout.padded_numel, self._layout.dtype)
-                fetching.wait(free)
+                self._memory = self._take_memory()
                 self.count_own_references()  # not when it is ready: a thread that received it may hold views longer
             fetching.wait(self._streams.current().record())  # a step may have written the shard there
             memory = self._memory
-            if not self.home:
+            if self._mirror is None and not self.home:
                 fetch_own(memory, self._layout.span(self._shard), shard, self._streams)
             self._work = read(memory)
             self._loaded = fetching.record()
         self._become(PageState.LOADING)
-        self._pool.ledger.record(
-            Activity.GATHER, self._name, self._layout.page_bytes - self._layout.bytes_of(self._shard)
-        )
+        if self._mirror is None:
+            nbytes = self._layout.page_bytes - self._layout.bytes_of(self._shard)
+            self._pool.ledger.record(Activity.GATHER, self._name, nbytes)
+
+    def _take_memory(self) -> torch.Tensor:
+        if self._mirror is not None:
+            return self._mirror.page
+        memory, free = self._pool.take(self._layout.padded_numel, self._layout.dtype)
+        self._streams.fetching.wait(free)
+        return memory
 
     def finish(self) -> None:
         """Wait for it; then the full tensors show it."""
@@ -172,17 +203,41 @@ class Page:
         with labelled("wait for page of", self._name):
             self._work.wait(current)
         self._work = None
-        self._become(PageState.AT_HOME if self.home else PageState.READY)
+        self._become(self._when_loaded())
         self._show(list(self._layout.views(self.memory)))
         self.outdate()
+
+    def _when_loaded(self) -> PageState:
+        if self._mirror is None:
+            return PageState.AT_HOME if self.home else PageState.READY
+        self._pool.ledger.record(Activity.GATHER, self._name, self._mirror.moved)  # which is known only now
+        self._count_memory(self._mirror.own_bytes)
+        return PageState.LIVE if self._mirror.shows else PageState.READY
+
+    def keep(self) -> None:
+        """Before weights change: it goes on showing what it shows now."""
+        assert self._mirror is not None, self._name
+        self._mirror.keep()
+        self._count_memory(self._mirror.own_bytes)
+        if self.state is PageState.LIVE:
+            self._become(PageState.READY)  # else it is under way, and finds out
 
     def drop(self) -> None:
         """Let go of the memory: nobody holds it."""
         self._become(PageState.ABSENT)
         self._show(self._stubs)
-        self._pool.give(self.memory, self._streams.current().record())
+        if self._mirror is None:
+            self._pool.give(self.memory, self._streams.current().record())
+        else:
+            self._mirror.forget()
+            self._count_memory(0)
         self._memory = None
         self._pool.ledger.record(Activity.DROP, self._name)
+
+    def _count_memory(self, nbytes: int) -> None:
+        """That a mirror has of its own."""
+        self._pool.ledger.hold(nbytes - self._counted)
+        self._counted = nbytes
 
     def _show(self, memory: Sequence[torch.Tensor]) -> None:
         for full, data in zip(self.full_tensors, memory, strict=True):

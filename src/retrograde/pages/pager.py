@@ -155,8 +155,13 @@ class Pager:
         if storage is None or not unit.drop_unless_held():
             self._held.add(unit)
             return
+        self._forget(unit, storage)
+
+    def _forget(self, unit: Unit, storage: int) -> None:
+        """Its page is gone."""
         del self._resident[unit]
         del self._shown[storage]
+        self._held.discard(unit)
         if self._current is unit:
             self._current = None
 
@@ -172,6 +177,15 @@ class Pager:
         for unit in list(self._resident):  # ranks may meet, and what others bring may run hooks that read weights
             unit.write_back_edits()
         self._forecast.break_off()
+
+    def let_go(self, stepping: bool) -> None:
+        """Weights may change anywhere from now on: no page shows other ranks' shards after this. Those that nobody
+        holds go before a step, which makes them stale; before an edit they may be needed as they are, by ranks that
+        have made another number of edits."""
+        for unit in [unit for unit in self._resident if unit.page.live]:
+            storage = unit.page.storage
+            if unit.let_go(stepping) and storage is not None:
+                self._forget(unit, storage)
 
     def release(self) -> None:
         """Let go of every page that is not kept: after a step they are stale, after a failure they are leftovers."""

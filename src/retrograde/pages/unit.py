@@ -18,11 +18,11 @@ from retrograde.devices import Stream
 from retrograde.layout import Grid, Layout
 from retrograde.pages.edit_log import EditLog
 from retrograde.pages.full_tensor import FullTensor
-from retrograde.pages.page import Page
+from retrograde.pages.page import NO_EDITS, Page
 from retrograde.pages.pool import BufferPool
 from retrograde.pages.source import CastCopy, masters_after_edit
 from retrograde.torch_internals import has_hooks, version_of
-from retrograde.transport import Work
+from retrograde.transport import Mirror, Work
 
 
 class Coherence(Protocol):
@@ -63,14 +63,17 @@ class Unit:
         pool: BufferPool,
         coherence: Coherence,
         masters: torch.Tensor | None = None,
+        mirror: Mirror | None = None,
     ) -> None:
         """`memory` is the shard, or the whole page with the shard inside it when pages stay (or there is one shard).
 
-        With `masters`, these are the shard, in another dtype or elsewhere, and `memory` is their source (source.py)."""
+        With `masters`, these are the shard, in another dtype or elsewhere, and `memory` is their source (source.py).
+        With `mirror`, `memory` is the mirror's shard, and other ranks' show in its page."""
         self.index = index
         self.name = name
         self.layout = layout
         self.grid = grid
+        self.mirror = mirror
         self.rank = grid.shard  # among those that hold the unit together; `grid.rank` is its number among all
         self.leaves = tuple(leaves)
         self.trained = [leaf.requires_grad for leaf in leaves]  # kept by the leaves (parameters/leaf.py)
@@ -89,7 +92,7 @@ class Unit:
         self.leaves_on_host = self.shard.device != self._streams.device  # in its memory, and the page on a device
         self._cast = None if masters is None else CastCopy(masters, own, self._streams)
         self.source_on_host = own.device != self._streams.device
-        self.page = Page(name, layout, self.rank, self._full_tensors(), memory if at_home else None, pool)
+        self.page = Page(name, layout, self.rank, self._full_tensors(), memory if at_home else None, pool, mirror)
         self._coherence = coherence
         self._read_at: int | None = None  # the leaves' version that the page has, once it was read
 
@@ -195,6 +198,16 @@ class Unit:
             return False
         self.page.drop()
         return True
+
+    def let_go(self, for_good: bool) -> bool:
+        """Weights are about to change, and other ranks' show in the page: let go of it if that is `for_good` and nobody
+        refers to it; else it keeps what it shows. Says whether it is gone. Ranks do not meet for it."""
+        untouched = self.page.ready and self.page.edits() == NO_EDITS and not self.edited_alone
+        if for_good and untouched and not self.page.held:
+            self.page.drop()
+            return True
+        self.page.keep()
+        return False
 
     # ---- edits through full tensors
     def write_back_edits(self) -> None:

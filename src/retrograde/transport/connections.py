@@ -41,6 +41,7 @@ from retrograde.transport.messages import (
     Fail,
     FirstCause,
     Goodbye,
+    LetGo,
     Mapped,
     Meet,
     Message,
@@ -432,6 +433,6 @@ class Connections:
             self._early[message.receiver].append((src, message))
         elif (receiver := self._receivers[message.receiver]()) is not None:
             receiver.on_message(src, message, data)
-        elif isinstance(message, Read | Meet | Ask):  # what needs an answer
+        elif isinstance(message, Read | Meet | Ask | LetGo):  # what needs an answer
             text = f"rank {self.rank} has let go of this model, which rank {src} needs; {KEEP}"
             self.tell(src, Fail(message.receiver, text))

@@ -14,7 +14,7 @@ import torch
 from retrograde.devices import Stream, Streams
 from retrograde.errors import DivergenceError
 from retrograde.transport.messages import Key, Stamp
-from retrograde.transport.protocol import Memory, Position, ShardServer, Work
+from retrograde.transport.protocol import Memory, Mirror, Position, ShardServer, Work
 
 
 class _Done:
@@ -63,6 +63,9 @@ class FakeTransport:
         self.allocated[memory] += numel * dtype.itemsize
         return stream.empty(numel, dtype)
 
+    def mirror(self, unit: int, spans: Mapping[int, slice], dtype: torch.dtype, returns: bool) -> Mirror | None:
+        return None
+
     def _count(self, what: str, nbytes: int = 0) -> None:
         self.calls[what] += 1
         self.nbytes[what] += nbytes
@@ -74,6 +77,9 @@ class FakeTransport:
 
     def shards_changed(self) -> None:
         """Nobody reads them."""
+
+    def reclaim(self) -> None:
+        """Its shards show nowhere."""
 
     # ---- gradients, one by one
     def put(self, key: Key, parts: Mapping[int, Sequence[torch.Tensor]]) -> Work:

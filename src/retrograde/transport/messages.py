@@ -197,6 +197,21 @@ class ShardData(Record, frozen=True, tag="page"):
     state: SharedPlace | None = None  # where the sender says whether its shards are at rest
 
 
+class Placed(Record, frozen=True, tag="placed"):
+    """Where the sender's shards of some units lie in memory that the receiver may have mapped (mapped/)."""
+
+    receiver: Count
+    shards: dict[Count, SharedPlace]  # by unit
+    state: SharedPlace  # where the sender says whether they are at rest
+    seen: SharedPlace  # where the receiver says that they show in its pages
+
+
+class LetGo(Record, frozen=True, tag="let go"):
+    """The sender's shards must not show in pages any more: it is about to write to them."""
+
+    receiver: Count
+
+
 class Handed(Record, frozen=True, tag="handed"):
     """The receiver's part of a gradient, in the sender's shared memory (mapped/)."""
 
@@ -282,7 +297,23 @@ class Void(Record, frozen=True, tag="void"):
     address: Address
 
 
-ToReceiver = Read | ShardData | Put | Handed | Meet | Ready | Start | Ordered | Ask | Tell | Fail | Content | Void
+ToReceiver = (
+    Read
+    | ShardData
+    | Placed
+    | LetGo
+    | Put
+    | Handed
+    | Meet
+    | Ready
+    | Start
+    | Ordered
+    | Ask
+    | Tell
+    | Fail
+    | Content
+    | Void
+)
 
 
 # ---- messages to a rank, whatever it has made

@@ -39,7 +39,7 @@ from retrograde.transport.messages import (
     tensor_forms,
     unpack,
 )
-from retrograde.transport.protocol import Memory, Position, ShardServer, Work
+from retrograde.transport.protocol import Memory, Mirror, Position, ShardServer, Work
 from retrograde.transport.wires import Sending
 
 _LOOK_AGAIN = 0.002  # seconds between two looks at whether a gradient has been sent
@@ -100,6 +100,9 @@ class OneSidedTransport:
         """Connections send from any memory."""
         return stream.empty(numel, dtype)
 
+    def mirror(self, unit: int, spans: Mapping[int, slice], dtype: torch.dtype, returns: bool) -> Mirror | None:
+        return None
+
     # ---- shards
     def read(self, unit: int, name: str, stamp: Stamp, into: Mapping[int, torch.Tensor]) -> Work:
         self.check()
@@ -118,6 +121,9 @@ class OneSidedTransport:
             return
         with self.connections.changed:
             self._requests = [request for request in self._requests if not self._answer(request)]
+
+    def reclaim(self) -> None:
+        """Its shards show nowhere."""
 
     def _answer(self, request: _Request) -> bool:
         found = self._shards.shard_for(request.unit, request.stamp)

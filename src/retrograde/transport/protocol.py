@@ -53,6 +53,36 @@ class Work(Protocol):
         """Would `wait` return at once, and is the memory that was given free again?"""
 
 
+class Mirror(Protocol):
+    """A shard that other ranks see where it lies, and a page in which theirs show, so that nothing is copied.
+
+    What shows changes with the shards. What is written to the page is this rank's own, and reaches nobody."""
+
+    shard: torch.Tensor
+    page: torch.Tensor
+
+    @property
+    def shows(self) -> bool:
+        """Does any shard show in the page?"""
+
+    @property
+    def moved(self) -> int:
+        """How many bytes the last read has copied from other ranks."""
+
+    @property
+    def own_bytes(self) -> int:
+        """How many bytes of the page are this rank's own memory."""
+
+    def read(self, name: str, stamp: Stamp) -> Work:
+        """Start making the page: shards that are at rest in the state `stamp` show, the others are copied."""
+
+    def keep(self) -> None:
+        """What shows becomes this rank's own, as it is."""
+
+    def forget(self) -> None:
+        """Nobody refers to the page: it has no memory, and shows nothing, until it is read again."""
+
+
 class Position(NamedTuple):
     """What a rank brings to a meeting: why it came, and what it has for the others.
 
@@ -115,12 +145,20 @@ class Transport(Protocol):
     def allocate(self, memory: Memory, numel: int, dtype: torch.dtype, stream: Stream) -> torch.Tensor:
         """Memory of the stream's device, not initialized: all of a storage that nothing else has."""
 
+    def mirror(self, unit: int, spans: Mapping[int, slice], dtype: torch.dtype, returns: bool) -> Mirror | None:
+        """Memory for the shard and the page of `unit`. `spans`: which part of the page each rank owns.
+        `returns`: the page is there again after each step. None: there is no such memory here, and pages are copies."""
+
     # ---- shards
     def read(self, unit: int, name: str, stamp: Stamp, into: Mapping[int, torch.Tensor]) -> Work:
         """Start reading the shards that these ranks have of `unit`, in the state `stamp`, each into its tensor."""
 
     def shards_changed(self) -> None:
         """This rank's shards have changed: a reader that had to wait may be served now."""
+
+    def reclaim(self) -> None:
+        """Before this rank writes to its shards, which are not at rest any more: they show in no page of another rank
+        after this. Waits for main threads only where all have come to the same fence."""
 
     # ---- gradients, one by one: parts go to their owners, which add them up themselves
     def put(self, key: Key, parts: Mapping[int, Sequence[torch.Tensor]]) -> Work:

@@ -19,7 +19,7 @@ import torch
 
 from retrograde.devices import Stream, Streams
 from retrograde.transport.messages import Key, Stamp, Value
-from retrograde.transport.protocol import BackendTransport, Memory, Position, Rest, ShardServer, Work
+from retrograde.transport.protocol import BackendTransport, Memory, Mirror, Position, Rest, ShardServer, Work
 
 
 class StagedShards:
@@ -88,6 +88,9 @@ class StagedTransport:
     def allocate(self, memory: Memory, numel: int, dtype: torch.dtype, stream: Stream) -> torch.Tensor:
         return stream.empty(numel, dtype)
 
+    def mirror(self, unit: int, spans: Mapping[int, slice], dtype: torch.dtype, returns: bool) -> Mirror | None:
+        return None
+
     # ---- shards
     def read(self, unit: int, name: str, stamp: Stamp, into: Mapping[int, torch.Tensor]) -> Work:
         came = {owner: torch.empty_like(memory, device="cpu") for owner, memory in into.items()}
@@ -95,6 +98,9 @@ class StagedTransport:
 
     def shards_changed(self) -> None:
         self._host.shards_changed()
+
+    def reclaim(self) -> None:
+        """Its shards show nowhere."""
 
     # ---- gradients, one by one
     def put(self, key: Key, parts: Mapping[int, Sequence[torch.Tensor]]) -> Work:

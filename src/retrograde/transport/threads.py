@@ -17,7 +17,7 @@ from retrograde.devices import Stream, Streams
 from retrograde.errors import DivergenceError, PipelineError
 from retrograde.transport.collectives import StartOrder
 from retrograde.transport.messages import Address, Key, Stamp
-from retrograde.transport.protocol import Memory, Parts, Position, ShardServer, Way, Work
+from retrograde.transport.protocol import Memory, Mirror, Parts, Position, ShardServer, Way, Work
 from retrograde.transport.tensors import copy_of
 
 T = TypeVar("T")
@@ -122,6 +122,9 @@ class ThreadTransport:
     def allocate(self, memory: Memory, numel: int, dtype: torch.dtype, stream: Stream) -> torch.Tensor:
         return stream.empty(numel, dtype)
 
+    def mirror(self, unit: int, spans: Mapping[int, slice], dtype: torch.dtype, returns: bool) -> Mirror | None:
+        return None
+
     # ---- shards
     def read(self, unit: int, name: str, stamp: Stamp, into: Mapping[int, torch.Tensor]) -> Work:
         """The owner's shard is copied when it is in the state asked for: now, or when this rank waits for it."""
@@ -143,6 +146,9 @@ class ThreadTransport:
     def shards_changed(self) -> None:
         with self._shared.changed:
             self._shared.changed.notify_all()
+
+    def reclaim(self) -> None:
+        """Its shards show nowhere."""
 
     # ---- gradients, one by one
     def put(self, key: Key, parts: Mapping[int, Sequence[torch.Tensor]]) -> Work:

@@ -44,7 +44,7 @@ from retrograde.transport.order import (
     Participant,
     Patience,
 )
-from retrograde.transport.protocol import GatheredShards, GradientWant, Memory, Position, Transport, Work
+from retrograde.transport.protocol import GatheredShards, GradientWant, Memory, Mirror, Position, Transport, Work
 
 
 def patience_of(timeout: float) -> Patience:
@@ -114,6 +114,9 @@ class CollectiveTransport:
     def allocate(self, memory: Memory, numel: int, dtype: torch.dtype, stream: Stream) -> torch.Tensor:
         return self._aside.allocate(memory, numel, dtype, stream)
 
+    def mirror(self, unit: int, spans: Mapping[int, slice], dtype: torch.dtype, returns: bool) -> Mirror | None:
+        return None
+
     # ---- shards
     def gather(self, unit: int, name: str, shard: torch.Tensor, memory: torch.Tensor) -> Work | None:
         """Start making a page of all ranks' shards, in `memory`. Every rank's are at rest."""
@@ -127,6 +130,9 @@ class CollectiveTransport:
 
     def shards_changed(self) -> None:
         self._aside.shards_changed()
+
+    def reclaim(self) -> None:
+        """Its shards show nowhere."""
 
     # ---- gradients, all ranks at once
     def exchange(self, want: GradientWant, parts: torch.Tensor, received: torch.Tensor) -> Work | None:

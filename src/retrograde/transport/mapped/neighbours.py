@@ -45,13 +45,20 @@ class Neighbours:
         self.found[peer] = Neighbour(arena, Outbox(arena.control, self._rank, self._world))
         return True
 
-    def allocate(self, numel: int, dtype: torch.dtype, before_it_goes: Callable[[], None]) -> torch.Tensor:
+    def allocate(self, numel: int, dtype: torch.dtype, leave: Callable[[], Callable[[], bool]]) -> torch.Tensor:
         """In the arena; where there is no more memory for it, outside."""
+        shared = self.allocate_shared(numel, dtype, leave)
+        return torch.empty(numel, dtype=dtype, device="cpu") if shared is None else shared
+
+    def allocate_shared(
+        self, numel: int, dtype: torch.dtype, leave: Callable[[], Callable[[], bool]]
+    ) -> torch.Tensor | None:
+        """In the arena or not at all."""
         try:
-            return self.arena.allocate(numel, dtype, before_it_goes)
+            return self.arena.allocate(numel, dtype, leave)
         except OSError as error:
             self._say(f"rank {self._rank}: no shared memory for {numel * dtype.itemsize} bytes: {error}")
-            return torch.empty(numel, dtype=dtype, device="cpu")
+            return None
 
     def parcel(self, pieces: Sequence[torch.Tensor], receiver: int) -> SharedPlace | None:
         """A copy of these in the arena for another rank, if it can map it."""

@@ -1,21 +1,34 @@
 """The transport between processes of one host: shards and buckets are read where they lie."""
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
-from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from retrograde.devices import Stream
 from retrograde.transport.connections import Connections
-from retrograde.transport.mapped.arena import SharedWord
+from retrograde.transport.mapped.arena import SharedFlags, SharedWord
+from retrograde.transport.mapped.mirror import ArenaMirror, Sighting, Sights, can_mirror
 from retrograde.transport.mapped.neighbours import Neighbour, Neighbours
-from retrograde.transport.messages import Handed, Key, Meet, MessageError, ShardData, SharedPlace, Stamp, ToReceiver
+from retrograde.transport.messages import (
+    Handed,
+    Key,
+    LetGo,
+    Meet,
+    MessageError,
+    Placed,
+    ShardData,
+    SharedPlace,
+    Stamp,
+    ToReceiver,
+)
 from retrograde.transport.one_sided import OneSidedTransport
-from retrograde.transport.protocol import Memory, Rest, ShardServer, Work
+from retrograde.transport.protocol import Memory, Position, Rest, ShardServer, Work
 
 _LOOK_AGAIN = 0.002  # seconds, where a rank may have come to rest without having seen that somebody waits for it
+_BY_THEMSELVES = 0.05  # seconds, in which ranks that have passed a fence let go of what shows in their pages
 _RESTS = len(Rest)
 _GONE = 2**62  # a state later than any: a reader that finds it asks
 
@@ -27,6 +40,10 @@ class _Readable(NamedTuple):
     place: SharedPlace
     state: memoryview  # one word: the owner's clock and `Rest`
     waits: memoryview  # this rank's flag in the owner's memory: it waits for the owner to come to rest
+    sees: memoryview | None  # another one: the owner's shards show in its pages. None: they may not
+
+    def is_at_rest(self, stamp: Stamp) -> bool:
+        return bool(self.state[0] == stamp.clock * _RESTS + Rest.AT_REST.value)
 
 
 class _Look(Enum):
@@ -42,6 +59,11 @@ class MappedTransport(OneSidedTransport):
         self._neighbours = neighbours
         self._readable: dict[tuple[int, int], _Readable] = {}  # by unit and owner
         self._state = SharedWord(neighbours.arena)
+        self._seen = SharedFlags(neighbours.arena)  # set by those in whose pages this rank's shards show
+        self.sights = Sights()
+        self._mirrors: weakref.WeakSet[ArenaMirror] = weakref.WeakSet()
+        self._places: dict[int, SharedPlace] = {}  # of shards that others have to be told of, by unit
+        self._told_of: dict[tuple[int, int], Placed] = {}  # by unit and owner, whose memory may not be mapped yet
         super().__init__(connections, shards, timeout)
         self._publish()
 
@@ -49,17 +71,107 @@ class MappedTransport(OneSidedTransport):
         """What others read lies in the arena. Before it goes, when the model does, they are told to ask."""
         if memory is not Memory.SHARD:
             return super().allocate(memory, numel, dtype, stream)
-        return self._neighbours.allocate(numel, dtype, partial(self._state.close, _GONE))
+        return self._neighbours.allocate(numel, dtype, self._leave())
+
+    def _leave(self) -> Callable[[], Callable[[], bool]]:
+        """What is done before a shard goes: others ask from then on. Returns whether it shows in their pages."""
+        state, seen = self._state, self._seen
+
+        def leave() -> Callable[[], bool]:
+            state.close(_GONE)
+            return seen.are_set
+
+        return leave
+
+    # ---- shards that show in pages (mirror.py)
+    def mirror(self, unit: int, spans: Mapping[int, slice], dtype: torch.dtype, returns: bool) -> ArenaMirror | None:
+        """Others are told where the shard lies before the next meeting."""
+        if not can_mirror():
+            return None
+        own = spans[self.rank]
+        shard = self._neighbours.allocate_shared(own.stop - own.start, dtype, self._leave())
+        place = None if shard is None else self._neighbours.arena.place_of(shard)
+        if shard is None or place is None:
+            return None
+        made = ArenaMirror(self, unit, spans, shard, Sighting(self._neighbours.arena, place, None, None), returns)
+        self._mirrors.add(made)
+        self._places[unit] = place
+        return made
+
+    def _tell_places(self) -> None:
+        if self._places:
+            message = Placed(self.number, self._places, self._state.place, self._seen.place)
+            self._places = {}
+            for peer in self.connections.peers:
+                self._post(peer, message)
+
+    def sighting(self, unit: int, owner: int) -> Sighting | None:
+        found = self.readable(unit, owner)
+        if found is None or found.sees is None:
+            return None
+        return Sighting(found.owner.arena, found.place, found.sees, found.owner.outbox)
+
+    def is_at_rest(self, unit: int, owner: int, stamp: Stamp) -> bool:
+        """For a reader that has edited nothing since the last step."""
+        if stamp.edits or stamp.stray:
+            return False
+        if owner == self.rank:
+            return self._shards.state() == (stamp.clock, Rest.AT_REST)
+        found = self.readable(unit, owner)
+        return found is not None and found.is_at_rest(stamp)
+
+    def read_into(self, mirror: ArenaMirror, name: str, stamp: Stamp, into: Mapping[int, torch.Tensor]) -> Work:
+        self.check()
+
+        def show(owner: int, memory: torch.Tensor) -> bool:
+            if mirror.show(owner, stamp):
+                return True
+            mirror.will_copy(owner)
+            return self._copy(mirror.unit, owner, stamp, memory)
+
+        return _MappedRead(self, mirror.unit, name, stamp, into, show, mirror.will_copy)
+
+    def reclaim(self) -> None:
+        if not self._seen.are_set():
+            return
+        with self.connections.changed:
+            self.connections.wait_until(lambda: not self._seen.are_set(), _BY_THEMSELVES, _LOOK_AGAIN)
+            for rank in self._seen.set_by():
+                self.connections.tell(rank, LetGo(self.number))
+        self.wait_for(self._seen.set_by, "letting go of this rank's shards", look_again=_LOOK_AGAIN)
+
+    def meet(self, position: Position) -> list[Position]:
+        self._tell_places()
+        return super().meet(position)
 
     # ---- shards
     def read(self, unit: int, name: str, stamp: Stamp, into: Mapping[int, torch.Tensor]) -> Work:
         self.check()
-        return _MappedRead(self, unit, name, stamp, into)
+
+        def copy(owner: int, memory: torch.Tensor) -> bool:
+            return self._copy(unit, owner, stamp, memory)
+
+        return _MappedRead(self, unit, name, stamp, into, copy, lambda owner: None)
+
+    def _copy(self, unit: int, owner: int, stamp: Stamp, memory: torch.Tensor) -> bool:
+        """Says whether what was copied is the shard at rest (Rule 2)."""
+        found = self.readable(unit, owner)
+        assert found is not None
+        memory.copy_(found.owner.arena.view(found.place, memory.numel(), memory.dtype))
+        return found.is_at_rest(stamp)
 
     def ask_for(self, unit: int, name: str, stamp: Stamp, into: Mapping[int, torch.Tensor]) -> Work:
         return super().read(unit, name, stamp, into)
 
     def readable(self, unit: int, owner: int) -> _Readable | None:
+        found = self._readable.get((unit, owner))
+        if found is not None or (unit, owner) not in self._told_of:
+            return found
+        told, neighbour = self._told_of[unit, owner], self._neighbours.found.get(owner)
+        if neighbour is not None:
+            del self._told_of[unit, owner]
+            sees = self._flag(neighbour, told.seen)
+            self._note_readable(neighbour, unit, owner, told.shards[unit], told.state, sees)
         return self._readable.get((unit, owner))
 
     def shards_changed(self) -> None:
@@ -82,9 +194,25 @@ class MappedTransport(OneSidedTransport):
         neighbour = self._neighbours.found.get(src)
         if neighbour is None or message.place is None or message.state is None:
             return
-        state, flags = neighbour.arena.word(message.state), neighbour.arena.flags(message.state)
-        waits = flags[self.rank : self.rank + 1]
-        self._readable[message.unit, src] = _Readable(neighbour, message.place, state, waits)
+        known = self._readable.get((message.unit, src))
+        sees = None if known is None else known.sees
+        self._note_readable(neighbour, message.unit, src, message.place, message.state, sees)
+
+    def _note_readable(
+        self,
+        neighbour: Neighbour,
+        unit: int,
+        owner: int,
+        place: SharedPlace,
+        state: SharedPlace,
+        sees: memoryview | None,
+    ) -> None:
+        word = neighbour.arena.word(state)
+        self._readable[unit, owner] = _Readable(neighbour, place, word, self._flag(neighbour, state), sees)
+
+    def _flag(self, neighbour: Neighbour, place: SharedPlace) -> memoryview:
+        """This rank's."""
+        return neighbour.arena.flags(place)[self.rank : self.rank + 1]
 
     # ---- gradients
     def put(self, key: Key, parts: Mapping[int, Sequence[torch.Tensor]]) -> Work:
@@ -121,15 +249,24 @@ class MappedTransport(OneSidedTransport):
 
     # ---- what comes
     def on_message(self, src: int, message: ToReceiver, data: Sequence[torch.Tensor]) -> None:
-        if isinstance(message, ShardData):
-            self._note_place(src, message)
-        if isinstance(message, Handed):
-            numel = self._shards.shard_numel(message.key.unit)
-            arena = self._neighbour(src).arena
-            self._parts[message.key, src] = arena.unpack(message.place, numel, message.dtype, self.rank)
-            self.connections.notify()
-        else:
-            super().on_message(src, message, data)
+        match message:
+            case Placed():
+                for unit in message.shards:
+                    self._readable.pop((unit, src), None)
+                    self._told_of[unit, src] = message
+            case LetGo():
+                for mirror in list(self._mirrors):
+                    mirror.keep_of(src)
+            case Handed():
+                numel = self._shards.shard_numel(message.key.unit)
+                arena = self._neighbour(src).arena
+                self._parts[message.key, src] = arena.unpack(message.place, numel, message.dtype, self.rank)
+                self.connections.notify()
+            case ShardData():
+                self._note_place(src, message)
+                super().on_message(src, message, data)
+            case _:
+                super().on_message(src, message, data)
 
     def _neighbour(self, src: int) -> Neighbour:
         if src not in self._neighbours.found:
@@ -138,30 +275,43 @@ class MappedTransport(OneSidedTransport):
 
 
 class _MappedRead:
-    """Reading a unit's shards, each as soon as its owner is at rest."""
+    """Taking a unit's shards, each as soon as its owner is at rest."""
 
     def __init__(
-        self, transport: MappedTransport, unit: int, name: str, stamp: Stamp, into: Mapping[int, torch.Tensor]
+        self,
+        transport: MappedTransport,
+        unit: int,
+        name: str,
+        stamp: Stamp,
+        into: Mapping[int, torch.Tensor],
+        take: Callable[[int, torch.Tensor], bool],
+        will_ask: Callable[[int], None],
     ) -> None:
+        """`take`: of an owner at rest, the shard to its place; says whether it was at rest until then. `will_ask`: what
+        this owner sends comes to its place."""
         self._transport = transport
         self._unit = unit
         self._name = name
         self._stamp = stamp
         self._waiting = dict(into)
+        self._take = take
+        self._will_ask = will_ask
         self._asked: list[Work] = []
         self._go_on()
 
     def _go_on(self) -> None:
-        """Copy what is ready, and ask for what will not be."""
+        """Take what is ready, and ask for what will not be."""
         asked = {}
         for owner in list(self._waiting):
             look = self._look(owner)
             if look is _Look.LATER:
                 continue
             memory = self._waiting.pop(owner)  # nothing of it is kept once it has come
-            if look is _Look.ASK or not self._copy(owner, memory):
+            if look is _Look.ASK or not self._take(owner, memory):
                 asked[owner] = memory
         if asked:
+            for owner in asked:
+                self._will_ask(owner)
             work = self._transport.ask_for(self._unit, self._name, self._stamp, asked)
             self._asked.append(work)
 
@@ -172,17 +322,7 @@ class _MappedRead:
         clock, rest = divmod(found.state[0], _RESTS)
         if clock < self._stamp.clock or (clock == self._stamp.clock and rest == Rest.STEPPING.value):
             return _Look.LATER
-        return _Look.READY if self._at_rest(found) else _Look.ASK
-
-    def _at_rest(self, found: _Readable) -> bool:
-        return found.state[0] == self._stamp.clock * _RESTS + Rest.AT_REST.value
-
-    def _copy(self, owner: int, memory: torch.Tensor) -> bool:
-        """Says whether what was copied is the shard at rest (Rule 2)."""
-        found = self._transport.readable(self._unit, owner)
-        assert found is not None
-        memory.copy_(found.owner.arena.view(found.place, memory.numel(), memory.dtype))
-        return self._at_rest(found)
+        return _Look.READY if found.is_at_rest(self._stamp) else _Look.ASK
 
     def wait(self, stream: Stream) -> None:
         while self._waiting:

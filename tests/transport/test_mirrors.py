@@ -1,0 +1,586 @@
+"""Pages in which other ranks' shards show: nothing is copied, and nobody sees a change before its time."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import retrograde as rg
+from retrograde.layout.flat import MEMORY_PAGE, WORTH_MAPPING, Layout
+from retrograde.pages import PageState, Unit
+from retrograde.transport.connections import Connections
+from retrograde.transport.mapped import mirror as mirrors
+from retrograde.transport.mapped import transport as mapped
+from retrograde.transport.mapped.mirror import ArenaMirror, can_mirror
+from retrograde.transport.mapped.transport import MappedTransport
+from retrograde.transport.wires import Sending
+from tests.harness import Ranks
+from tests.reference import play, same
+from tests.small import Small, backwards, batch, build, loss_of
+from tests.stages import EACH_STAGE, PAGE_STAGES, WITH_OTHERS
+from tests.transport.mapping import everything_mapped
+
+
+# ---- layout
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float64))
+@pytest.mark.parametrize("whole", (False, True))
+def test_shards_that_are_not_small_are_whole_memory_pages(dtype: torch.dtype, whole: bool) -> None:
+    shapes = [("a", torch.Size([700, 301])), ("b", torch.Size([3])), ("c", torch.Size([90_001]))]
+    layout = Layout(shapes, dtype, 3, shard_of=(0, 1, 2) if whole else None)
+    assert layout.mappable
+    for rank in range(3):
+        assert layout.bytes_of(rank) % MEMORY_PAGE == 0
+        assert layout.span(rank).start * dtype.itemsize % MEMORY_PAGE == 0
+    for slot in layout.slots:
+        pieces = [layout.piece(slot, rank) for rank in range(3)]
+        assert sum(piece.stop - piece.start for piece in pieces) == slot.numel
+
+
+def test_small_shards_are_not_padded() -> None:
+    numel = WORTH_MAPPING // 4 - 16
+    layout = Layout([("a", torch.Size([2 * numel]))], torch.float32, 2)
+    assert layout.shard_sizes == (numel, numel) and not layout.mappable
+
+
+# ---- what the system does
+def test_this_system_can() -> None:
+    assert can_mirror()
+
+
+# ---- ranks
+def _mirror(unit: Unit) -> ArenaMirror:
+    assert isinstance(unit.mirror, ArenaMirror)
+    return unit.mirror
+
+
+def _sharded(model: nn.Module, stage: int, **options: Any) -> rg.Engine:
+    with everything_mapped():
+        return rg.shard(model, stage, **options)
+
+
+def _equal(model: nn.Module, plain: nn.Module) -> list[str]:
+    """Names of parameters that differ."""
+    state = model.state_dict()
+    return [name for name, param in plain.state_dict().items() if not torch.equal(state[name], param)]
+
+
+class _Counted:
+    """What is copied from other ranks' shards, and what goes over connections."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self._copy, self._send = MappedTransport._copy, Connections.send
+
+    def __enter__(self) -> Counter[str]:
+        counts, copy, send = self.counts, self._copy, self._send
+
+        def counted_copy(transport: MappedTransport, *args: Any) -> bool:
+            counts["copy"] += 1
+            return copy(transport, *args)
+
+        def counted_send(connections: Connections, dst: int, message: Any, data: Any = ()) -> Sending:
+            counts[type(message).__name__] += 1
+            return send(connections, dst, message, data)
+
+        MappedTransport._copy = counted_copy  # type: ignore[method-assign]
+        Connections.send = counted_send  # type: ignore[method-assign]
+        return counts
+
+    def __exit__(self, *error: object) -> None:
+        MappedTransport._copy = self._copy  # type: ignore[method-assign]
+        Connections.send = self._send  # type: ignore[method-assign]
+
+
+def _trains_without_copies(rank: int, world: int, stage: int) -> dict[str, Any]:
+    model, plain = build(), build()
+    engine = _sharded(model, stage)
+    optimizer, plain_optimizer = (torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, plain))
+    states, own = set(), 0
+
+    def look(*_: object) -> None:
+        nonlocal own
+        states.update(unit.page.state for unit in engine.units if unit.page.ready)
+        own = max(own, engine.ledger.resident)
+
+    for module in model.modules():
+        module.register_forward_hook(look)
+        module.register_full_backward_hook(look)
+    dist.barrier()
+    with _Counted() as counts:
+        for step in range(3):
+            backwards(step, step + 1)(model, rank)
+            optimizer.step()
+            optimizer.zero_grad()
+            play(plain, world, backwards(step, step + 1), stage)
+            plain_optimizer.step()
+            plain_optimizer.zero_grad()
+        counted = dict(counts)
+    ledger = engine.ledger
+    seen = {
+        "counts": counted,
+        "states": states,
+        "own": own,
+        "bytes": ledger.bytes("gather"),
+        "gathers": {ledger.count("gather", unit.name) for unit in engine.units},
+        "wrong": _equal(model, plain),
+    }
+    dist.barrier()
+    return seen
+
+
+@EACH_STAGE
+@WITH_OTHERS
+def test_a_gather_moves_nothing(ranks: Ranks, stage: int, world: int) -> None:
+    for seen in ranks(world).run(_trains_without_copies, stage):
+        assert seen["counts"] == {}, "nothing is copied, and nothing goes over connections"
+        assert seen["states"] == {PageState.LIVE}
+        assert seen["own"] == 0, "no page has memory of its own"
+        assert seen["bytes"] == 0
+        assert min(seen["gathers"]) >= 3
+        assert seen["wrong"] == []
+        if stage < 3:
+            assert seen["gathers"] == {3}, "where pages stay they come once a step"
+
+
+def _diverging(model: nn.Module, rank: int) -> None:
+    """Ranks do different numbers of backwards, of different parts."""
+    for step in range(rank % 3):
+        loss_of(model, batch(rank, step)).backward()
+    if rank % 2:
+        assert isinstance(model, Small)
+        model.blocks[rank % 4](torch.full((2, 12), float(rank))).square().sum().backward()
+
+
+def _trains_diverging(rank: int, world: int, stage: int) -> list[str]:
+    model, plain = build(), build()
+    _sharded(model, stage)
+    optimizer, plain_optimizer = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
+    for _ in range(3):
+        _diverging(model, rank)
+        optimizer.step()
+        optimizer.zero_grad()
+        play(plain, world, _diverging, stage)
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+    wrong = _equal(model, plain)
+    dist.barrier()
+    return wrong
+
+
+@EACH_STAGE
+@WITH_OTHERS
+def test_ranks_that_diverge_are_exact(ranks: Ranks, stage: int, world: int) -> None:
+    assert ranks(world).run(_trains_diverging, stage) == [[]] * world
+
+
+# ---- edits
+def _weights(model: nn.Module) -> list[Tensor]:
+    return [module.weight for module in model.modules() if isinstance(module, nn.Linear | nn.LayerNorm | nn.Embedding)]
+
+
+def _by_methods(model: nn.Module) -> None:
+    for weight in _weights(model):
+        weight.mul_(2)
+
+
+def _by_data(model: nn.Module) -> None:
+    for weight in _weights(model):
+        weight.data.mul_(2)
+        weight.data[0].zero_()
+
+
+def _by_views(model: nn.Module) -> None:
+    for weight in _weights(model):
+        weight.t()[0].mul_(2) if weight.dim() > 1 else weight[1:3].mul_(2)
+
+
+def _by_parameters(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.mul_(2)
+
+
+def _unreported(model: nn.Module) -> None:
+    torch._foreach_mul_(_weights(model), 2)
+
+
+def _into(model: nn.Module) -> None:
+    for weight in _weights(model):
+        torch.add(weight, 1, out=weight)
+
+
+EDITS = (_by_methods, _by_data, _by_views, _by_parameters, _unreported, _into)
+
+
+def _edited(rank: int, world: int, stage: int, edit: Callable[[nn.Module], None]) -> tuple[list[str], list[str]]:
+    """Edits before a step, in which the weights change once more, and after it."""
+    model, plain = build(), build()
+    engine = _sharded(model, stage)
+    optimizer, plain_optimizer = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
+    for step in range(3):
+        with torch.no_grad():
+            model(batch(rank))  # pages show shards
+            edit(model)
+            edit(plain)
+        if step == 1:
+            dist.barrier()
+            time.sleep(0.01 * rank)
+        backwards(step)(model, rank)
+        play(plain, world, backwards(step), stage)
+        optimizer.step()
+        plain_optimizer.step()
+        optimizer.zero_grad()
+        plain_optimizer.zero_grad()
+    wrong = _equal(model, plain)
+    dist.barrier()
+    shown = [unit.name for unit in engine.units if _mirror(unit).moved]
+    dist.barrier()
+    return wrong, shown
+
+
+@EACH_STAGE
+@pytest.mark.parametrize("edit", EDITS)
+def test_edits_of_all_ranks_are_made_once(ranks: Ranks, stage: int, edit: Callable[[nn.Module], None]) -> None:
+    for wrong, moved in ranks(2).run(_edited, stage, edit):
+        assert wrong == []
+        assert moved == [], "after a step shards show again"
+
+
+def _edit_beside_a_holder(rank: int, world: int, stage: int) -> tuple[bool, bool, list[str]]:
+    """Rank 1 edits while rank 0, which holds the page, waits at a meeting for something else."""
+    model, plain = build(), build()
+    engine = _sharded(model, stage)
+    with torch.no_grad():
+        model(batch(rank))
+        plain.blocks[0].up.weight.mul_(2)
+    held = model.blocks[0].up.weight
+    before = held.detach().clone()
+    if rank == 1:
+        with torch.no_grad():
+            held.mul_(2)
+    engine.coordinator.values("here", lambda: None)
+    unedited = torch.equal(held, before) == (rank == 0)
+    whole = torch.equal(engine.units[1].page.own_part(0), engine.units[1].pieces[0]) or rank == 0
+    if rank == 0:
+        with torch.no_grad():
+            held.mul_(2)
+    dist.barrier()
+    return unedited, whole, _equal(model, plain)
+
+
+@EACH_STAGE
+def test_an_edit_does_not_show_to_who_has_not_made_it(ranks: Ranks, stage: int) -> None:
+    assert ranks(2).run(_edit_beside_a_holder, stage) == [(True, True, [])] * 2
+
+
+def _edited_under_full_params(rank: int, world: int, stage: int) -> list[str]:
+    model, plain = build(), build()
+    engine = _sharded(model, stage)
+    for _ in range(2):
+        with torch.no_grad():
+            model(batch(rank))
+            with engine.full_params(write=True) as full:
+                for name, tensor in full.items():
+                    tensor.mul_(2)
+                    assert torch.equal(tensor, 2 * plain.get_parameter(name))
+            for param in plain.parameters():
+                param.mul_(2)
+    wrong = _equal(model, plain)
+    dist.barrier()
+    return wrong
+
+
+@PAGE_STAGES
+def test_edits_under_full_params(ranks: Ranks, stage: int) -> None:
+    assert ranks(2).run(_edited_under_full_params, stage) == [[]] * 2
+
+
+def _written_by_one(rank: int, world: int, stage: int) -> list[str]:
+    """What the writer writes reaches all; what others write meanwhile is theirs, and gone after it."""
+    model, plain = build(), build()
+    engine = _sharded(model, stage)
+    with torch.no_grad():
+        model(batch(rank))
+        with engine.full_params(writer=1) as full:
+            for tensor in full.values():
+                tensor.add_(rank + 1)
+        for param in plain.parameters():
+            param.add_(2)
+    wrong = _equal(model, plain)
+    dist.barrier()
+    return wrong
+
+
+@PAGE_STAGES
+def test_edits_by_one_writer(ranks: Ranks, stage: int) -> None:
+    assert ranks(2).run(_written_by_one, stage) == [[]] * 2
+
+
+def _write_that_nobody_sees(rank: int, world: int, stage: int) -> tuple[list[str], list[str]]:
+    """Through DLPack, which moves no counter: it reaches no other rank, and is gone after the next step."""
+    model, plain = build(), build()
+    _sharded(model, stage)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with torch.no_grad():
+        model(batch(rank))
+        if rank == 0:
+            alias = torch.from_dlpack(torch.utils.dlpack.to_dlpack(model.head.weight.detach()))  # type: ignore[attr-defined]
+            alias.fill_(9.0)
+            del alias
+    dist.barrier()
+    before = _equal(model, plain) if rank == 1 else []
+    dist.barrier()
+    backwards(0)(model, rank)
+    optimizer.step()
+    after = _equal(model, plain)
+    dist.barrier()
+    return before, after
+
+
+@EACH_STAGE
+def test_a_write_that_nobody_sees_stays_here(ranks: Ranks, stage: int) -> None:
+    assert ranks(2).run(_write_that_nobody_sees, stage) == [([], [])] * 2
+
+
+# ---- steps
+class Unknown(torch.optim.Optimizer):
+    """Nobody knows whether it is element by element; it is not."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                param.sub_(param.grad * param.abs().max())
+
+
+def _sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def _held_over_a_step(rank: int, world: int, stage: int, make: Callable[..., torch.optim.Optimizer]) -> list[bool]:
+    model, plain = build(), build()
+    _sharded(model, stage)
+    optimizer, plain_optimizer = make(model.parameters()), make(plain.parameters())
+    held = model.blocks[1].down.weight
+    seen = []
+
+    def before_the_step(*_: object) -> None:
+        seen.append(torch.equal(held, plain.blocks[1].down.weight))
+
+    optimizer.register_step_pre_hook(before_the_step)
+    for step in range(3):
+        backwards(step)(model, rank)
+        play(plain, world, backwards(step), stage)
+        time.sleep(0.01 * ((rank + step) % 2))
+        optimizer.step()
+        plain_optimizer.step()
+        seen.append(torch.equal(held, plain.blocks[1].down.weight))
+        optimizer.zero_grad()
+        plain_optimizer.zero_grad()
+    seen.append(_equal(model, plain) == [])
+    dist.barrier()
+    return seen
+
+
+@EACH_STAGE
+@pytest.mark.parametrize("make", (_sgd, Unknown))
+def test_a_page_that_is_held_over_a_step(ranks: Ranks, stage: int, make: Callable[..., torch.optim.Optimizer]) -> None:
+    assert ranks(2).run(_held_over_a_step, stage, make) == [[True] * 7] * 2
+
+
+def _kept_by_others_until(rank: int, world: int, stage: int) -> tuple[bool, bool]:
+    """Rank 0 is slow to let go after the meeting of a step: rank 1 does not write before it has."""
+    model = build()
+    engine = _sharded(model, stage)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    backwards(0)(model, rank)
+    held = model.head.weight
+    before = held.detach().clone()
+    after: list[bool] = []
+    let_go = engine.pager.let_go
+
+    def slow(stepping: bool) -> None:
+        if held is not None:
+            after.append(torch.equal(held, before))
+            time.sleep(0.2)
+            after.append(torch.equal(held, before))
+        let_go(stepping)
+
+    model.head.weight.register_hook(lambda grad: grad)  # so that ranks let go after the meeting
+    if rank == 0:
+        engine.pager.let_go = slow  # type: ignore[method-assign]
+    optimizer.step()
+    engine.pager.let_go = let_go  # type: ignore[method-assign]
+    dist.barrier()
+    return all(after), not torch.equal(held, before)
+
+
+@EACH_STAGE
+def test_nobody_writes_what_another_sees(ranks: Ranks, stage: int) -> None:
+    assert ranks(2).run(_kept_by_others_until, stage) == [(True, True)] * 2
+
+
+# ---- elements that are given out
+def _given_out(rank: int, world: int, stage: int) -> tuple[bool, bool, bool]:
+    """Rank 1 writes to its own elements, which nobody reports, while they show in a page of rank 0."""
+    model = build()
+    engine = _sharded(model, stage, timeout=5.0)
+    with torch.no_grad():
+        model(batch(rank))
+    held = model.head.weight
+    before = held.detach().clone()
+    was_live = engine.units[0].page.live
+    dist.barrier()
+    if rank == 1:
+        for leaf in model.parameters():
+            leaf.local.add_(1.0)  # type: ignore[attr-defined]
+    dist.barrier()
+    shows = torch.equal(held, before)
+    live = any(_mirror(unit).shows and 1 in _mirror(unit)._shown for unit in engine.units)
+    dist.barrier()
+    return was_live, shows, live
+
+
+@PAGE_STAGES
+def test_elements_that_are_given_out_do_not_show(ranks: Ranks, stage: int) -> None:
+    first, second = ranks(2).run(_given_out, stage)
+    assert first == (True, True, False)
+    assert second[0] and not second[2]
+
+
+# ---- the end
+def _blocks(engine: rg.Engine) -> int:
+    assert isinstance(engine.transport, MappedTransport)
+    return os.fstat(engine.transport._neighbours.arena.descriptor).st_blocks
+
+
+def _let_go_of_a_model(rank: int, world: int, stage: int) -> tuple[bool, int]:
+    """Rank 1's model goes while a page of rank 0 shows it."""
+    keeper = _sharded(build(), 3)  # keeps connections and arena
+    dist.barrier()
+    before = _blocks(keeper)
+    model: nn.Module | None = build()
+    engine: rg.Engine | None = _sharded(model, stage)
+    assert model is not None and engine is not None
+    held = model.head.weight if rank == 0 else None
+    copy = build().head.weight.detach().clone()
+    live = engine.units[0].page.live
+    dist.barrier()
+    if rank == 1:
+        engine = model = None
+        gc.collect()
+    dist.barrier()
+    shows = held is None or (live and torch.equal(held, copy))
+    held = engine = model = None
+    gc.collect()
+    dist.barrier()
+    assert isinstance(keeper.transport, MappedTransport)
+    keeper.transport._neighbours.arena._collect_gone()
+    left = _blocks(keeper) - before
+    dist.barrier()
+    return shows, left
+
+
+@PAGE_STAGES
+def test_memory_of_a_model_that_is_gone_stays_while_it_shows(ranks: Ranks, stage: int) -> None:
+    for shows, left in ranks(2).run(_let_go_of_a_model, stage):
+        assert shows
+        assert left <= 2 * MEMORY_PAGE // 512, "only the words by which ranks tell each other stay"
+
+
+def _forked(rank: int, world: int) -> tuple[bool, bool]:
+    """A process that was forked lets go of nothing that is its parent's."""
+    model = build()
+    engine = _sharded(model, 2)
+    with torch.no_grad():
+        model(batch(rank))
+    dist.barrier()
+    transport = engine.transport
+    assert isinstance(transport, MappedTransport)
+    before = transport._seen.are_set()
+    dist.barrier()
+    child = os.fork()
+    if child == 0:
+        for unit in engine.units:
+            _mirror(unit).forget()
+        os._exit(0)
+    os.waitpid(child, 0)
+    dist.barrier()
+    after = transport._seen.are_set()
+    dist.barrier()
+    return before, after
+
+
+def test_a_forked_process_lets_go_of_nothing(ranks: Ranks) -> None:
+    assert ranks(2).run(_forked) == [(True, True)] * 2
+
+
+# ---- where it cannot be
+def _without(rank: int, world: int, stage: int, who: int) -> tuple[list[str], int, bool]:
+    """Train where a rank's system does not map like this."""
+    if rank == who:
+        mapped.can_mirror = lambda: False  # type: ignore[assignment]
+    try:
+        model, plain = build(), build()
+        engine = _sharded(model, stage)
+    finally:
+        mapped.can_mirror = mirrors.can_mirror
+    optimizer, plain_optimizer = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
+    for step in range(2):
+        backwards(step)(model, rank)
+        optimizer.step()
+        optimizer.zero_grad()
+        play(plain, world, backwards(step), stage)
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+    wrong = _equal(model, plain)
+    dist.barrier()
+    return wrong, engine.ledger.bytes("gather"), engine.units[0].mirror is None
+
+
+@EACH_STAGE
+def test_where_a_system_cannot_pages_are_copies(ranks: Ranks, stage: int) -> None:
+    (wrong, moved, without), *others = ranks(3).run(_without, stage, 0)
+    assert wrong == [] and moved > 0 and without
+    for wrong, moved, without in others:
+        assert wrong == [] and moved > 0 and not without  # rank 0's shards are copied
+
+
+def _bf16(rank: int, world: int, stage: int) -> tuple[list[str], int]:
+    """Pages are made of casts of the masters."""
+    model, twin = build(), build()
+    engine = _sharded(model, stage, precision="bf16")
+    copied = rg.shard(twin, stage, precision="bf16")
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin)]
+    for step in range(3):
+        for each, optimizer in zip((model, twin), optimizers, strict=True):
+            backwards(step)(each, rank)
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            for each in (model, twin):
+                for weight in _weights(each):
+                    weight.mul_(1.5)
+    backwards(3)(model, rank)
+    backwards(3)(twin, rank)
+    grads, expected = engine.full_grads(), copied.full_grads()
+    wrong = [name for name in grads if not same(grads[name], expected[name])]
+    wrong += _equal(model, twin)
+    dist.barrier()
+    return wrong, int(_mirror(engine.units[0]).shard.element_size())
+
+
+@EACH_STAGE
+def test_pages_of_another_dtype_than_the_masters(ranks: Ranks, stage: int) -> None:
+    assert ranks(2).run(_bf16, stage) == [([], 2)] * 2
