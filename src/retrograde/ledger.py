@@ -1,8 +1,8 @@
 """The ledger: what was paged in, dropped, exchanged and agreed, in order, with bytes.
 
 One record serves the tests, the planner's checks, traces and error messages. `bytes` of an entry is what
-crossed the wire *into or out of this rank* for it; `resident` and `peak` count bytes of pages in memory
-beyond the shards.
+crossed the wire *into or out of this rank* for it, or was copied from another rank's memory; `resident` and `peak`
+count bytes of pages in memory beyond the shards.
 """
 
 from collections import Counter, deque

@@ -6,13 +6,14 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from retrograde.transport.connections import Connections
 from retrograde.transport.mapped.arena import PeerArena
-from retrograde.transport.messages import Message, SharedPlace
+from retrograde.transport.mapped.mirror import ArenaMirror
+from retrograde.transport.messages import Message, SharedPlace, Stamp
 from retrograde.transport.wires import Came, Lost, Sending, Wires
 
 
@@ -43,12 +44,37 @@ class _SlowWires:
 
 
 @contextlib.contextmanager
+def _slow_memory(pause: Callable[[], None]) -> Iterator[None]:
+    """Shared memory that is looked at late, and kept late."""
+    view, show, keep = PeerArena.view, ArenaMirror.show, ArenaMirror.keep
+
+    def slow_view(self: PeerArena, place: SharedPlace, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        pause()
+        return view(self, place, numel, dtype)
+
+    def slow_show(self: ArenaMirror, owner: int, stamp: Stamp) -> bool:
+        pause()
+        return show(self, owner, stamp)
+
+    def slow_keep(self: ArenaMirror) -> None:
+        pause()
+        keep(self)
+
+    PeerArena.view = slow_view  # type: ignore[method-assign]
+    ArenaMirror.show, ArenaMirror.keep = slow_show, slow_keep  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        PeerArena.view, ArenaMirror.show, ArenaMirror.keep = view, show, keep  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
 def delayed(seed: int, longest: float = 0.002, chance: float = 0.5) -> Iterator[None]:
     """In this process, while inside: at random, the main thread pauses before it sends, and what comes from one rank is
     left lying while what comes from others is taken in. Messages of one rank keep their order, as they always do. In
-    shared memory, it pauses before it leaves a letter, and before it reads."""
+    shared memory, it pauses before it leaves a letter, before it reads, and before it shows or keeps a shard."""
     dice = random.Random(seed)
-    send, wait, post, view = Connections.send, Wires.wait, Connections.post, PeerArena.view
+    send, wait, post = Connections.send, Wires.wait, Connections.post
     slow = _SlowWires(dice, longest, chance)
 
     def slow_send(self: Connections, dst: int, message: Message, data: Sequence[torch.Tensor] = ()) -> Sending:
@@ -66,15 +92,10 @@ def delayed(seed: int, longest: float = 0.002, chance: float = 0.5) -> Iterator[
         pause()
         return post(self, dst, message, data)
 
-    def slow_view(self: PeerArena, place: SharedPlace, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        pause()
-        return view(self, place, numel, dtype)
-
-    Connections.send, Wires.wait = slow_send, slow_wait  # type: ignore[method-assign]
-    Connections.post, PeerArena.view = slow_post, slow_view  # type: ignore[method-assign]
+    Connections.send, Wires.wait, Connections.post = slow_send, slow_wait, slow_post  # type: ignore[method-assign]
     try:
-        yield
+        with _slow_memory(pause):
+            yield
     finally:
         slow.finish()
-        Connections.send, Wires.wait = send, wait  # type: ignore[method-assign]
-        Connections.post, PeerArena.view = post, view  # type: ignore[method-assign]
+        Connections.send, Wires.wait, Connections.post = send, wait, post  # type: ignore[method-assign]

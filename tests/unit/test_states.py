@@ -15,7 +15,7 @@ from retrograde.gradients.gradient import Gradient, GradientState
 from retrograde.layout import Grid, Layout
 from retrograde.ledger import Ledger
 from retrograde.pages import BufferPool, PageState, Unit
-from retrograde.transport import FakeRanks, Key, Memory, Use
+from retrograde.transport import FakeRanks, Key, Memory, Stamp, Use
 from tests.transport.shards import Shards
 
 LAYOUT = Layout([("p", torch.Size([6]))], torch.float32, 2)
@@ -30,11 +30,35 @@ class Done:
         return True
 
 
+class Shows:
+    """A mirror in which shards show until they are kept."""
+
+    moved = 0
+
+    def __init__(self) -> None:
+        self.shard = torch.zeros(LAYOUT.shard_numel)
+        self.page = torch.zeros(LAYOUT.padded_numel)
+        self.shows = False
+
+    @property
+    def own_bytes(self) -> int:
+        return 0 if self.shows else LAYOUT.page_bytes
+
+    def read(self, name: str, stamp: Stamp) -> Done:
+        self.shows = True
+        return Done()
+
+    def keep(self) -> None:
+        self.shows = False
+
+    forget = keep
+
+
 class Alone:
     """Coherence of pages that nobody else has."""
 
     def read(self, unit: Unit, page: Tensor, alone: bool) -> Done:
-        return Done()
+        return Done() if unit.mirror is None else unit.mirror.read(unit.name, Stamp(0, 0, 0))  # type: ignore[return-value]
 
     def take_part(self, unit: Unit) -> None:
         raise AssertionError("nobody else reads")
@@ -56,6 +80,12 @@ def unit(stays: bool = False) -> Unit:
     shard = memory[LAYOUT.span(0)] if stays else memory
     leaf = nn.Parameter(shard[LAYOUT.piece(LAYOUT.slots[0], 0)])
     return Unit(0, "a unit", LAYOUT, [leaf], memory, Grid.line(0, 2), pool(), Alone())
+
+
+def unit_with_a_mirror() -> Unit:
+    mirror = Shows()
+    leaf = nn.Parameter(mirror.shard[LAYOUT.piece(LAYOUT.slots[0], 0)])
+    return Unit(0, "a unit", LAYOUT, [leaf], mirror.shard, Grid.line(0, 2), pool(), Alone(), mirror=mirror)
 
 
 # ---- pages
@@ -81,6 +111,37 @@ def test_the_life_of_a_page_that_stays() -> None:
         made.finish_loading()
         assert made.page.state is PageState.AT_HOME
         assert not made.drop_unless_held()
+
+
+def test_the_life_of_a_page_in_which_shards_show() -> None:
+    made = unit_with_a_mirror()
+    for _ in range(2):
+        made.load()
+        made.finish_loading()
+        assert made.page.state is PageState.LIVE and made.page.live and made.page.ready
+        held = made.page.full_tensors[0]
+        assert not made.let_go(for_good=True) and made.page.state is PageState.READY and not made.page.live
+        made.load()  # it is stale, and somebody holds it
+        made.finish_loading()
+        assert made.page.state is PageState.LIVE
+        del held
+        assert made.let_go(for_good=True) and made.page.state is PageState.ABSENT
+
+
+def test_a_page_that_was_written_to_is_not_let_go_of() -> None:
+    made = unit_with_a_mirror()
+    made.load()
+    made.finish_loading()
+    torch._foreach_mul_([made.page.full_tensors[0].detach()], 2)
+    assert not made.let_go(for_good=True) and made.page.state is PageState.READY
+
+
+def test_shards_cease_to_show_while_a_page_is_under_way() -> None:
+    made = unit_with_a_mirror()
+    made.load()
+    assert made.page.live and not made.let_go(for_good=True) and made.page.state is PageState.LOADING
+    made.finish_loading()
+    assert made.page.state is PageState.READY
 
 
 def test_what_a_page_shows() -> None:

@@ -65,9 +65,6 @@ _NEXT = {
 }
 
 
-_SHOWN = frozenset((PageState.READY, PageState.LIVE, PageState.AT_HOME))
-
-
 class Edits(NamedTuple):
     """Full tensors that were edited. Those of frozen parameters share the counter of the page itself."""
 
@@ -126,7 +123,8 @@ class Page:
     @property
     def ready(self) -> bool:
         """Do the full tensors show it?"""
-        return self.state in _SHOWN
+        state = self.state
+        return state is PageState.READY or state is PageState.LIVE or state is PageState.AT_HOME
 
     @property
     def live(self) -> bool:

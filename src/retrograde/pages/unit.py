@@ -65,10 +65,10 @@ class Unit:
         masters: torch.Tensor | None = None,
         mirror: Mirror | None = None,
     ) -> None:
-        """`memory` is the shard, or the whole page with the shard inside it when pages stay (or there is one shard).
+        """`memory` is the shard (a mirror's, if there is one), or the whole page with the shard inside it when pages
+        stay (or there is one shard).
 
-        With `masters`, these are the shard, in another dtype or elsewhere, and `memory` is their source (source.py).
-        With `mirror`, `memory` is the mirror's shard, and other ranks' show in its page."""
+        With `masters`, these are the shard, in another dtype or elsewhere, and `memory` is their source (source.py)."""
         self.index = index
         self.name = name
         self.layout = layout
@@ -77,12 +77,10 @@ class Unit:
         self.rank = grid.shard  # among those that hold the unit together; `grid.rank` is its number among all
         self.leaves = tuple(leaves)
         self.trained = [leaf.requires_grad for leaf in leaves]  # kept by the leaves (parameters/leaf.py)
-        # Plain tensors that share the leaves' memory and version counters: reading a leaf itself is slower.
-        self.pieces = tuple(leaf.detach() for leaf in leaves)
+        self.pieces = tuple(leaf.detach() for leaf in leaves)  # plain: the same memory and version counters, faster
         self.edits = EditLog()
-        # Slots that Engine.full_params holds.
-        self.whole_leaves: set[int] = set()  # where the leaf is its full tensor
-        self.edited_alone: set[int] = set()  # where one rank's edits are to be everybody's
+        self.whole_leaves: set[int] = set()  # slots held by Engine.full_params whose leaf is its full tensor
+        self.edited_alone: set[int] = set()  # the same, where one rank's edits are to be everybody's
         self.version_at_rest = self.version  # when the weights last were as all ranks know (coordination/fences.py)
         self.frozen_handles: weakref.WeakSet[object] = weakref.WeakSet()  # of frozen parameters, in graphs
         self._streams = pool.streams

@@ -20,6 +20,8 @@ Rule 2: an owner that has left rest writes when all flags are clear (`Transport.
 Rule 3: what becomes this rank's own is copied by the system, memory page by memory page. Who reads it meanwhile reads
         the same values.
 Rule 4: the memory of a shard whose owner has let go of the model stays until all flags are clear (arena.py).
+Rule 5: before this process is forked all pages become its own: flags are this process's, and the other one would see
+        what is written when they are clear.
 """
 
 import mmap
@@ -34,7 +36,6 @@ from typing import Protocol
 
 import torch
 
-from retrograde.transport.mapped.mailbox import Outbox
 from retrograde.transport.mapped.system import copy_shown, is_own_anywhere, show_again, show_file
 from retrograde.transport.messages import SharedPlace, Stamp
 from retrograde.transport.protocol import Work
@@ -53,28 +54,27 @@ class Sights:
     """Whose shards show in pages of this rank, of one engine: owners find a flag set for as long as they do."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()  # the garbage collector ends some, in whatever thread
+        self.lock = threading.RLock()  # the last one taken: the garbage collector comes here, whatever locks it finds
         self._process = os.getpid()
         self._pages: defaultdict[int, set[object]] = defaultdict(set)  # by owner
-        self._doors: dict[int, tuple[memoryview, Outbox]] = {}  # by owner: this rank's flag, and its bell
+        self._flags: dict[int, memoryview] = {}  # this rank's, by owner
 
-    def begin(self, owner: int, page: object, flag: memoryview, bell: Outbox) -> None:
+    def begin(self, owner: int, page: object, flag: memoryview) -> None:
         """A page is about to show an owner's shard. The lock orders it before what is looked at next."""
         with self.lock:
-            self._doors[owner] = flag, bell
+            self._flags[owner] = flag
             self._pages[owner].add(page)
             flag[0] = 1
 
     def end(self, owner: int, page: object) -> None:
+        """Nobody is woken: an owner that waits looks again."""
         with self.lock:
             pages = self._pages[owner]
             if page not in pages or os.getpid() != self._process:  # one that was forked has set no flag
                 return
             pages.remove(page)
             if not pages:
-                flag, bell = self._doors[owner]
-                flag[0] = 0
-                bell.ring()
+                self._flags[owner][0] = 0
 
     def end_all(self, page: object) -> None:
         for owner in list(self._pages):
@@ -88,7 +88,6 @@ class Sighting:
     arena: ShownArena
     place: SharedPlace
     flag: memoryview | None  # None: it is this rank's own, which knows
-    bell: Outbox | None
 
 
 class MirrorHost(Protocol):
@@ -103,6 +102,18 @@ class MirrorHost(Protocol):
 
     def read_into(self, mirror: "ArenaMirror", name: str, stamp: Stamp, into: Mapping[int, torch.Tensor]) -> Work:
         """Start showing these owners' shards, each as soon as it is at rest, or reading them into their memory."""
+
+
+_all: "weakref.WeakSet[ArenaMirror]" = weakref.WeakSet()
+
+
+def _keep_all() -> None:
+    """A process that is forked has its parent's pages as they are now (Rule 5)."""
+    for mirror in list(_all):
+        mirror.keep()
+
+
+os.register_at_fork(before=_keep_all)
 
 
 class ArenaMirror:
@@ -138,6 +149,7 @@ class ArenaMirror:
         self._blank: set[int] = set()  # owners in whose spans there is none, and nothing has been looked at
         self._key = object()  # to the sights, for as long as the memory is there
         weakref.finalize(memory, self._sights.end_all, self._key).atexit = False
+        _all.add(self)
 
     # ---- questions
     @property
@@ -178,14 +190,15 @@ class ArenaMirror:
         found = self._own if owner == self._host.rank else self._host.sighting(self.unit, owner)
         if found is None:
             return False
+        if found.flag is not None:
+            self._sights.begin(owner, self._key, found.flag)
+        is_at_rest = self._host.is_at_rest(self.unit, owner, stamp)  # not before its owner can know
         with self._sights.lock:
-            if found.flag is not None and found.bell is not None:
-                self._sights.begin(owner, self._key, found.flag, found.bell)
-            if not self._host.is_at_rest(self.unit, owner, stamp):
+            if is_at_rest:
+                self._let_show(owner, found)
+            else:
                 self._let_go(owner)
-                return False
-            self._let_show(owner, found)
-            return True
+        return is_at_rest
 
     def _let_show(self, owner: int, found: Sighting) -> None:
         at, nbytes = self._at(owner), self._nbytes(owner)

@@ -93,7 +93,7 @@ class MappedTransport(OneSidedTransport):
         place = None if shard is None else self._neighbours.arena.place_of(shard)
         if shard is None or place is None:
             return None
-        made = ArenaMirror(self, unit, spans, shard, Sighting(self._neighbours.arena, place, None, None), returns)
+        made = ArenaMirror(self, unit, spans, shard, Sighting(self._neighbours.arena, place, None), returns)
         self._mirrors.add(made)
         self._places[unit] = place
         return made
@@ -109,7 +109,7 @@ class MappedTransport(OneSidedTransport):
         found = self.readable(unit, owner)
         if found is None or found.sees is None:
             return None
-        return Sighting(found.owner.arena, found.place, found.sees, found.owner.outbox)
+        return Sighting(found.owner.arena, found.place, found.sees)
 
     def is_at_rest(self, unit: int, owner: int, stamp: Stamp) -> bool:
         """For a reader that has edited nothing since the last step."""
