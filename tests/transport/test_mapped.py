@@ -8,6 +8,7 @@ import mmap
 import os
 import threading
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch import nn
 import retrograde as rg
 from retrograde.transport.connections import Connections
 from retrograde.transport.mapped import neighbours as neighbourhood
-from retrograde.transport.mapped.arena import Arena, PeerArena, SharedWord
+from retrograde.transport.mapped.arena import Arena, PeerArena, SharedFlags, SharedWord
 from retrograde.transport.mapped.mailbox import Mailbox, Outbox, box_length, control_length
 from retrograde.transport.mapped.transport import MappedTransport
 from retrograde.transport.messages import SharedPlace
@@ -86,8 +87,12 @@ def _arena() -> tuple[Arena, PeerArena]:
     return arena, PeerArena(os.getpid(), arena.descriptor, WORLD, control_length(WORLD))
 
 
-def _nothing() -> None:
-    pass
+def _nothing() -> Callable[[], bool]:
+    return _unseen
+
+
+def _unseen() -> bool:
+    return False
 
 
 def _blocks(arena: Arena) -> int:
@@ -110,7 +115,12 @@ def test_what_one_rank_writes_another_reads_in_place() -> None:
 def test_memory_is_given_back_and_its_place_used_again() -> None:
     arena, _ = _arena()
     empty, went = _blocks(arena), []
-    first = arena.allocate(10**6, torch.uint8, lambda: went.append(_blocks(arena)))
+
+    def leave() -> Callable[[], bool]:
+        went.append(_blocks(arena))
+        return _unseen
+
+    first = arena.allocate(10**6, torch.uint8, leave)
     place = arena.place_of(first)
     held = _blocks(arena)
     assert held - empty >= 10**6 // 512
@@ -121,6 +131,29 @@ def test_memory_is_given_back_and_its_place_used_again() -> None:
     assert went == [held], "said before it goes"
     assert _blocks(arena) == empty
     assert arena.place_of(arena.allocate(10**6, torch.uint8, _nothing)) == place
+
+
+def test_memory_that_others_see_stays_until_they_do_not() -> None:
+    arena, peer = _arena()
+    flags = SharedFlags(arena)
+    empty = _blocks(arena)
+    mine = arena.allocate(10**6, torch.uint8, lambda: flags.are_set)
+    mine.fill_(3)
+    place = arena.place_of(mine)
+    assert place is not None
+    theirs = peer.view(place, 10**6, torch.uint8)
+    held = _blocks(arena)
+    peer.flags(flags.place)[2] = 1
+    assert flags.set_by() == [2]
+    del mine
+    assert _blocks(arena) == held and bool((theirs == 3).all())
+    other = arena.allocate(10**6, torch.uint8, _nothing)
+    assert arena.place_of(other) != place
+    peer.flags(flags.place)[2] = 0
+    assert arena.place_of(arena.allocate(10**6, torch.uint8, _nothing)) == place, "given back, and handed out again"
+    assert _blocks(arena) == held, "what `other` has"
+    del other
+    assert _blocks(arena) == empty
 
 
 def test_a_forked_process_gives_nothing_back() -> None:

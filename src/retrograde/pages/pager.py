@@ -128,7 +128,7 @@ class Pager:
         self._backward = backward
         for raised in [number for number in self._used if number > backward]:
             self._end_backward(raised)
-        if backward == NO_BACKWARD or unit.stays:
+        if backward == NO_BACKWARD or unit.stays or self._policy.keeps_pages:
             return
         if backward not in self._used:
             self._used[backward] = set()
@@ -146,7 +146,9 @@ class Pager:
             self._drop_if_over(unit)
 
     def _drop_if_over(self, unit: Unit) -> None:
-        if not unit.stays and unit in self._resident and self._idle_bytes(set()) > self._policy.resident:
+        if unit.stays or self._policy.keeps_pages:
+            return
+        if unit in self._resident and self._idle_bytes(set()) > self._policy.resident:
             self._drop(unit)
 
     def _drop(self, unit: Unit) -> None:
@@ -214,6 +216,8 @@ class Pager:
 
     def _make_space(self, coming: Unit) -> None:
         """Evict until what is idle fits the budget. In use: the page coming, the current one, one expected."""
+        if self._policy.keeps_pages:
+            return
         expected = self._expected()
         spared = {coming}
         if self._policy.prefetch and self._current is not None:

@@ -65,8 +65,7 @@ class Unit:
         masters: torch.Tensor | None = None,
         mirror: Mirror | None = None,
     ) -> None:
-        """`memory` is the shard (a mirror's, if there is one), or the whole page with the shard inside it when pages
-        stay (or there is one shard).
+        """`memory` is the shard (a mirror's, if there is one), or the whole page with the shard inside it.
 
         With `masters`, these are the shard, in another dtype or elsewhere, and `memory` is their source (source.py)."""
         self.index = index

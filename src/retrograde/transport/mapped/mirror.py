@@ -66,17 +66,19 @@ class Sights:
             self._pages[owner].add(page)
             flag[0] = 1
 
-    def end(self, owner: int, page: object) -> None:
-        """Nobody is woken: an owner that waits looks again."""
+    def end(self, owner: int, page: object) -> bool:
+        """Says whether the owner's shards show nowhere any more."""
         with self.lock:
             pages = self._pages[owner]
             if page not in pages or os.getpid() != self._process:  # one that was forked has set no flag
-                return
+                return False
             pages.remove(page)
             if not pages:
                 self._flags[owner][0] = 0
+            return not pages
 
     def end_all(self, page: object) -> None:
+        """By the garbage collector. Nobody is woken: an owner that waits looks again."""
         for owner in list(self._pages):
             self.end(owner, page)
 
@@ -99,6 +101,9 @@ class MirrorHost(Protocol):
     def sighting(self, unit: int, owner: int) -> Sighting | None: ...
 
     def is_at_rest(self, unit: int, owner: int, stamp: Stamp) -> bool: ...
+
+    def wake(self, owner: int) -> None:
+        """It may wait for its shards to show nowhere."""
 
     def read_into(self, mirror: "ArenaMirror", name: str, stamp: Stamp, into: Mapping[int, torch.Tensor]) -> Work:
         """Start showing these owners' shards, each as soon as it is at rest, or reading them into their memory."""
@@ -231,10 +236,13 @@ class ArenaMirror:
     def keep_of(self, owner: int) -> None:
         """By any thread."""
         with self._sights.lock:
-            if owner in self._shown:
-                copy_shown(self._at(owner), self._nbytes(owner))
-                self._note_written(owner)
-                self._let_go(owner)
+            if owner not in self._shown:
+                return
+            copy_shown(self._at(owner), self._nbytes(owner))
+            self._note_written(owner)
+            unseen = self._let_go(owner)
+        if unseen:
+            self._host.wake(owner)
 
     def forget(self) -> None:
         """Nobody looks at the page: it has no memory of its own until it is read again. Where it returns soon, the
@@ -244,12 +252,13 @@ class ArenaMirror:
                 show_again(self._at(owner), self._nbytes(owner))
                 self._blank.add(owner)
             self._written.clear()
-            for owner in list(self._shown):
-                self._let_go(owner)
+            unseen = [owner for owner in list(self._shown) if self._let_go(owner)]
+        for owner in unseen:
+            self._host.wake(owner)
 
-    def _let_go(self, owner: int) -> None:
+    def _let_go(self, owner: int) -> bool:
         self._shown.discard(owner)
-        self._sights.end(owner, self._key)
+        return self._sights.end(owner, self._key)
 
 
 @cache

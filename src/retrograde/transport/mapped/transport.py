@@ -120,6 +120,9 @@ class MappedTransport(OneSidedTransport):
         found = self.readable(unit, owner)
         return found is not None and found.is_at_rest(stamp)
 
+    def wake(self, owner: int) -> None:
+        self._neighbours.found[owner].outbox.ring()
+
     def read_into(self, mirror: ArenaMirror, name: str, stamp: Stamp, into: Mapping[int, torch.Tensor]) -> Work:
         self.check()
 
@@ -164,15 +167,13 @@ class MappedTransport(OneSidedTransport):
         return super().read(unit, name, stamp, into)
 
     def readable(self, unit: int, owner: int) -> _Readable | None:
-        found = self._readable.get((unit, owner))
-        if found is not None or (unit, owner) not in self._told_of:
-            return found
-        told, neighbour = self._told_of[unit, owner], self._neighbours.found.get(owner)
+        at = unit, owner
+        neighbour = self._neighbours.found.get(owner) if at in self._told_of else None
         if neighbour is not None:
-            del self._told_of[unit, owner]
+            told = self._told_of.pop(at)
             sees = self._flag(neighbour, told.seen)
             self._note_readable(neighbour, unit, owner, told.shards[unit], told.state, sees)
-        return self._readable.get((unit, owner))
+        return self._readable.get(at)
 
     def shards_changed(self) -> None:
         self._publish()
