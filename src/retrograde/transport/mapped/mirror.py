@@ -171,7 +171,8 @@ class ArenaMirror:
     @property
     def own_bytes(self) -> int:
         """How many bytes of the page are this rank's own memory."""
-        return self._length - sum(map(self._nbytes, self._shown))
+        shown = sum(map(self._nbytes, self._shown))
+        return int(self._length) - shown
 
     def _nbytes(self, owner: int) -> int:
         span = self._spans[owner]
