@@ -143,7 +143,7 @@ class ArenaMirror:
         self._sights = host.sights
         self._spans = dict(spans)
         self._itemsize = shard.element_size()
-        self._length = max(span.stop for span in spans.values()) * self._itemsize
+        self._length = int(max(span.stop for span in spans.values())) * self._itemsize
         memory = mmap.mmap(-1, self._length, flags=_OF_ITS_OWN)
         self.page = torch.frombuffer(memory, dtype=shard.dtype)
         self._address = self.page.data_ptr()
@@ -171,8 +171,7 @@ class ArenaMirror:
     @property
     def own_bytes(self) -> int:
         """How many bytes of the page are this rank's own memory."""
-        shown = sum(map(self._nbytes, self._shown))
-        return int(self._length) - shown
+        return self._length - sum(map(self._nbytes, self._shown))
 
     def _nbytes(self, owner: int) -> int:
         span = self._spans[owner]
