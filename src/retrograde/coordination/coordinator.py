@@ -197,7 +197,7 @@ class Coordinator:
         self._pager.let_go(stepping=False)
         self._fence.expose()
         self._transport.shards_changed()
-        self._transport.reclaim()
+        self._transport.reclaim(at_fence=False)
 
     def pass_fence(self, what: str) -> None:
         """Before an edit of the weights in place: every rank has read all it wanted."""
@@ -209,7 +209,7 @@ class Coordinator:
         self._pager.let_go(phase is WritePhase.STEPPED)
         self._fence.advance(phase)
         self._transport.shards_changed()
-        self._transport.reclaim()
+        self._transport.reclaim(at_fence=True)
 
     # ---- steps
     def begin_step(self) -> None:

@@ -78,7 +78,7 @@ class FakeTransport:
     def shards_changed(self) -> None:
         """Nobody reads them."""
 
-    def reclaim(self) -> None:
+    def reclaim(self, at_fence: bool) -> None:
         """Its shards show nowhere."""
 
     # ---- gradients, one by one

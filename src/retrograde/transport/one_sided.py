@@ -122,7 +122,7 @@ class OneSidedTransport:
         with self.connections.changed:
             self._requests = [request for request in self._requests if not self._answer(request)]
 
-    def reclaim(self) -> None:
+    def reclaim(self, at_fence: bool) -> None:
         """Its shards show nowhere."""
 
     def _answer(self, request: _Request) -> bool:

@@ -156,9 +156,9 @@ class Transport(Protocol):
     def shards_changed(self) -> None:
         """This rank's shards have changed: a reader that had to wait may be served now."""
 
-    def reclaim(self) -> None:
+    def reclaim(self, at_fence: bool) -> None:
         """Before this rank writes to its shards, which are not at rest any more: they show in no page of another rank
-        after this. Waits for main threads only where all have come to the same fence."""
+        after this. `at_fence`: all have come to one, and let go by themselves; else service threads are told to."""
 
     # ---- gradients, one by one: parts go to their owners, which add them up themselves
     def put(self, key: Key, parts: Mapping[int, Sequence[torch.Tensor]]) -> Work:

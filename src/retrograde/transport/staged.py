@@ -99,7 +99,7 @@ class StagedTransport:
     def shards_changed(self) -> None:
         self._host.shards_changed()
 
-    def reclaim(self) -> None:
+    def reclaim(self, at_fence: bool) -> None:
         """Its shards show nowhere."""
 
     # ---- gradients, one by one

@@ -147,7 +147,7 @@ class ThreadTransport:
         with self._shared.changed:
             self._shared.changed.notify_all()
 
-    def reclaim(self) -> None:
+    def reclaim(self, at_fence: bool) -> None:
         """Its shards show nowhere."""
 
     # ---- gradients, one by one

@@ -131,7 +131,7 @@ class CollectiveTransport:
     def shards_changed(self) -> None:
         self._aside.shards_changed()
 
-    def reclaim(self) -> None:
+    def reclaim(self, at_fence: bool) -> None:
         """Its shards show nowhere."""
 
     # ---- gradients, all ranks at once

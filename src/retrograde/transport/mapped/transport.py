@@ -28,7 +28,7 @@ from retrograde.transport.one_sided import OneSidedTransport
 from retrograde.transport.protocol import Memory, Position, Rest, ShardServer, Work
 
 _LOOK_AGAIN = 0.002  # seconds, where a rank may have come to rest without having seen that somebody waits for it
-_BY_THEMSELVES = 0.05  # seconds, in which ranks that have passed a fence let go of what shows in their pages
+_BY_THEMSELVES = 1.0  # seconds, in which ranks that have passed a fence let go of what shows in their pages
 _RESTS = len(Rest)
 _GONE = 2**62  # a state later than any: a reader that finds it asks
 
@@ -134,11 +134,12 @@ class MappedTransport(OneSidedTransport):
 
         return _MappedRead(self, mirror.unit, name, stamp, into, show, mirror.will_copy)
 
-    def reclaim(self) -> None:
+    def reclaim(self, at_fence: bool) -> None:
         if not self._seen.are_set():
             return
         with self.connections.changed:
-            self.connections.wait_until(lambda: not self._seen.are_set(), _BY_THEMSELVES, _LOOK_AGAIN)
+            if at_fence:
+                self.connections.wait_until(lambda: not self._seen.are_set(), _BY_THEMSELVES, _LOOK_AGAIN)
             for rank in self._seen.set_by():
                 self.connections.tell(rank, LetGo(self.number))
         self.wait_for(self._seen.set_by, "letting go of this rank's shards", look_again=_LOOK_AGAIN)
