@@ -23,8 +23,10 @@ Rule 4: an edit nobody reported (through an alias of a leaf) still moves the lea
         and owners compare how many such stray edits they saw. (Not between an edit and the next step, where owners
         send copies: reported and stray edits cannot be told apart there.)
 Rule 5: an edit of a full tensor that nobody reported (`torch._foreach_mul_`, `out=`) moves the full tensor's counter.
-        It becomes a reported one when its rank next looks (pages/unit.py). Until then, where pages stay, the shard is
-        not served: its old values are gone, and who still needs them is told so.
+        It becomes a reported one when its rank next looks (pages/unit.py). Until then, where the shard lies in the
+        page, it is not served: its old values are gone, and who still needs them is told so.
+Rule 6: shards may show in other ranks' pages (transport/mapped/mirror.py). So nobody writes to them before all ranks
+        have let go of such pages: a rank does so at each fence, and waits for the others to have done it.
 """
 
 import contextlib
