@@ -55,16 +55,19 @@ class Sights:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # the last one taken: the garbage collector comes here, whatever locks it finds
+        self._barrier = threading.Lock()
         self._process = os.getpid()
         self._pages: defaultdict[int, set[object]] = defaultdict(set)  # by owner
         self._flags: dict[int, memoryview] = {}  # this rank's, by owner
 
     def begin(self, owner: int, page: object, flag: memoryview) -> None:
-        """A page is about to show an owner's shard. The lock orders it before what is looked at next."""
+        """A page is about to show an owner's shard. What is looked at next is looked at after that."""
         with self.lock:
             self._flags[owner] = flag
             self._pages[owner].add(page)
             flag[0] = 1
+            with self._barrier:  # taking a lock that is free is a barrier; one that this thread has is none
+                pass
 
     def end(self, owner: int, page: object) -> bool:
         """Says whether the owner's shards show nowhere any more."""
@@ -195,14 +198,24 @@ class ArenaMirror:
         found = self._own if owner == self._host.rank else self._host.sighting(self.unit, owner)
         if found is None:
             return False
-        if found.flag is not None:
+        if found.flag is None:
+            return self._show_own(found, stamp)
+        with self._sights.lock:  # so that it shows, or is known not to, when the owner says that it must not
             self._sights.begin(owner, self._key, found.flag)
-        is_at_rest = self._host.is_at_rest(self.unit, owner, stamp)  # not before its owner can know
-        with self._sights.lock:
+            is_at_rest = self._host.is_at_rest(self.unit, owner, stamp)
             if is_at_rest:
                 self._let_show(owner, found)
             else:
                 self._let_go(owner)
+        return is_at_rest
+
+    def _show_own(self, found: Sighting, stamp: Stamp) -> bool:
+        is_at_rest = self._host.is_at_rest(self.unit, self._host.rank, stamp)  # which takes a lock
+        with self._sights.lock:
+            if is_at_rest:
+                self._let_show(self._host.rank, found)
+            else:
+                self._let_go(self._host.rank)
         return is_at_rest
 
     def _let_show(self, owner: int, found: Sighting) -> None:

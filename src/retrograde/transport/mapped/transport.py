@@ -135,9 +135,9 @@ class MappedTransport(OneSidedTransport):
         return _MappedRead(self, mirror.unit, name, stamp, into, show, mirror.will_copy)
 
     def reclaim(self, at_fence: bool) -> None:
-        if not self._seen.are_set():
-            return
-        with self.connections.changed:
+        with self.connections.changed:  # which is a barrier too: what was published comes before the flags are read
+            if not self._seen.are_set():
+                return
             if at_fence:
                 self.connections.wait_until(lambda: not self._seen.are_set(), _BY_THEMSELVES, _LOOK_AGAIN)
             for rank in self._seen.set_by():
