@@ -76,6 +76,7 @@ QUICK: dict[str, tuple[Choice, ...]] = {
     "multiproc/test_windows.py": (USUAL, without("test_exact_at_every_world")),
     "transport/test_counts.py": (USUAL,),
     "transport/test_hostile.py": (),
+    "transport/test_mirrored_edits.py": (USUAL,),
     "transport/test_mirrors.py": (USUAL,),
     "transport/test_wire.py": (USUAL,),
     "pipeline/test_pipeline.py": (only("test_two_ranks"), at(schedule="zb-v")),

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+import retrograde as rg
 from retrograde.layout import flat
+from retrograde.pages import Unit
+from retrograde.transport.mapped.mirror import ArenaMirror
 
 
 @contextlib.contextmanager
@@ -17,3 +24,23 @@ def everything_mapped() -> Iterator[None]:
         yield
     finally:
         flat.WORTH_MAPPING = kept
+
+
+def mirror_of(unit: Unit) -> ArenaMirror:
+    assert isinstance(unit.mirror, ArenaMirror)
+    return unit.mirror
+
+
+def sharded(model: nn.Module, stage: int, **options: Any) -> rg.Engine:
+    with everything_mapped():
+        return rg.shard(model, stage, **options)
+
+
+def unequal(model: nn.Module, plain: nn.Module) -> list[str]:
+    """Names of parameters that differ."""
+    state = model.state_dict()
+    return [name for name, param in plain.state_dict().items() if not torch.equal(state[name], param)]
+
+
+def weights_of(model: nn.Module) -> list[Tensor]:
+    return [module.weight for module in model.modules() if isinstance(module, nn.Linear | nn.LayerNorm | nn.Embedding)]

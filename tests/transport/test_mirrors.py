@@ -12,22 +12,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import retrograde as rg
 from retrograde.layout.flat import MEMORY_PAGE, WORTH_MAPPING, Layout
-from retrograde.pages import PageState, Unit
+from retrograde.pages import PageState
 from retrograde.transport.connections import Connections
 from retrograde.transport.mapped import mirror as mirrors
 from retrograde.transport.mapped import transport as mapped
-from retrograde.transport.mapped.mirror import ArenaMirror, can_mirror
+from retrograde.transport.mapped.mirror import can_mirror
 from retrograde.transport.mapped.transport import MappedTransport
 from retrograde.transport.wires import Sending
 from tests.harness import Ranks
 from tests.reference import play, same
 from tests.small import Small, backwards, batch, build, loss_of
 from tests.stages import EACH_STAGE, PAGE_STAGES, WITH_OTHERS
-from tests.transport.mapping import everything_mapped
+from tests.transport.mapping import mirror_of, sharded, unequal, weights_of
 
 
 # ---- layout
@@ -57,22 +57,6 @@ def test_this_system_can() -> None:
 
 
 # ---- ranks
-def _mirror(unit: Unit) -> ArenaMirror:
-    assert isinstance(unit.mirror, ArenaMirror)
-    return unit.mirror
-
-
-def _sharded(model: nn.Module, stage: int, **options: Any) -> rg.Engine:
-    with everything_mapped():
-        return rg.shard(model, stage, **options)
-
-
-def _equal(model: nn.Module, plain: nn.Module) -> list[str]:
-    """Names of parameters that differ."""
-    state = model.state_dict()
-    return [name for name, param in plain.state_dict().items() if not torch.equal(state[name], param)]
-
-
 class _Counted:
     """What is copied from other ranks' shards, and what goes over connections."""
 
@@ -102,7 +86,7 @@ class _Counted:
 
 def _trains_without_copies(rank: int, world: int, stage: int) -> dict[str, Any]:
     model, plain = build(), build()
-    engine = _sharded(model, stage)
+    engine = sharded(model, stage)
     optimizer, plain_optimizer = (torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, plain))
     states, own = set(), 0
 
@@ -131,7 +115,7 @@ def _trains_without_copies(rank: int, world: int, stage: int) -> dict[str, Any]:
         "own": own,
         "bytes": ledger.bytes("gather"),
         "gathers": {ledger.count("gather", unit.name) for unit in engine.units},
-        "wrong": _equal(model, plain),
+        "wrong": unequal(model, plain),
     }
     dist.barrier()
     return seen
@@ -162,7 +146,7 @@ def _diverging(model: nn.Module, rank: int) -> None:
 
 def _trains_diverging(rank: int, world: int, stage: int) -> list[str]:
     model, plain = build(), build()
-    _sharded(model, stage)
+    sharded(model, stage)
     optimizer, plain_optimizer = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
     for _ in range(3):
         _diverging(model, rank)
@@ -171,7 +155,7 @@ def _trains_diverging(rank: int, world: int, stage: int) -> list[str]:
         play(plain, world, _diverging, stage)
         plain_optimizer.step()
         plain_optimizer.zero_grad()
-    wrong = _equal(model, plain)
+    wrong = unequal(model, plain)
     dist.barrier()
     return wrong
 
@@ -180,177 +164,6 @@ def _trains_diverging(rank: int, world: int, stage: int) -> list[str]:
 @WITH_OTHERS
 def test_ranks_that_diverge_are_exact(ranks: Ranks, stage: int, world: int) -> None:
     assert ranks(world).run(_trains_diverging, stage) == [[]] * world
-
-
-# ---- edits
-def _weights(model: nn.Module) -> list[Tensor]:
-    return [module.weight for module in model.modules() if isinstance(module, nn.Linear | nn.LayerNorm | nn.Embedding)]
-
-
-def _by_methods(model: nn.Module) -> None:
-    for weight in _weights(model):
-        weight.mul_(2)
-
-
-def _by_data(model: nn.Module) -> None:
-    for weight in _weights(model):
-        weight.data.mul_(2)
-        weight.data[0].zero_()
-
-
-def _by_views(model: nn.Module) -> None:
-    for weight in _weights(model):
-        weight.t()[0].mul_(2) if weight.dim() > 1 else weight[1:3].mul_(2)
-
-
-def _by_parameters(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.mul_(2)
-
-
-def _unreported(model: nn.Module) -> None:
-    torch._foreach_mul_(_weights(model), 2)
-
-
-def _into(model: nn.Module) -> None:
-    for weight in _weights(model):
-        torch.add(weight, 1, out=weight)
-
-
-EDITS = (_by_methods, _by_data, _by_views, _by_parameters, _unreported, _into)
-
-
-def _edited(rank: int, world: int, stage: int, edit: Callable[[nn.Module], None]) -> tuple[list[str], list[str]]:
-    """Edits before a step, in which the weights change once more, and after it."""
-    model, plain = build(), build()
-    engine = _sharded(model, stage)
-    optimizer, plain_optimizer = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
-    for step in range(3):
-        with torch.no_grad():
-            model(batch(rank))  # pages show shards
-            edit(model)
-            edit(plain)
-        for unit in engine.units:
-            unit.write_back_edits()  # those of which nobody has told are known when somebody looks
-        assert _equal(model, plain) == []
-        if step == 1:
-            dist.barrier()
-            time.sleep(0.01 * rank)
-        backwards(step)(model, rank)
-        play(plain, world, backwards(step), stage)
-        optimizer.step()
-        plain_optimizer.step()
-        optimizer.zero_grad()
-        plain_optimizer.zero_grad()
-    wrong = _equal(model, plain)
-    dist.barrier()
-    shown = [unit.name for unit in engine.units if _mirror(unit).moved]
-    dist.barrier()
-    return wrong, shown
-
-
-@EACH_STAGE
-@pytest.mark.parametrize("edit", EDITS)
-def test_edits_of_all_ranks_are_made_once(ranks: Ranks, stage: int, edit: Callable[[nn.Module], None]) -> None:
-    for wrong, moved in ranks(2).run(_edited, stage, edit):
-        assert wrong == []
-        assert moved == [], "after a step shards show again"
-
-
-def _edit_beside_a_holder(rank: int, world: int, stage: int) -> tuple[bool, bool, list[str]]:
-    """Rank 1 edits while rank 0, which holds the page, waits at a meeting for something else."""
-    model, plain = build(), build()
-    engine = _sharded(model, stage)
-    with torch.no_grad():
-        model(batch(rank))
-        plain.blocks[0].up.weight.mul_(2)
-    held = model.blocks[0].up.weight
-    before = held.detach().clone()
-    if rank == 1:
-        with torch.no_grad():
-            held.mul_(2)
-    engine.coordinator.values("here", lambda: None)
-    unedited = torch.equal(held, before) == (rank == 0)
-    whole = torch.equal(engine.units[1].page.own_part(0), engine.units[1].pieces[0]) or rank == 0
-    if rank == 0:
-        with torch.no_grad():
-            held.mul_(2)
-    dist.barrier()
-    return unedited, whole, _equal(model, plain)
-
-
-@EACH_STAGE
-def test_an_edit_does_not_show_to_who_has_not_made_it(ranks: Ranks, stage: int) -> None:
-    assert ranks(2).run(_edit_beside_a_holder, stage) == [(True, True, [])] * 2
-
-
-def _edited_under_full_params(rank: int, world: int, stage: int) -> list[str]:
-    model, plain = build(), build()
-    engine = _sharded(model, stage)
-    for _ in range(2):
-        with torch.no_grad():
-            model(batch(rank))
-            with engine.full_params(write=True) as full:
-                for name, tensor in full.items():
-                    tensor.mul_(2)
-                    assert torch.equal(tensor, 2 * plain.get_parameter(name))
-            for param in plain.parameters():
-                param.mul_(2)
-    wrong = _equal(model, plain)
-    dist.barrier()
-    return wrong
-
-
-@PAGE_STAGES
-def test_edits_under_full_params(ranks: Ranks, stage: int) -> None:
-    assert ranks(2).run(_edited_under_full_params, stage) == [[]] * 2
-
-
-def _written_by_one(rank: int, world: int, stage: int) -> list[str]:
-    """What the writer writes reaches all; what others write meanwhile is theirs, and gone after it."""
-    model, plain = build(), build()
-    engine = _sharded(model, stage)
-    with torch.no_grad():
-        model(batch(rank))
-        with engine.full_params(writer=1) as full:
-            for tensor in full.values():
-                tensor.add_(rank + 1)
-        for param in plain.parameters():
-            param.add_(2)
-    wrong = _equal(model, plain)
-    dist.barrier()
-    return wrong
-
-
-@PAGE_STAGES
-def test_edits_by_one_writer(ranks: Ranks, stage: int) -> None:
-    assert ranks(2).run(_written_by_one, stage) == [[]] * 2
-
-
-def _write_that_nobody_sees(rank: int, world: int, stage: int) -> tuple[list[str], list[str]]:
-    """Through DLPack, which moves no counter: it reaches no other rank, and is gone after the next step."""
-    model, plain = build(), build()
-    _sharded(model, stage)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with torch.no_grad():
-        model(batch(rank))
-        if rank == 0:
-            alias = torch.from_dlpack(torch.utils.dlpack.to_dlpack(model.head.weight.detach()))  # type: ignore[attr-defined]
-            alias.fill_(9.0)
-            del alias
-    dist.barrier()
-    before = _equal(model, plain) if rank == 1 else []
-    dist.barrier()
-    backwards(0)(model, rank)
-    optimizer.step()
-    after = _equal(model, plain)
-    dist.barrier()
-    return before, after
-
-
-@EACH_STAGE
-def test_a_write_that_nobody_sees_stays_here(ranks: Ranks, stage: int) -> None:
-    assert ranks(2).run(_write_that_nobody_sees, stage) == [([], [])] * 2
 
 
 # ---- steps
@@ -373,7 +186,7 @@ def _sgd(params: Any) -> torch.optim.Optimizer:
 
 def _held_over_a_step(rank: int, world: int, stage: int, make: Callable[..., torch.optim.Optimizer]) -> list[bool]:
     model, plain = build(), build()
-    _sharded(model, stage)
+    sharded(model, stage)
     optimizer, plain_optimizer = make(model.parameters()), make(plain.parameters())
     held = model.blocks[1].down.weight
     seen = []
@@ -391,7 +204,7 @@ def _held_over_a_step(rank: int, world: int, stage: int, make: Callable[..., tor
         seen.append(torch.equal(held, plain.blocks[1].down.weight))
         optimizer.zero_grad()
         plain_optimizer.zero_grad()
-    seen.append(_equal(model, plain) == [])
+    seen.append(unequal(model, plain) == [])
     dist.barrier()
     return seen
 
@@ -405,7 +218,7 @@ def test_a_page_that_is_held_over_a_step(ranks: Ranks, stage: int, make: Callabl
 def _kept_by_others_until(rank: int, world: int, stage: int) -> tuple[bool, bool]:
     """Rank 0 is slow to let go after the meeting of a step: rank 1 does not write before it has."""
     model = build()
-    engine = _sharded(model, stage)
+    engine = sharded(model, stage)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     backwards(0)(model, rank)
     held = model.head.weight
@@ -438,7 +251,7 @@ def test_nobody_writes_what_another_sees(ranks: Ranks, stage: int) -> None:
 def _given_out(rank: int, world: int, stage: int) -> tuple[bool, bool, bool]:
     """Rank 1 writes to its own elements, which nobody reports, while they show in a page of rank 0."""
     model = build()
-    engine = _sharded(model, stage, timeout=5.0)
+    engine = sharded(model, stage, timeout=5.0)
     with torch.no_grad():
         model(batch(rank))
     held = model.head.weight
@@ -450,7 +263,7 @@ def _given_out(rank: int, world: int, stage: int) -> tuple[bool, bool, bool]:
             leaf.local.add_(1.0)  # type: ignore[attr-defined]
     dist.barrier()
     shows = torch.equal(held, before)
-    live = any(_mirror(unit).shows and 1 in _mirror(unit)._shown for unit in engine.units)
+    live = any(mirror_of(unit).shows and 1 in mirror_of(unit)._shown for unit in engine.units)
     dist.barrier()
     return was_live, shows, live
 
@@ -470,11 +283,11 @@ def _blocks(engine: rg.Engine) -> int:
 
 def _let_go_of_a_model(rank: int, world: int, stage: int) -> tuple[bool, int]:
     """Rank 1's model goes while a page of rank 0 shows it."""
-    keeper = _sharded(build(), 3)  # keeps connections and arena
+    keeper = sharded(build(), 3)  # keeps connections and arena
     dist.barrier()
     before = _blocks(keeper)
     model: nn.Module | None = build()
-    engine: rg.Engine | None = _sharded(model, stage)
+    engine: rg.Engine | None = sharded(model, stage)
     assert model is not None and engine is not None
     held = model.head.weight if rank == 0 else None
     copy = build().head.weight.detach().clone()
@@ -505,7 +318,7 @@ def test_memory_of_a_model_that_is_gone_stays_while_it_shows(ranks: Ranks, stage
 def _forked(rank: int, world: int) -> tuple[int, bool]:
     """A process that was forked has what its parent had then, and does nothing to its parent's."""
     model, plain = build(), build()
-    engine = _sharded(model, 2)
+    engine = sharded(model, 2)
     held = model.head.weight
     tell, told = os.pipe()
     child = os.fork()
@@ -513,11 +326,11 @@ def _forked(rank: int, world: int) -> tuple[int, bool]:
         os.read(tell, 1)
         right = torch.equal(held, plain.head.weight)
         for unit in engine.units:
-            _mirror(unit).forget()
+            mirror_of(unit).forget()
         os._exit(0 if right else 1)
     with torch.no_grad():
         for each in (model, plain):
-            for weight in _weights(each):
+            for weight in weights_of(each):
                 weight.mul_(2)
     dist.barrier()
     os.write(told, b"!")
@@ -538,7 +351,7 @@ def _without(rank: int, world: int, stage: int, who: int) -> tuple[list[str], in
         mapped.can_mirror = lambda: False  # type: ignore[assignment]
     try:
         model, plain = build(), build()
-        engine = _sharded(model, stage)
+        engine = sharded(model, stage)
     finally:
         mapped.can_mirror = mirrors.can_mirror
     optimizer, plain_optimizer = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
@@ -549,7 +362,7 @@ def _without(rank: int, world: int, stage: int, who: int) -> tuple[list[str], in
         play(plain, world, backwards(step), stage)
         plain_optimizer.step()
         plain_optimizer.zero_grad()
-    wrong = _equal(model, plain)
+    wrong = unequal(model, plain)
     dist.barrier()
     return wrong, engine.ledger.bytes("gather"), engine.units[0].mirror is None
 
@@ -565,7 +378,7 @@ def test_where_a_system_cannot_pages_are_copies(ranks: Ranks, stage: int) -> Non
 def _bf16(rank: int, world: int, stage: int) -> tuple[list[str], int]:
     """Pages are made of casts of the masters."""
     model, twin = build(), build()
-    engine = _sharded(model, stage, precision="bf16")
+    engine = sharded(model, stage, precision="bf16")
     copied = rg.shard(twin, stage, precision="bf16")
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin)]
     for step in range(3):
@@ -575,15 +388,15 @@ def _bf16(rank: int, world: int, stage: int) -> tuple[list[str], int]:
             optimizer.zero_grad()
         with torch.no_grad():
             for each in (model, twin):
-                for weight in _weights(each):
+                for weight in weights_of(each):
                     weight.mul_(1.5)
     backwards(3)(model, rank)
     backwards(3)(twin, rank)
     grads, expected = engine.full_grads(), copied.full_grads()
     wrong = [name for name in grads if not same(grads[name], expected[name])]
-    wrong += _equal(model, twin)
+    wrong += unequal(model, twin)
     dist.barrier()
-    return wrong, int(_mirror(engine.units[0]).shard.element_size())
+    return wrong, int(mirror_of(engine.units[0]).shard.element_size())
 
 
 @EACH_STAGE

@@ -215,7 +215,7 @@ class Coordinator:
     def begin_step(self) -> None:
         self._flow.recover()
         self._pager.quiesce()
-        if not self._flow.has_listeners:  # nothing that runs at the meeting reads weights: nobody will wait after it
+        if not self._fence.has_listeners:  # nothing that runs at the meeting reads weights: nobody will wait after it
             self._pager.let_go(stepping=True)
         self._steps += 1
         self.attend(Reason.STEP, f"step {self._steps}")

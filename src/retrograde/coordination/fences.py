@@ -77,6 +77,11 @@ class WriteFence:
     def refuse_capture(self, what: str) -> None:
         self._streams.refuse_capture(what)
 
+    @property
+    def has_listeners(self) -> bool:
+        """Do hooks of users run when gradients reach `.grad`?"""
+        return any(unit.hooked for unit in self._units)
+
     def stamp(self, unit: Unit) -> Stamp:
         """Which state of the other ranks' shards goes with this rank's own."""
         return Stamp(self.clock, unit.edits.made, unit.version - unit.version_at_rest, self._stepped)

@@ -105,11 +105,6 @@ class GradientFlow:
         self._orphans: list[Gradient] = []  # had to make room in a backward that raised: they count all the same
         self._pending: dict[int, Gradient] = {}  # added up locally, by unit
 
-    @property
-    def has_listeners(self) -> bool:
-        """Do hooks of users run when gradients reach `.grad`?"""
-        return any(unit.hooked for unit in self._units)
-
     def add(self, unit: Unit, leaves: Leaves) -> None:
         """A unit whose gradients come here."""
         self._units.append(unit)
