@@ -17,13 +17,14 @@ from retrograde.transport.mapped.mirror import ArenaMirror
 
 @contextlib.contextmanager
 def everything_mapped() -> Iterator[None]:
-    """For models that are sharded inside."""
-    kept = flat.WORTH_MAPPING
-    flat.WORTH_MAPPING = 1
+    """For models that are sharded inside. Each parameter has memory pages of its own, so that small ones are not all in
+    the first rank's shard."""
+    kept = flat.WORTH_MAPPING, flat.ALIGNMENT
+    flat.WORTH_MAPPING, flat.ALIGNMENT = 1, flat.MEMORY_PAGE
     try:
         yield
     finally:
-        flat.WORTH_MAPPING = kept
+        flat.WORTH_MAPPING, flat.ALIGNMENT = kept
 
 
 def mirror_of(unit: Unit) -> ArenaMirror:
