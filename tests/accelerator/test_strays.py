@@ -142,17 +142,22 @@ def test_in_every_order(late_ranks: Ranks, kind: str, exact: bool, mode: str, se
 
 
 # ---- nobody sees a part of a sum
-def _clipped(rank: int, world: int, kind: str, exact: bool) -> None:
-    """The norm is of complete sums, and so is what is given out as a plain tensor."""
+def _up_to_a_stray(rank: int, world: int, kind: str, exact: bool) -> Iterator[Twin]:
+    """Both models after each of four backwards, of which the last is a stray's."""
     with _on_device(rank, "lazy", 0) as where:
         twin = Twin(rank, world, 3, functools.partial(_made, where), exact=exact, timeout=TIMEOUT)
-        for step in range(4):
-            program = STRAYS[kind].once if step == 3 else STRAYS[kind].always
+        for program in (*[STRAYS[kind].always] * 3, STRAYS[kind].once):
             twin.plain_play(program)
             program(twin.model, rank)
-            norms = [nn.utils.clip_grad_norm_(model.parameters(), 0.5) for model in twin.both]
-            torch.testing.assert_close(*norms)  # of parts, added up in another order
+            yield twin
             twin.zero_grad()
+
+
+def _clipped(rank: int, world: int, kind: str, exact: bool) -> None:
+    """The norm is of complete sums, and so is what is given out as a plain tensor."""
+    for twin in _up_to_a_stray(rank, world, kind, exact):
+        norms = [nn.utils.clip_grad_norm_(model.parameters(), 0.5) for model in twin.both]
+        torch.testing.assert_close(*norms)  # of parts, added up in another order
 
 
 @pytest.mark.parametrize("kind", STRAYS)
@@ -162,19 +167,13 @@ def test_norms_are_of_complete_sums(late_ranks: Ranks, kind: str, exact: bool) -
 
 
 def _looked_at(rank: int, world: int, kind: str, exact: bool) -> None:
-    with _on_device(rank, "lazy", 0) as where:
-        twin = Twin(rank, world, 3, functools.partial(_made, where), exact=exact, timeout=TIMEOUT)
-        for step in range(4):
-            program = STRAYS[kind].once if step == 3 else STRAYS[kind].always
-            twin.plain_play(program)
-            program(twin.model, rank)
-            plain = dict(twin.plain.named_parameters())
-            for name, leaf in twin.model.named_parameters():
-                grad, whole = leaf.grad, plain[name].grad
-                assert grad is not None
-                assert whole is not None
-                assert torch.equal(grad.local, leaf.cut(whole))  # type: ignore[attr-defined]
-            twin.zero_grad()
+    for twin in _up_to_a_stray(rank, world, kind, exact):
+        plain = dict(twin.plain.named_parameters())
+        for name, leaf in twin.model.named_parameters():
+            grad, whole = leaf.grad, plain[name].grad
+            assert grad is not None
+            assert whole is not None
+            assert torch.equal(grad.local, leaf.cut(whole))  # type: ignore[attr-defined]
 
 
 # Of a backward that it did not do itself a rank hears at its next meeting, which a look is not where sums are exact.
