@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import retrograde as rg
 from retrograde.transport.collective.communicator import Communicator, Offer
@@ -94,6 +95,53 @@ def test_a_step_that_was_foreseen(ranks: Ranks, world: int, stage: int) -> None:
 def test_clipping_is_one_meeting_more(ranks: Ranks) -> None:
     for _, messages in ranks(2).run(_counted, 3, True):
         assert messages == {"Ordered": 2, "Meet": 1}
+
+
+# ---- large shards in the host's memory
+WIDE = 512  # of 512 x 512 numbers each of four ranks has 256 KiB
+
+
+def _wide() -> nn.Sequential:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE), nn.Linear(WIDE, 2))
+
+
+def _wide_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    x = torch.randn(3, WIDE, generator=torch.Generator().manual_seed(10 * step + rank))
+    return model(x).square().mean()
+
+
+def _large_shards(rank: int, world: int, stage: int) -> tuple[int, int, list[str]]:
+    """Broadcasts and all-gathers of two steps, and what differs from plain torch after them."""
+    model, plain = _wide(), _wide()
+    rg.shard(model, stage, units=nn.Linear, transport="collective")
+    optimizer, reference = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
+    with (
+        mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as broadcasts,
+        mock.patch.object(dist, "all_gather_single", wraps=dist.all_gather_single) as gathers,
+    ):
+        for step in range(2):
+            _wide_loss(model, rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for step in range(2):
+        play(plain, world, lambda model, rank, step=step: _wide_loss(model, rank, step).backward(), stage)
+        reference.step()
+        reference.zero_grad()
+    whole = model.state_dict()
+    wrong = [name for name, value in plain.state_dict().items() if not torch.equal(whole[name], value)]
+    return broadcasts.call_count, gathers.call_count, wrong
+
+
+@WITH_OTHERS
+@OPPOSITE_STAGES
+def test_large_shards_go_straight_to_their_places(ranks: Ranks, world: int, stage: int) -> None:
+    """Of two of the three units, in each of two steps. Of the first no backward reads the weight; at stage 3 pages of the
+    others are the two that stay."""
+    for broadcasts, gathers, wrong in ranks(world).run(_large_shards, stage):
+        assert wrong == []
+        assert broadcasts == 2 * 2 * world
+        assert gathers == 2
 
 
 # ---- arguments

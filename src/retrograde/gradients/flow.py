@@ -24,16 +24,16 @@ Rule 6: what a backward that raised has sent is given up at the next entry. What
 """
 
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
 
 import torch
 
 from retrograde.gradients.bucket import Bucket, Grads, huge
 from retrograde.gradients.gradient import Gradient, GradientState, uses_of
 from retrograde.gradients.keys import Keys, by_key
-from retrograde.gradients.landing import copy_of_sum, land_together, room_for_sum
+from retrograde.gradients.landing import Delivery, Leaves, copy_of_sum, land_together, room_for_sum
 from retrograde.gradients.offers import accumulated, due_offers, last_due, without_withdrawn
 from retrograde.gradients.strategy import Strategy
 from retrograde.gradients.window import Windows
@@ -44,21 +44,6 @@ from retrograde.torch_internals import at_end_of_backward, current_backward
 from retrograde.transport import Key, Offers, Position, Reason, Transport, Use, Uses
 
 MeetOthers = Callable[[Position], list[Position]]  # wait for every rank's next meeting; everybody's position, by rank
-
-
-class Delivery(NamedTuple):
-    """A reduced gradient that no Pack of this rank waits for, and which parameters it is for."""
-
-    unit: Unit
-    total: torch.Tensor
-    wanted: tuple[bool, ...]
-
-
-class Leaves(Protocol):
-    """A unit's way to `.grad` (graph.py)."""
-
-    def deliver(self, total: torch.Tensor, wanted: tuple[bool, ...]) -> None:
-        """Add a reduced gradient to `.grad` of the wanted parameters, as a backward would."""
 
 
 @dataclass(slots=True)
@@ -478,20 +463,34 @@ class GradientFlow:
             self._deliver(delivery)
 
     def flush(self, offers: Mapping[int, Offers]) -> None:
-        """After a meeting that asks for it: bring what is pending here, take part in what is pending elsewhere."""
-        rank = self._transport.rank
+        """After a meeting that asks for it: bring what is pending here, take part in what is pending elsewhere. While
+        one is added up the next is under way."""
+        under_way: deque[Callable[[], Delivery]] = deque()
         for key, ranks in by_key(offers).items():
-            unit, wanted = self._units[key.unit], accumulated(ranks)
-            if rank in ranks:
-                gradient = self._pending.pop(key.unit)
-                self._launch(gradient, key, ranks[rank])
-                total = self._strategy.total(gradient, ranks)
-                gradient.sum_up(wanted)
-                gradient.deliver()
-            else:
-                total = self._sum_of_others(unit, key, ranks)
-            self._deliver(Delivery(unit, total, wanted))
+            under_way.append(self._begin_flush(key, ranks))
+            if len(under_way) > 1:
+                self._deliver(under_way.popleft()())
+        for finish in under_way:
+            self._deliver(finish())
         self._strategy.finish_sending()
+
+    def _begin_flush(self, key: Key, ranks: Mapping[int, Uses]) -> Callable[[], Delivery]:
+        """Returns what makes the sum."""
+        unit, wanted = self._units[key.unit], accumulated(ranks)
+        mine = ranks.get(self._transport.rank)
+        if mine is None:
+            of_others = Delivery(unit, self._sum_of_others(unit, key, ranks), wanted)
+            return lambda: of_others
+        gradient = self._pending.pop(key.unit)
+        self._launch(gradient, key, mine)
+
+        def finish() -> Delivery:
+            total = self._strategy.total(gradient, ranks)
+            gradient.sum_up(wanted)
+            gradient.deliver()
+            return Delivery(unit, total, wanted)
+
+        return finish
 
     def pass_step(self) -> None:
         """All ranks are at a step, and everything has been added up."""

@@ -2,12 +2,28 @@
 devices/streams.py."""
 
 from collections.abc import Iterable
+from typing import NamedTuple, Protocol
 
 import torch
 
 from retrograde.devices import Streams
 from retrograde.gradients.gradient import Gradient, GradientState
 from retrograde.pages import Unit
+
+
+class Delivery(NamedTuple):
+    """A reduced gradient that no Pack of this rank waits for, and which parameters it is for."""
+
+    unit: Unit
+    total: torch.Tensor
+    wanted: tuple[bool, ...]
+
+
+class Leaves(Protocol):
+    """A unit's way to `.grad` (graph.py)."""
+
+    def deliver(self, total: torch.Tensor, wanted: tuple[bool, ...]) -> None:
+        """Add a reduced gradient to `.grad` of the wanted parameters, as a backward would."""
 
 
 def room_for_sum(unit: Unit, streams: Streams) -> torch.Tensor:

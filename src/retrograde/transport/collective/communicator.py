@@ -13,6 +13,29 @@ from retrograde.transport.one_sided import OneSidedTransport
 from retrograde.transport.own_groups import Calls, own_group
 
 POLL = 0.0002  # seconds between two looks at a call that the host waits for
+LARGE = 2**18  # bytes of a shard in the host's memory, from which on copying it takes longer than a call
+
+
+class EachShard:
+    """A gather in the host's memory: a broadcast of each shard, straight into its place in the page.
+
+    torch's all-gather over gloo makes a page of its own first, in fresh memory, and copies it."""
+
+    def __init__(self, shard: torch.Tensor, page: torch.Tensor, group: dist.ProcessGroup) -> None:
+        places = page.chunk(group.size())
+        mine = places[group.rank()]
+        if mine.data_ptr() != shard.data_ptr():
+            mine.copy_(shard)
+        self._works = [
+            dist.broadcast(place, group=group, group_src=owner, async_op=True) for owner, place in enumerate(places)
+        ]
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
 
 
 class GatherOffer(NamedTuple):
@@ -23,6 +46,8 @@ class GatherOffer(NamedTuple):
     stream: Stream  # on which both may be used
 
     def start(self, group: dist.ProcessGroup) -> Any:
+        if self.shard.is_cpu and self.shard.nbytes >= LARGE:
+            return EachShard(self.shard, self.page, group)
         return dist.all_gather_single(self.page, self.shard, group=group, async_op=True)
 
 
@@ -58,11 +83,11 @@ class CallWork:
 
     in_order = False  # does the next call of the communicator begin when this one has ended?
 
-    def __init__(self, work: dist.Work, offer: Offer, host: OneSidedTransport, calls: Calls) -> None:
+    def __init__(self, work: dist.Work | EachShard, offer: Offer, host: OneSidedTransport, calls: Calls) -> None:
         """`host`: who knows whether another rank has failed. `calls`: of its group."""
         self._calls = calls
         self._number = calls.begin()
-        self._work: dist.Work | None = work
+        self._work: dist.Work | EachShard | None = work
         self._offer: Offer | None = offer
         self._host = host
         self._waits_since: float | None = None
