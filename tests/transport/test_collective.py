@@ -136,8 +136,8 @@ def _large_shards(rank: int, world: int, stage: int) -> tuple[int, int, list[str
 @WITH_OTHERS
 @OPPOSITE_STAGES
 def test_large_shards_go_straight_to_their_places(ranks: Ranks, world: int, stage: int) -> None:
-    """Of two of the three units, in each of two steps. Of the first no backward reads the weight; at stage 3 pages of the
-    others are the two that stay."""
+    """Of two of the three units, in each of two steps. Of the first no backward reads the weight; at stage 3 the
+    pages of the others are the two that stay."""
     for broadcasts, gathers, wrong in ranks(world).run(_large_shards, stage):
         assert wrong == []
         assert broadcasts == 2 * 2 * world

@@ -71,6 +71,7 @@ class Engine:
             gathering = PageGathering(transport, self.pages)
         else:
             strategy = (OrderedSum if policy.exact else BackendSum)(transport, grid, policy, self.buckets)
+        self._buffers = strategy.buffers
         self.flow = GradientFlow(transport, grid, strategy, policy, self.buckets, meetings.meet, self.ledger)
         self.pager = Pager(policy, self.pages, self.flow.recover)
         self.coordinator = Coordinator(transport, grid, meetings, fence, self.flow, self.pager, gathering)
@@ -92,7 +93,7 @@ class Engine:
             self._enlist(memory)
         sizes = sorted((unit.layout.page_bytes for unit in self.units), reverse=True)
         self.pages.limit = sum(sizes[: 2 if self.policy.prefetch else 1]) + self.policy.resident
-        self.buckets.limit = sum(sorted(map(self.flow.waiting_bytes, self.units))[-2:])
+        self.buckets.limit = self._buffers * sum(sorted(map(self.flow.waiting_bytes, self.units))[-2:])
         self.coordinator.values("shard() is done", lambda: None)  # from here on others may read our shards
 
     def _enlist(self, made: UnitMemory) -> None:

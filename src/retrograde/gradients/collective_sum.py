@@ -54,12 +54,14 @@ class CollectiveSum:
     """Implements `Strategy`."""
 
     passes_through = False  # a collective takes one piece of memory
+    buffers = 2  # what is sent, and what comes
 
     def __init__(self, transport: OrderedTransport, policy: Policy, pool: BufferPool, one_by_one: OrderedSum) -> None:
         """`one_by_one`: for what ranks that stray bring, and for what they were absent from."""
         self._transport = transport
         self._one_by_one = one_by_one
         self._policy = policy
+        self._pool = pool
         self._streams = pool.streams
         self._apart = policy.exact or self._streams.on_host
         self.comes_later = not self._apart
@@ -98,9 +100,10 @@ class CollectiveSum:
         parts = self._transport.present(reducing.brought)
         mine = parts.pop(self._transport.rank)
         self._streams.reducing.run(lambda: gradient.own.copy_(mine))
-        self._transport.keep(gradient.key, parts)
+        self._transport.keep(gradient.key, {rank: part.clone() for rank, part in parts.items()})
         self._one_by_one.take_over(gradient)
         del self._started[gradient.key]
+        self._give_back(reducing)
 
     # ---- sending
     def launch(self, gradient: Gradient) -> None:
@@ -124,13 +127,12 @@ class CollectiveSum:
         stream = self._streams.reducing
         apart = apart or self._apart
         with labelled("reduction of", unit.name):
-            if apart:
-                brought = stream.empty(sent.numel(), sent.dtype)
-                work = self._transport.exchange(want, sent, brought)
-            else:
-                brought = stream.empty(unit.shard.numel(), sent.dtype)
-                work = self._transport.add_up(want, sent, brought)
+            brought, free = self._pool.take(sent.numel() if apart else unit.shard.numel(), sent.dtype)
+            stream.wait(free)
+            start = self._transport.exchange if apart else self._transport.add_up
+            work = start(want, sent, brought)
         if work is None:
+            self._pool.give(brought, stream.record())
             return False
         nobody_looks = want.at_meeting or not apart or self._transport.world == 1
         reducing = _Exchange(work, bucket, brought, True if nobody_looks else None)
@@ -149,6 +151,11 @@ class CollectiveSum:
     def _finish(self, reducing: _Exchange) -> None:
         while reducing in self._sending:
             self._finish_first()
+
+    def _give_back(self, reducing: _Exchange) -> None:
+        """Nobody reads what it brought any more."""
+        self._finish(reducing)
+        self._pool.give(reducing.brought, self._streams.reducing.record())
 
     def advance(self, gradients: Sequence[Gradient]) -> None:
         """A call goes on by itself."""
@@ -209,6 +216,7 @@ class CollectiveSum:
                 summed.add(rank, part)
             summed.finish(self._transport.world if self._policy.mean else 1)
         self._streams.current().wait(stream.record())
+        self._give_back(reducing)
         return own
 
     def give_up(self, gradient: Gradient) -> None:
@@ -221,6 +229,8 @@ class CollectiveSum:
     def withdrawn(self) -> Sequence[Key]:
         """Rule 3."""
         complete = [key for key, reducing in self._given_up.items() if self._is_complete(reducing)]
+        for reducing in self._given_up.values():
+            self._give_back(reducing)
         self._given_up.clear()
         return complete
 

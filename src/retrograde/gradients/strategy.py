@@ -42,6 +42,7 @@ class SumOfOthers(NamedTuple):
 
 class Strategy(Protocol):
     passes_through: bool  # may a bucket have gradients that lie where autograd left them?
+    buffers: int  # of the size of a bucket, that a gradient under way takes
     # May a part of a sum come to `.grad` later than the rest, at the next meeting, if a rank has strayed? Then who
     # computes from `.grad` meets before, and a backward ends without one.
     comes_later: bool
@@ -159,6 +160,7 @@ class OrderedSum:
     shard is the sum of that holder's replica. So both go by the same key."""
 
     passes_through = True
+    buffers = 1
     comes_later = False
 
     def __init__(self, transport: Transport, grid: Grid, policy: Policy, pool: BufferPool) -> None:
@@ -336,6 +338,7 @@ class BackendSum:
     """
 
     passes_through = False  # the backend takes one piece of memory
+    buffers = 1
     comes_later = False
 
     def __init__(self, transport: BackendTransport, grid: Grid, policy: Policy, pool: BufferPool) -> None:
