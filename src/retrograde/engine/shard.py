@@ -78,15 +78,16 @@ def shard(
 
     `units`: "auto" (repeated blocks), module classes, or a predicate; `join`: those of fewer bytes become one unit with
     the next. `precision`: "bf16" or "fp16" (modules compute in it, the optimizer updates fp32 masters), or an
-    `rg.Precision`. `exact=False`, the default on accelerators: the backend adds gradients up in its own order.
-    `transport`: "collective", the default on accelerators: by collectives of torch.distributed, but for what only some
-    ranks do; "one-sided": without them. `resident`: bytes of pages that may stay at stage 3 beyond the one in use and
-    the one being prefetched. `offload`, of a model on an accelerator: "optimizer" keeps
-    leaves, gradients and optimizer state in the host's memory; "parameters" at stage 3 also pages' sources. `mesh`: of
-    one dimension, or of two, (replicate, shard). `timeout`: seconds after which waiting for a rank that never comes
-    becomes a `DivergenceError`. `whole`: parameters that are not cut, for optimizers that need matrices (Muon): each is
-    held by one rank, with gradient and state: "matrices", "all", a list of parameters, modules or names, or a predicate
-    of (name, parameter). `overlap=False`, for looking for faults: everything is done on the current stream.
+    `rg.Precision`. `exact=False`, the default on accelerators: collectives bring gradients, and there the backend adds
+    them up in its own order (on the host it costs and gives what `exact=True` does). `transport`: "collective", the
+    default on accelerators and with `exact=False`: by collectives of torch.distributed, but for what only some ranks
+    do; "one-sided": without them. `resident`: bytes of pages that may stay at stage 3 beyond the one in use and the one
+    being prefetched. `offload`, of a model on an accelerator: "optimizer" keeps leaves, gradients and optimizer state
+    in the host's memory; "parameters" at stage 3 also pages' sources. `mesh`: of one dimension, or of two, (replicate,
+    shard). `timeout`: seconds after which waiting for a rank that never comes becomes a `DivergenceError`. `whole`:
+    parameters that are not cut, for optimizers that need matrices (Muon): each is held by one rank, with gradient and
+    state: "matrices", "all", a list of parameters, modules or names, or a predicate of (name, parameter).
+    `overlap=False`, for looking for faults: everything is done on the current stream.
     """
     group = _group(process_group, mesh)
     ranks = ProcessRanks(group, _connecting_time(timeout))
@@ -113,8 +114,9 @@ class Options(NamedTuple):
     whole: Whole = None
     offload: Offload | str | None = None
 
-    def policy(self, on_host: bool) -> Policy:
-        exact = on_host if self.exact is None else self.exact
+    def policy(self, on_host: bool, replicas: int) -> Policy:
+        by_backend = not on_host and replicas == 1 and self.by_collectives(on_host, replicas)
+        exact = not by_backend if self.exact is None else self.exact
         flag("overlap", self.overlap)
         one_of("transport", self.transport, TRANSPORTS, '"auto", "collective" or "one-sided"')
         return Policy.of(self.stage, self.resident, self.reduce, self.prefetch, self.precision, exact, self.offload)
@@ -129,7 +131,16 @@ class Options(NamedTuple):
 
     def by_collectives(self, on_host: bool, replicas: int) -> bool:
         """What "auto" comes to. Gradients of replicas do not go by collectives."""
-        return self.transport == "collective" or (self.transport == "auto" and not on_host and replicas == 1)
+        wanted = not on_host or self.asks_backend
+        return self.transport == "collective" or (self.transport == "auto" and wanted and replicas == 1)
+
+    @property
+    def asks_backend(self) -> bool:
+        """Was `exact=False` given? A mistake in the argument is told when all can be told (`policy`)."""
+        try:
+            return self.exact is not None and not flag("exact", self.exact)
+        except ShardingError:
+            return False
 
     def said(self, policy: Policy, grid: Grid) -> list[Said]:
         """What must be the same on all ranks."""
@@ -163,9 +174,9 @@ def shard_over(
     transport = _transport(ranks, fence, streams, options, grid)
     with transport.shared_fate("shard()"):
         transport.timeout = seconds("timeout", options.timeout)
-        policy = options.policy(streams.on_host)
+        policy = options.policy(streams.on_host, grid.replicas)
         arguments = options.said(policy, grid)
-        _check_sums(policy, grid)
+        _check_sums(options, grid)
         least = parse_bytes(options.join, "join")
         loads = Loads(grid.shards)
         find = partial(_find, loads, model, options.units, least, precision=policy.precision, whole=options.whole)
@@ -258,7 +269,7 @@ def _enlist(
     at_first = not engine.units
     if specs:
         with engine.transport.shared_fate("making room for units"):
-            even = isinstance(engine.transport, CollectiveTransport) or not engine.policy.exact  # what backends take
+            even = isinstance(engine.transport, CollectiveTransport)  # what backends take
             made = allocate(specs, engine.policy, engine.grid, engine.transport, engine.pages, even)
         _check_same(engine, specs, arguments)
         if at_first:
@@ -317,8 +328,16 @@ def _group(process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> 
     return process_group_of(ranks, "mesh", "mesh['dp']", ShardingError)
 
 
-def _check_sums(policy: Policy, grid: Grid) -> None:
-    if not policy.exact and grid.replicas > 1:
+def _check_sums(options: Options, grid: Grid) -> None:
+    """Can the backend add up, if it is asked to?"""
+    if not options.asks_backend:
+        return
+    if options.transport == "one-sided":
+        raise ShardingError(
+            "exact=False with transport='one-sided' cannot be used: the backend adds up by collectives; give "
+            "exact=True, or transport='collective'"
+        )
+    if grid.replicas > 1:
         raise ShardingError(
             f"exact=False with {grid.replicas} replicas of {grid.shards} shard(s) cannot be used: the backend adds up "
             f"over one dimension; give exact=True, or a mesh of one dimension"

@@ -6,7 +6,7 @@ nothing; what is counted, and when, is what the ranks of that world would count.
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NoReturn
 
 import torch
@@ -52,11 +52,10 @@ class FakeTransport:
         self.world = world
         self.timeout = timeout
         self.meetings = 0
-        self.calls: Counter[str] = Counter()  # reads, puts, reduce-scatters and meetings
-        self.nbytes: Counter[str] = Counter()  # into this rank by reads, out of it by puts and reduce-scatters
+        self.calls: Counter[str] = Counter()  # reads, puts and meetings
+        self.nbytes: Counter[str] = Counter()  # into this rank by reads, out of it by puts
         self.allocated: Counter[Memory] = Counter()  # bytes, ever
         self._shards = shards
-        self._ready: list[Key] = []
         self._put: dict[Key, torch.dtype] = {}
 
     def allocate(self, memory: Memory, numel: int, dtype: torch.dtype, stream: Stream) -> torch.Tensor:
@@ -89,23 +88,6 @@ class FakeTransport:
 
     def discard_parts(self) -> None:
         self._put = {key: dtype for key, dtype in self._put.items() if key.meeting >= self.meetings}
-
-    # ---- gradients, all ranks at once
-    def open_collectives(self) -> None:
-        """There is nothing to open."""
-
-    def ready(self, key: Key) -> None:
-        self._ready.append(key)
-
-    def agreed(self) -> Iterable[Key]:
-        """The others are ready when this one is."""
-        ready, self._ready = self._ready, []
-        return ready
-
-    def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor) -> Work:
-        self._count("reduce_scatter", whole.nbytes - own.nbytes)
-        own.copy_(whole[self.rank * own.numel() : (self.rank + 1) * own.numel()])
-        return _Done()
 
     # ---- agreement
     def meet(self, position: Position, anew: Callable[[], Position] | None = None) -> list[Position]:

@@ -12,7 +12,7 @@ from retrograde.transport.device_channel import DeviceChannel
 from retrograde.transport.mapped.channel import MappedChannel
 from retrograde.transport.mapped.transport import MappedTransport
 from retrograde.transport.one_sided import OneSidedTransport
-from retrograde.transport.protocol import BackendTransport, Channel, GatheredShards, ShardServer, Way
+from retrograde.transport.protocol import Channel, GatheredShards, ShardServer, Transport, Way
 from retrograde.transport.staged import StagedShards, StagedTransport
 
 
@@ -25,7 +25,7 @@ class ProcessRanks:
         self.rank = self._connections.rank
         self.world = self._connections.world
 
-    def transport(self, shards: ShardServer, streams: Streams, timeout: float) -> BackendTransport:
+    def transport(self, shards: ShardServer, streams: Streams, timeout: float) -> Transport:
         if streams.on_host:
             return self._host_transport(shards, timeout)
         return StagedTransport(self._host_transport(StagedShards(shards, streams), timeout), streams)
