@@ -77,11 +77,6 @@ class Engine:
         self._fence = fence
         self._owners: list[Owner] = []
 
-    def open(self) -> None:
-        """All ranks have agreed on how the model is sharded: make what they can only make together."""
-        if isinstance(self.transport, CollectiveTransport):
-            self.transport.open(self.grid.rows)
-
     def enlist(self, made: Sequence[UnitMemory]) -> None:
         """These have their values: make units of them, with a graph, and make their parameters leaves of it."""
         for memory in made:

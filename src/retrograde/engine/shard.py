@@ -43,9 +43,10 @@ from retrograde.layout import (
 )
 from retrograde.parameters import ShardedParameter, refuse_pieces_outside, watch_states, watch_updates
 from retrograde.parameters.access import patch, unpatched
-from retrograde.transport import ProcessRanks, Ranks
+from retrograde.transport import ProcessRanks, Ranks, Transport
 from retrograde.transport.collective import CollectiveTransport
 from retrograde.transport.groups import grid_of, group_of_replicas, process_group_of
+from retrograde.transport.values import exchange
 
 FindUnits = Callable[..., list[UnitSpec]]  # `find_units` of one model, and how it is sharded
 
@@ -171,44 +172,60 @@ def shard_over(
     grid = grid or Grid.line(ranks.rank, ranks.world)
     streams = streams_of(_device_of(model), options.overlaps)
     fence = WriteFence(streams)
-    transport = _transport(ranks, fence, streams, options, grid)
-    with transport.shared_fate("shard()"):
-        transport.timeout = seconds("timeout", options.timeout)
+    start = _start(ranks, fence, streams, options, grid)
+    first = start.transport
+    with first.shared_fate("shard()"):
+        first.timeout = seconds("timeout", options.timeout)
         policy = options.policy(streams.on_host, grid.replicas)
         arguments = options.said(policy, grid)
         _check_sums(options, grid)
-        least = parse_bytes(options.join, "join")
-        loads = Loads(grid.shards)
-        find = partial(_find, loads, model, options.units, least, precision=policy.precision, whole=options.whole)
+        find = _finding(model, options, policy, grid)
         specs = _units_of(model, find, streams.device)
         _prepare_torch()
         added = partial(_added, model, find, streams.device)
         shard_copy = partial(_shard_copy, ranks, _for_copies(options, model), grid)
-        engine = Engine(
-            model,
-            policy,
-            streams,
-            transport,
-            grid,
-            fence,
-            lambda engine: _enlist(engine, added()),
-            lambda memo: copied(model, memo, policy.precision, shard_copy),
-        )
-    _enlist(engine, specs, arguments, sources)
+    _check_same(first.rank, exchange(first, "shard()", _description(specs, arguments)))
+    engine = Engine(
+        model,
+        policy,
+        streams,
+        start.open(grid.rows),
+        grid,
+        fence,
+        lambda engine: _grow(engine, added()),
+        lambda memo: copied(model, memo, policy.precision, shard_copy),
+    )
+    _enlist(engine, specs, sources)
     return engine
 
 
-def _transport(ranks: Ranks, fence: WriteFence, streams: Streams, options: Options, grid: Grid) -> EngineTransport:
+class _Start(NamedTuple):
+    """Ranks that have yet to agree on how to shard: what they do that over, and what makes the engine's own transport
+    of it. `open` gets the ranks of each replica, by shard."""
+
+    transport: Transport
+    open: Callable[[Sequence[Sequence[int]]], EngineTransport]
+
+
+def _start(ranks: Ranks, fence: WriteFence, streams: Streams, options: Options, grid: Grid) -> _Start:
     """A mistake in the argument is told when all can be told."""
     if options.by_collectives(streams.on_host, grid.replicas) and isinstance(ranks, ProcessRanks):
-        return ranks.ordered_transport(fence, streams, WAIT_FOR_ARGUMENTS)
-    return ranks.transport(fence, streams, WAIT_FOR_ARGUMENTS)
+        start = ranks.collective_start(fence, streams, WAIT_FOR_ARGUMENTS)
+        return _Start(start.aside, start.open)
+    transport = ranks.transport(fence, streams, WAIT_FOR_ARGUMENTS)
+    return _Start(transport, lambda rows: transport)
 
 
 def _device_of(model: nn.Module) -> torch.device:
     """Where its parameters are. What is no model, or is where nothing can be computed, is told when all can be told."""
     device = device_of(model.parameters()) if isinstance(model, nn.Module) else HOST
     return device if can_compute(device) else HOST
+
+
+def _finding(model: nn.Module, options: Options, policy: Policy, grid: Grid) -> FindUnits:
+    least = parse_bytes(options.join, "join")
+    loads = Loads(grid.shards)
+    return partial(_find, loads, model, options.units, least, precision=policy.precision, whole=options.whole)
 
 
 def _find(loads: Loads, *args: Any, **kwargs: Any) -> list[UnitSpec]:
@@ -259,21 +276,21 @@ def _connecting_time(timeout: float) -> float:
         return WAIT_FOR_ARGUMENTS
 
 
-def _enlist(
-    engine: Engine,
-    specs: list[UnitSpec],
-    arguments: Sequence[Said] = (),
-    sources: Mapping[int, ShardedParameter] = MappingProxyType({}),
-) -> None:
-    """Make units of plain parameters. Nothing of the model is touched before all ranks agree that they may."""
+def _grow(engine: Engine, added: list[UnitSpec]) -> None:
+    """Nothing of the model is touched before all ranks agree that they may."""
+    if added:
+        told = engine.coordinator.values("shard()", lambda: _description(added, ()))
+        _check_same(engine.transport.rank, told)
+    _enlist(engine, added, MappingProxyType({}))
+
+
+def _enlist(engine: Engine, specs: list[UnitSpec], sources: Mapping[int, ShardedParameter]) -> None:
+    """Make units of plain parameters, which are the same on all ranks."""
     at_first = not engine.units
     if specs:
         with engine.transport.shared_fate("making room for units"):
             even = isinstance(engine.transport, CollectiveTransport)  # what backends take
             made = allocate(specs, engine.policy, engine.grid, engine.transport, engine.pages, even)
-        _check_same(engine, specs, arguments)
-        if at_first:
-            engine.open()
         check_resettable(engine.model, sources)
         _make_same_values(engine, specs, with_buffers=at_first)
         with engine.transport.shared_fate("making shards of parameters"):
@@ -374,22 +391,23 @@ def _check_plain(specs: list[UnitSpec], device: torch.device) -> None:
             raise ShardingError(f"parameter {name} has a gradient already; call zero_grad() before it is sharded")
 
 
-def _check_same(engine: Engine, specs: list[UnitSpec], arguments: Sequence[Said]) -> None:
-    """All ranks must shard the same model in the same way; say what differs, by name."""
+def _description(specs: list[UnitSpec], arguments: Sequence[Said]) -> list[list[str]]:
+    """What this rank is about to shard, and how."""
     meanings = [one.meaning for one in arguments]
     words = [one.words for one in arguments]
-    mine = [_described(name, param, spec) for spec in specs for name, param in spec.params]
-    told = engine.coordinator.values("shard()", lambda: [meanings, words, mine])
+    return [meanings, words, [_described(name, param, spec) for spec in specs for name, param in spec.params]]
+
+
+def _check_same(rank: int, told: list[list[list[str]]]) -> None:
+    """All ranks must shard the same model in the same way; say what differs, by name."""
     if text := differences([list(map(Said, theirs[0], theirs[1])) for theirs in told]):
-        raise ShardingError(
-            f"rank {engine.transport.rank}: shard() has different arguments: {text}; give the same on every rank"
-        )
+        raise ShardingError(f"rank {rank}: shard() has different arguments: {text}; give the same on every rank")
     everybody = [theirs[2] for theirs in told]
-    for rank, theirs in enumerate(everybody):
+    for other, theirs in enumerate(everybody):
         if theirs != everybody[0]:
             odd = sorted({*theirs} ^ {*everybody[0]}) or ["the order of parameters"]
             raise ShardingError(
-                f"rank {engine.transport.rank}: the model on rank {rank} differs from that on rank 0 in "
+                f"rank {rank}: the model on rank {other} differs from that on rank 0 in "
                 f"{', '.join(odd[:6])}; build the same model with the same arguments on every rank"
             )
 

@@ -11,16 +11,15 @@ to the second, so that in the end all ranks of all replicas know.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
 from retrograde.arguments import Said, differences
 from retrograde.errors import PipelineError, RetrogradeError
-from retrograde.transport import Position, Reason, Transport, Value
-
-V = TypeVar("V", bound=Value)
+from retrograde.transport import Transport
+from retrograde.transport.values import exchange
 
 
 @contextmanager
@@ -48,12 +47,6 @@ def _agree(transports: Sequence[Transport], what: str, arguments: list[Said], fa
             if different:
                 failure = f"{what} has different arguments: {different}; give the same on every rank"
     return failure
-
-
-def exchange(transport: Transport, label: str, value: V) -> list[V]:
-    """Everybody's value, by rank."""
-    positions = transport.meet(Position(Reason.VALUE, label, {}, {}, value))
-    return [position.value for position in positions]  # type: ignore[misc]
 
 
 class Agreed(NamedTuple):

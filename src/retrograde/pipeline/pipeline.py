@@ -23,7 +23,7 @@ from retrograde.errors import PipelineError, RetrogradeError
 from retrograde.layout import Precision, parse_bytes
 from retrograde.pipeline.account import table
 from retrograde.pipeline.again import Pending
-from retrograde.pipeline.agreement import end_of_step, exchange, together
+from retrograde.pipeline.agreement import end_of_step, together
 from retrograde.pipeline.batches import CallerGradients, copied, merged, microbatches, size
 from retrograde.pipeline.blocks import (
     Block,
@@ -54,6 +54,7 @@ from retrograde.pipeline.timeline import Timed
 from retrograde.pipeline.transport import StageTransport
 from retrograde.torch_internals import check_before_first_use
 from retrograde.transport import ProcessRanks, Transport
+from retrograde.transport.values import exchange
 
 
 @dataclass(frozen=True)

@@ -181,9 +181,6 @@ class OrderedTransport(Transport, Protocol):
     """One whose pages and gradients go by collectives, in an order that all ranks share. What does not fit into it goes
     one by one: then the following return None, and the caller reads or puts."""
 
-    def open(self, rows: Sequence[Sequence[int]]) -> None:
-        """Called once, by all ranks, before the first of the following. `rows`: the ranks of each replica, by shard."""
-
     def gather(self, unit: int, name: str, shard: torch.Tensor, memory: torch.Tensor) -> Work | None:
         """Start making a page of all ranks' shards, which are at rest, in `memory`."""
 
