@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 import retrograde as rg
-from retrograde.devices import streams_of
-from retrograde.engine.shard import HOST
+from retrograde.devices import HOST, streams_of
 from retrograde.transport import ThreadRanks
 from retrograde.transport.values import exchange
 from tests import threads

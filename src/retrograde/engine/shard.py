@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from retrograde.arguments import Said, check_module, differences, flag, instance, one_of, said, seconds
 from retrograde.compiling import Services, mark_regions
 from retrograde.coordination import WriteFence
-from retrograde.devices import Streams, can_compute, device_of, streams_of
+from retrograde.devices import HOST, Streams, can_compute, device_of, streams_of
 from retrograde.engine.copying import copied
 from retrograde.engine.ddp_and_fsdp import check_no_dtensors, check_unwrapped, refuse_ddp_and_fsdp
 from retrograde.engine.engine import Engine, EngineTransport
@@ -51,7 +51,6 @@ from retrograde.transport.values import exchange
 FindUnits = Callable[..., list[UnitSpec]]  # `find_units` of one model, and how it is sharded
 
 _preparing = threading.Lock()
-HOST = torch.device("cpu")
 TRANSPORTS = ("auto", "collective", "one-sided")
 WAIT_FOR_ARGUMENTS = 60.0  # seconds, until the argument `timeout` is known to be one
 

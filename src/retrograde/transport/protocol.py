@@ -13,8 +13,8 @@ get there is the affair of what stands behind this door:
 | `threads.py`                | threads of one process        | from tensor to tensor, in the same memory |
 | `fake.py`                   | this one, and as many imagined | nowhere: they are counted                 |
 
-To add another: a class for `Transport` and one for `Ranks`, which `shard_over` (engine/shard.py) takes. `shard()` takes
-`ProcessRanks`.
+To add another: a class for `Transport` and one for `Ranks`, which `shard_over` (engine/shard.py) takes; `shard()` makes
+`ProcessRanks`. Ranks that also make a `Channel` are `PipelineRanks`, which `Pipeline(mesh=...)` takes.
 
 Rule 1: `read` and `put` return at once. Their work object orders what comes after them: what is issued on the stream
         that `wait` is given finds the data there.
@@ -27,7 +27,7 @@ Rule 4: every wait has a time limit. When it has passed, or when a rank has fail
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum, auto
-from typing import NamedTuple, NoReturn, Protocol
+from typing import NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import torch
 
@@ -254,6 +254,7 @@ class Ranks(Protocol):
         """This rank has finished. It goes on serving those that have not."""
 
 
+@runtime_checkable
 class PipelineRanks(Ranks, Protocol):
     """Ranks that can also hold stages of a pipeline."""
 
