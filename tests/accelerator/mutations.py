@@ -32,7 +32,6 @@ from torch import Tensor, nn
 import retrograde as rg
 from retrograde.devices.streams import HAPPENED, DeviceStream
 from retrograde.transport.collective.communicator import DeviceCall
-from retrograde.transport.collectives import _Reduction
 from tests.accelerator import build as building
 from tests.accelerator import device
 from tests.accelerator.ranks import LateSeat
@@ -102,7 +101,6 @@ UNVISITED: dict[tuple[str, str], str] = {
     ("bucket.py", "self.release(stream.record())"): "a bucket that nobody wants; tests/streams comes by",
     ("staged.py", "return self._streams.current().to_host(value) if where[-1] else value"): BY_THE_HOST,
     ("staged.py", "self.work.wait(stream)"): ON_THE_HOST,
-    ("strategy.py", "reducing.work.wait(self._streams.reducing)"): "through `_All`, whose line is in scenes",
     ("strategy.py", "sending.work.wait(self._streams.reducing)"): "through `_All`, whose line is in scenes",
     ("transport.py", "parts = incoming.wait(self._streams.current())"): OF_PIPELINES,
     ("device_channel.py", "made = self._streams.current().record()"): OF_PIPELINES,
@@ -141,7 +139,7 @@ class _Watch:
 def watched(without: Site | None) -> Iterator[_Watch]:
     watch = _Watch(without)
     record, wait, to_host = DeviceStream.record, DeviceStream.wait, DeviceStream.to_host
-    call, reduction = DeviceCall.wait, _Reduction.wait
+    call = DeviceCall.wait
 
     def hasty(stream: DeviceStream, tensor: Tensor) -> Tensor:
         return to_host(stream, tensor) if watch.obeys("to_host") else _unsynchronised(stream, tensor)
@@ -151,7 +149,6 @@ def watched(without: Site | None) -> Iterator[_Watch]:
         (DeviceStream, "wait"): lambda stream, event: wait(stream, event) if watch.obeys("wait") else None,
         (DeviceStream, "to_host"): hasty,
         (DeviceCall, "wait"): lambda work, stream: call(work, stream) if watch.obeys("call") else None,
-        (_Reduction, "wait"): lambda work, stream: reduction(work, stream) if watch.obeys("call") else None,
     }
     with contextlib.ExitStack() as stack:
         for (owner, name), patch in patches.items():
@@ -320,16 +317,15 @@ SCENES: dict[str, tuple[Scene, dict[str, Any]]] = {
     "collective": (steps, {"transport": "collective", "exact": True}),
     "collective, backend's order": (steps, {"transport": "collective", "exact": False}),
     "one-sided": (steps, {"transport": "one-sided", "exact": True}),
-    "one-sided, backend's order": (steps, {"transport": "one-sided", "exact": False}),
     "no overlap": (two_streams, {"transport": "collective", "overlap": False}),
-    "no overlap, one-sided": (two_streams, {"transport": "one-sided", "exact": False, "overlap": False}),
+    "no overlap, one-sided": (two_streams, {"transport": "one-sided", "exact": True, "overlap": False}),
     "two streams": (two_streams, {"transport": "collective", "exact": True}),
     "two streams, one-sided": (two_streams, {"transport": "one-sided", "exact": True}),
     "window": (window, {"transport": "collective", "stage": 2}),
     "edits": (edits, {"transport": "collective"}),
     "edits, one-sided": (edits, {"transport": "one-sided", "exact": True}),
     "given up": (given_up, {"transport": "collective", "exact": True}),
-    "given up, one-sided": (given_up, {"transport": "one-sided", "exact": False}),
+    "given up, one-sided": (given_up, {"transport": "one-sided", "exact": True}),
     "masters": (masters, {"transport": "one-sided", "exact": True}),
     "offload of the optimizer": (steps, {"transport": "collective", "offload": "optimizer"}),
     "offload of parameters": (steps, {"transport": "collective", "offload": "parameters"}),

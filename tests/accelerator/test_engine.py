@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import retrograde as rg
 from tests.accelerator import device
@@ -87,6 +90,42 @@ def test_the_host_never_waits_in_a_step(late_ranks: Ranks, stage: int) -> None:
     gathers = {1: 4, 2: 4, 3: 4 + 3}[stage]
     calls = {"all_gather_single": gathers, "reduce_scatter_single": 4}
     assert late_ranks(WORLD).run(_step, stage) == [({}, calls)] * WORLD
+
+
+def _reduced_bytes(rank: int, world: int, precision: rg.Precision | None) -> tuple[dict[str, int], int]:
+    """Of the reductions of a backward: bytes by the kind of call, and elements of units."""
+    where = device.of_rank(rank)
+    model = build("gpt", where)
+    engine = rg.shard(model, timeout=20.0, precision=precision)
+    spec = SPECS["gpt"]
+    x, y = (tensor.to(where) for tensor in spec.batch(rank, 0))
+    with device.use("lazy"):
+        spec.loss(model(x), y).backward()
+        calls = device.collectives()
+    dist.barrier()
+    reduced = {name: tally.bytes for name, tally in calls.items() if name != "all_gather_single"}
+    return reduced, sum(unit.layout.padded_numel for unit in engine.units)
+
+
+@pytest.mark.parametrize(("precision", "size"), ((None, 4), (rg.Precision(reduce="bf16"), 2)))
+def test_the_backend_reduces_in_the_dtype_of_the_wire(
+    late_ranks: Ranks, precision: rg.Precision | None, size: int
+) -> None:
+    for reduced, elements in late_ranks(WORLD).run(_reduced_bytes, precision):
+        assert reduced == {"reduce_scatter_single": size * elements}
+
+
+def _default_sums(rank: int, world: int) -> list[bool]:
+    """Does the backend add up, where nobody says?"""
+    where = device.of_rank(rank)
+    square = init_device_mesh(where.type, (2, 1), mesh_dim_names=("replicate", "shard"))
+    ways: list[dict[str, Any]] = [{}, {"transport": "one-sided"}, {"mesh": square}]
+    return [not rg.shard(build("gpt", where), timeout=20.0, **way).policy.exact for way in ways]
+
+
+def test_the_backend_adds_up_by_default(late_ranks: Ranks) -> None:
+    """Where gradients go by collectives: not one-sidedly, and not those of replicas."""
+    assert late_ranks(WORLD).run(_default_sums) == [[True, False, False]] * WORLD
 
 
 class _Mixed(nn.Module):

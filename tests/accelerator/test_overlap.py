@@ -52,9 +52,8 @@ def test_the_same_numbers(late_ranks: Ranks, stage: int, transport: str) -> None
     assert late_ranks(WORLD).run(_alike, stage, mode, None, transport=transport) == [(True, True)] * WORLD
 
 
-@pytest.mark.parametrize("transport", ("collective", "one-sided"))
-def test_the_same_numbers_in_the_backends_order(late_ranks: Ranks, transport: str) -> None:
-    assert late_ranks(WORLD).run(_alike, 3, "lazy", None, transport=transport, exact=False) == [(True, True)] * WORLD
+def test_the_same_numbers_in_the_backends_order(late_ranks: Ranks) -> None:
+    assert late_ranks(WORLD).run(_alike, 3, "lazy", None, exact=False) == [(True, True)] * WORLD
 
 
 def test_the_same_numbers_compiled(late_ranks: Ranks) -> None:

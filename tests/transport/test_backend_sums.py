@@ -1,156 +1,104 @@
-"""`exact=False`: the backend's reduce-scatter starts while backward goes on, in one order on all ranks."""
+"""`exact=False` in the host's memory: sums by collectives, which start while backward goes on, with the same bits.
+
+On a device the backend adds up: tests/accelerator."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import retrograde as rg
-from retrograde.gradients.strategy import BackendSum
-from tests.harness import RankPool
-from tests.reference import play
+from retrograde.transport.collective import CollectiveTransport
+from retrograde.transport.collective.communicator import Communicator, ExchangeOffer, Offer
+from tests.harness import Ranks
+from tests.multiproc.twin import Twin
 from tests.small import BLOCKS, Small, backward_that_raises, backwards, batch, build, loss_of
 from tests.stages import REDUCING_STAGES, WITH_OTHERS
 from tests.transport.delays import delayed
 
-Ranks = Callable[[int], RankPool]
 
-
-@contextmanager
-def watched(engine: rg.Engine) -> Iterator[list[str]]:
-    """What happens in a backward, in order: a unit's gradient is there, its reduction starts, ranks meet."""
+def _watched(rank: int, world: int, stage: int) -> list[str]:
+    """What happens in a backward, in order: a unit's gradient is there, a call starts, ranks meet."""
+    model = build()
+    engine = rg.shard(model, stage, exact=False)
     seen: list[str] = []
-    collect, start, meet = engine.flow.collect, BackendSum._start, engine.transport.meet
+    collect, start, meet = engine.flow.collect, Communicator.start, CollectiveTransport.meet
 
     def collected(unit: Any, *rest: Any) -> Any:
         seen.append(f"has {unit.name}")
         return collect(unit, *rest)
 
-    def started(self: BackendSum, key: Any) -> None:
-        seen.append(f"starts {engine.units[key.unit].name}")
-        start(self, key)
+    def started(self: Communicator, offer: Offer) -> Any:
+        if isinstance(offer, ExchangeOffer):
+            seen.append("starts")
+        return start(self, offer)
 
-    def met(*position: Any) -> Any:
+    def met(self: CollectiveTransport, *position: Any) -> Any:
         seen.append("meets")
-        return meet(*position)
+        return meet(self, *position)
 
-    engine.flow.collect, BackendSum._start = collected, started  # type: ignore[method-assign]
-    engine.transport.meet = met  # type: ignore[method-assign]
-    try:
-        yield seen
-    finally:
-        BackendSum._start = start  # type: ignore[method-assign]
-        del engine.flow.collect, engine.transport.meet
-
-
-def _early(rank: int, world: int, stage: int) -> list[str]:
-    model = build()
-    engine = rg.shard(model, stage, exact=False)
     loss = loss_of(model, batch(rank))
-    for block in model.blocks:
-        block.register_full_backward_hook(lambda *args: dist.barrier())  # so that all have said that they are ready
-    loss = loss_of(model, batch(rank))
-    with watched(engine) as seen:
+    with (
+        mock.patch.object(engine.flow, "collect", collected),
+        mock.patch.object(Communicator, "start", started),
+        mock.patch.object(CollectiveTransport, "meet", met),
+    ):
         loss.backward()
+    dist.barrier()
     return seen
 
 
 @REDUCING_STAGES
 @WITH_OTHERS
-def test_reductions_start_during_backward(ranks: Ranks, stage: int, world: int) -> None:
-    for seen in ranks(world).run(_early, stage):
-        first_meeting = seen.index("meets")
-        started = [what for what in seen[:first_meeting] if what.startswith("starts")]
-        # All but the last block's as a rule; how soon a rank hears that all are ready is up to threads.
-        assert started
-        assert [what for what in seen if what.startswith("has")][-1] == "has (root)"
-        assert sorted(what for what in seen if what.startswith("starts")) == sorted(
-            f"starts {name}" for name in ("(root)", *(f"blocks.{i}" for i in range(BLOCKS)))
-        )
+def test_calls_start_during_backward(ranks: Ranks, stage: int, world: int) -> None:
+    for seen in ranks(world).run(_watched, stage):
+        assert seen.count("starts") == BLOCKS + 1
+        assert seen.index("starts") < seen.index("has (root)")
+        assert "meets" not in seen
 
 
-def _off(model: Small, engine: rg.Engine, want: Small) -> list[str]:
-    """Parameters whose gradients are not those of the plain model, but for the rounding of another order of sums."""
-    grads = engine.full_grads()
-    wrong = []
-    for name, p in want.named_parameters():
-        grad = grads[name]
-        scale = 1.0 if p.grad is None else float(p.grad.abs().max())
-        if grad is None or p.grad is None or not torch.allclose(grad, p.grad, rtol=1e-5, atol=1e-6 * scale):
-            wrong.append(name)
-    return wrong
-
-
-def _orders(rank: int, world: int, seed: int) -> list[str]:
+def _orders(rank: int, world: int, seed: int) -> None:
     """Ranks use blocks in orders of their own, with messages that take their time and collectives of the user's."""
     with delayed(10 * seed + rank):
-        plain, model = build(), build()
-        engine = rg.shard(model, 3, exact=False, timeout=30.0)
+        twin = Twin(rank, world, 3, exact=False, timeout=30.0)
 
-        def program(each: Small, who: int) -> None:
+        def program(model: Small, who: int) -> None:
             for step in range(2):
-                hidden = each.embed(batch(who, step))
-                for block in each.blocks if who == 0 else reversed(each.blocks):
+                hidden = model.embed(batch(who, step))
+                for block in model.blocks if who == 0 else reversed(model.blocks):
                     hidden = block(hidden)
-                each.head(hidden).square().mean().backward()
+                model.head(hidden).square().mean().backward()
 
-        program(model, rank)
+        program(twin.model, rank)  # type: ignore[arg-type]
         dist.all_reduce(torch.ones(3))  # between ours, at another moment on each rank
-        play(plain, world, program, 3)
-        wrong = _off(model, engine, plain)
-        dist.barrier()
-    return wrong
+        twin.plain_play(program)  # type: ignore[arg-type]
+        twin.check_grads()
+        twin.close()
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_ranks_with_orders_of_their_own(ranks: Ranks, seed: int) -> None:
-    assert ranks(4).run(_orders, seed, timeout=90.0) == [[]] * 4
+    ranks(4).run(_orders, seed, timeout=90.0)
 
 
-def _all_give_up(rank: int, world: int) -> list[str]:
-    """A backward that raises on all ranks, after reductions were agreed on; the next one is right."""
-    plain, model = build(), build()
-    engine = rg.shard(model, 3, exact=False, timeout=20.0)
+def _all_give_up(rank: int, world: int) -> int:
+    """A backward that raises on all ranks, after calls were started; the next one is right."""
+    twin = Twin(rank, world, 3, exact=False, timeout=20.0)
     with pytest.raises(ZeroDivisionError):
-        backward_that_raises(model, batch(rank))
-    backwards(1)(model, rank)
-    play(plain, world, backwards(1), 3)
-    wrong = _off(model, engine, plain)
-    if engine.buckets.used:
-        wrong.append(f"{engine.buckets.used} bytes of buckets")
-    return wrong
+        backward_that_raises(twin.model, batch(rank))  # type: ignore[arg-type]
+    backwards(1)(twin.model, rank)
+    twin.plain_play(backwards(1))
+    twin.check_grads()
+    twin.close()
+    return twin.engine.buckets.used
 
 
 def test_a_backward_that_all_gave_up(ranks: Ranks) -> None:
-    assert ranks(2).run(_all_give_up) == [[], []]
-
-
-def _one_gives_up(rank: int, world: int) -> str:
-    model = build()
-    rg.shard(model, 3, exact=False, timeout=20.0)
-    for block in model.blocks:
-        block.register_full_backward_hook(lambda *args: dist.barrier())
-    try:
-        backward_that_raises(model, batch(rank), raises=rank == 1)
-        model.zero_grad()
-    except ZeroDivisionError:
-        with pytest.raises(rg.DivergenceError) as caught:
-            model.zero_grad()
-        return str(caught.value)
-    except rg.DivergenceError as error:
-        return str(error)
-    return ""
-
-
-def test_a_backward_that_one_gave_up_is_told(ranks: Ranks) -> None:
-    """Its reductions were started with what it had sent, so the others cannot leave it out."""
-    for said in ranks(2).run(_one_gives_up):
-        assert "rank 1 gave up a backward in which it had already sent its gradient of unit" in said
+    assert ranks(2).run(_all_give_up) == [0, 0]
 
 
 def _more_groups(rank: int, world: int) -> bool:
@@ -168,3 +116,25 @@ def _more_groups(rank: int, world: int) -> bool:
 
 def test_ranks_may_be_in_other_groups(ranks: Ranks) -> None:
     assert ranks(2).run(_more_groups) == [True, True]
+
+
+# ---- which transport
+def _chosen(rank: int, world: int) -> list[bool]:
+    """Does `exact` choose collectives, where no transport is given?"""
+    return [isinstance(rg.shard(build(), exact=exact).transport, CollectiveTransport) for exact in (None, True, False)]
+
+
+def test_it_chooses_collectives(ranks: Ranks) -> None:
+    assert ranks(2).run(_chosen) == [[False, False, True]] * 2
+
+
+def _one_sided(rank: int, world: int) -> str:
+    with pytest.raises(rg.ShardingError) as caught:
+        rg.shard(build(), exact=False, transport="one-sided", timeout=20.0)
+    return str(caught.value)
+
+
+def test_another_transport_is_refused(ranks: Ranks) -> None:
+    for text in ranks(2).run(_one_sided):
+        assert "exact=False with transport='one-sided' cannot be used" in text
+        assert "give exact=True, or transport='collective'" in text

@@ -174,12 +174,12 @@ class _Groups:
 
 
 def _one_after_the_other(rank: int, world: int, keeps: bool) -> tuple[int, list[str]]:
-    """Four engines over collectives, two others whose sums are the backend's. `keeps`: rank 0 keeps all of them."""
+    """Four engines over collectives, two that got there by `exact=False`. `keeps`: rank 0 keeps all of them."""
     kept: list[object] = []
     wrong = []
     with mock.patch.object(dist, "new_group", _Groups()) as groups:
         for number in range(6):
-            how = {"transport": "collective"} if number < 4 else {"exact": False, "transport": "one-sided"}
+            how = {"transport": "collective"} if number < 4 else {"exact": False}
             model = build()
             plain = build()
             engine = rg.shard(model, 3, timeout=23.0 + keeps, **how)  # groups of other time-outs are others

@@ -11,7 +11,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,13 +30,10 @@ from retrograde.transport.envelope import pieces
 from retrograde.transport.messages import (
     Fail,
     Goodbye,
-    Meet,
     Message,
     MessageError,
     Put,
-    Ready,
     ShardData,
-    Start,
     TcpAddress,
     UnixAddress,
     decode_contact,
@@ -426,41 +422,3 @@ def test_a_host_is_known_where_there_is_a_kernel_to_ask(monkeypatch: pytest.Monk
     assert connecting.host() == connecting.host()
     monkeypatch.setattr(connecting, "Path", lambda name: Path("/nowhere"))
     assert connecting.host() != connecting.host()
-
-
-def _position(number: int) -> Meet:
-    return Meet(0, number, Reason.VALUE, "a value", {}, {}, None)
-
-
-def _answering(transport: OneSidedTransport, *messages: Message) -> list[Message]:
-    """Rank 1 says these when rank 0 has come to its meeting; returns what rank 0 has sent after that."""
-    alone: Any = transport.connections
-    came = threading.Event()
-    send = alone.send
-
-    def sent(dst: int, message: Message, data: Any = ()) -> None:
-        send(dst, message, data)
-        if isinstance(message, Meet):
-            came.set()
-
-    alone.send = sent
-    with ThreadPoolExecutor(1) as pool:
-        meeting = pool.submit(transport.meet, Position(Reason.VALUE, "a value", {}, {}))
-        assert came.wait(10.0)
-        for message in messages:
-            _hears(transport, 1, message)
-        meeting.result(10.0)
-    return [message for message in alone.sent if not isinstance(message, Meet)]
-
-
-def test_no_collective_is_started_during_a_meeting() -> None:
-    """Ranks that have left the meeting would know of it, and the others would not."""
-    transport = OneSidedTransport(_Alone(), Shards(2), 10.0)  # type: ignore[arg-type]
-    transport.number = 0
-    early, late = Key(0, 0, 0, 2), Key(0, 1, 0, 2)
-    transport.ready(early)
-    assert _answering(transport, Ready(0, early), Ready(0, late), _position(1)) == []
-    assert list(transport.agreed()) == []
-    transport.ready(late)
-    assert list(transport.agreed()) == [late]
-    assert transport.connections.sent[-1] == Start(0, late)  # type: ignore[comparison-overlap, index]

@@ -1,4 +1,4 @@
-"""What travels: gradients in another dtype than their own, small units together, and by the backend's own reduction."""
+"""What travels: gradients in another dtype than their own, small units together, and buckets that are given back."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 import retrograde as rg
@@ -107,63 +105,8 @@ def test_small_units_are_joined(ranks: Ranks, stage: int, join: int, units: int)
         assert seen["gathers"] == (1 + units if stage < 3 or units == 1 else 2 * (1 + units) - 1)
 
 
-def _by_the_backend(rank: int, world: int, stage: int, precision: Any, diverge: bool) -> dict[str, Any]:
-    """`exact=False`: torch's own reduce-scatter where all ranks bring a unit, ours where one does not."""
-    model, calls = build(), 0
-    engine = rg.shard(model, stage, exact=False, precision=precision)
-    original = dist.reduce_scatter_single
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return original(*args, **kwargs)
-
-    dist.reduce_scatter_single = counted
-    try:
-        for step in range(2):
-            hidden = model.embed(batch(rank, step))
-            for block in model.blocks[1:] if diverge and rank == 1 else model.blocks:
-                hidden = block(hidden)
-            F.cross_entropy(model.head(hidden).flatten(0, 1), batch(rank, step).flatten()).backward()
-        got = engine.full_grads()
-    finally:
-        dist.reduce_scatter_single = original
-    want = _plain_sums(world, diverge)
-    scale = max(float(grad.abs().max()) for grad in want.values())
-    off = max(float((got[name] - grad).abs().max()) for name, grad in want.items())
-    held = [u.name for u in engine.units if engine.flow._pending.get(u.index)]
-    return {"calls": calls, "off": off / scale, "held": held, "reduced": engine.ledger.count("reduce")}
-
-
-def _plain_sums(world: int, diverge: bool) -> dict[str, Tensor]:
-    model = build()
-    for rank in range(world):
-        for step in range(2):
-            hidden = model.embed(batch(rank, step))
-            for block in model.blocks[1:] if diverge and rank == 1 else model.blocks:
-                hidden = block(hidden)
-            loss = F.cross_entropy(model.head(hidden).flatten(0, 1), batch(rank, step).flatten())
-            (loss / world).backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-@EACH_WORLD
-@EACH_STAGE
-@pytest.mark.parametrize("diverge", (False, True))
-def test_the_backend_may_reduce(ranks: Ranks, stage: int, world: int, diverge: bool) -> None:
-    steps = 1 if stage == 1 else 2  # stage 1 reduces once
-    for seen in ranks(world).run(_by_the_backend, stage, None, diverge):
-        assert seen["off"] < 1e-6 and seen["held"] == []
-        assert seen["calls"] == steps * (BLOCKS + 1 - (diverge and world > 1))
-
-
-def test_the_backend_reduces_in_the_dtype_of_the_wire(ranks: Ranks) -> None:
-    for seen in ranks(2).run(_by_the_backend, 3, rg.Precision(reduce="bf16"), False):
-        assert seen["calls"] == 2 * (BLOCKS + 1) and 1e-5 < seen["off"] < 1e-2
-
-
 def _raises_then_trains(rank: int, world: int) -> tuple[int, int]:
-    """Bytes of buckets in use after backwards that raised, with the reduction left to the backend."""
+    """Bytes of buckets in use after backwards that raised, with sums by collectives."""
     model = build()
     engine = rg.shard(model, 3, exact=False)
     for _ in range(3):

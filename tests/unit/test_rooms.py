@@ -131,6 +131,23 @@ def face_faults(root: Path) -> list[str]:
     ]
 
 
+# Rooms that may name the host's memory themselves: they own it, carry its bytes, try torch there, or read files.
+KNOW_THE_HOST = ("devices", "transport", "torch_internals", "checkpoint")
+
+
+def place_faults(root: Path) -> list[str]:
+    """`device="cpu"` and the like: elsewhere the device is that of the streams, or `devices.HOST`."""
+    return [
+        f"{path.relative_to(root)}:{node.lineno}: a device is not named here"
+        for path in modules(root)
+        if room_of(path, root) not in KNOW_THE_HOST
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path)))
+        if isinstance(node, ast.Call)
+        for given in (*node.args, *(keyword.value for keyword in node.keywords))
+        if isinstance(given, ast.Constant) and given.value == "cpu"
+    ]
+
+
 def test_source_is_there() -> None:
     assert (SOURCE / "__init__.py").is_file()
 
@@ -153,6 +170,10 @@ def test_layout_has_no_collectives() -> None:
 
 def test_front_ends_use_the_public_face() -> None:
     assert face_faults(SOURCE) == []
+
+
+def test_devices_are_not_named_in_the_middle() -> None:
+    assert place_faults(SOURCE) == []
 
 
 # The rules themselves, on small wrong houses: each check must be able to fail.
@@ -223,3 +244,9 @@ def test_front_ends_that_reach_inside_are_found(tmp_path: Path) -> None:
     )
     root = house(tmp_path, {"integrations/other/a.py": inside})
     assert [fault.split(" ")[0] for fault in face_faults(root)] == ["integrations/other/a.py:3:"]
+
+
+def test_named_devices_are_found(tmp_path: Path) -> None:
+    text = 'a = torch.device("cpu")\nb = x.to("cpu")\nc = torch.empty(1, device="cpu")\nd = x.type == "cpu"\n'
+    found = place_faults(house(tmp_path, {"pages/a.py": text, "devices/b.py": text}))
+    assert [fault.split(" ")[0] for fault in found] == [f"pages/a.py:{line}:" for line in (1, 2, 3)]

@@ -142,6 +142,12 @@ def sent() -> Gradient:
     return made
 
 
+def test_what_comes_with_sending_is_not_there_before() -> None:
+    for asked in (lambda made: made.key, lambda made: made.own, lambda made: made.uses):
+        with pytest.raises(RuntimeError, match="a gradient of unit a unit has not been sent: it is FILLING"):
+            asked(gradient())
+
+
 def test_the_life_of_a_gradient() -> None:
     made = gradient()
     states = [made.state]

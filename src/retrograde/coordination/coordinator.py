@@ -35,6 +35,7 @@ from retrograde.layout import Grid
 from retrograde.pages import PageGathering, Pager, Unit
 from retrograde.torch_internals import NO_BACKWARD, current_backward
 from retrograde.transport import Position, Reason, Transport, Value, Work
+from retrograde.transport.values import require_same
 
 V = TypeVar("V", bound=Value)
 _URGENCY = {reason: place for place, reason in enumerate(Reason)}
@@ -93,7 +94,7 @@ class Coordinator:
             positions = self._meetings.meet(position(), anew)
             first = min([position.reason for position in positions], key=_URGENCY.__getitem__)
             if first in (Reason.STEP, Reason.VALUE):
-                self._require_same(positions)
+                require_same(self._transport, positions)
             flow.sum_sent(positions)
             concluded = self._conclude(first, positions)
             if Reason.STEP not in concluded:
@@ -121,12 +122,6 @@ class Coordinator:
                 self._flow.pass_step()
                 self._advance(WritePhase.STEPPED)
         return concluded
-
-    def _require_same(self, positions: list[Position]) -> None:
-        kinds = {(p.reason, p.label if p.reason is Reason.VALUE else "") for p in positions}
-        if len(kinds) > 1:
-            places = "; ".join(f"rank {r} is at {p.reason} ({p.label})" for r, p in enumerate(positions))
-            self._transport.fail(f"rank {self._transport.rank}: ranks cannot be reconciled: {places}")
 
     # ---- gradients
     def flush_pending_gradients(self, why: str) -> None:

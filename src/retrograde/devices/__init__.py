@@ -2,6 +2,7 @@
 
 from retrograde.devices.streams import (
     HAPPENED,
+    HOST,
     Event,
     Stream,
     Streams,
@@ -11,4 +12,4 @@ from retrograde.devices.streams import (
     streams_of,
 )
 
-__all__ = ["HAPPENED", "Event", "Stream", "Streams", "another_stream", "can_compute", "device_of", "streams_of"]
+__all__ = ["HAPPENED", "HOST", "Event", "Stream", "Streams", "another_stream", "can_compute", "device_of", "streams_of"]

@@ -46,6 +46,7 @@ from retrograde.errors import UnsupportedError
 
 Event = object  # what `record` gives and `wait` takes: opaque to everybody else
 
+HOST = torch.device("cpu")
 HAPPENED: Event = object()  # the event of work that was done when it was issued
 
 
@@ -95,7 +96,7 @@ class Crossing:
     @staticmethod
     def pinned(numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory of the host that streams can copy from and to."""
-        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
+        return torch.empty(numel, dtype=dtype, device=HOST, pin_memory=True)
 
     def note(self, stream: Stream) -> None:
         """What was issued there last reads or writes the host's memory."""
@@ -210,7 +211,7 @@ class DeviceStream(Stream):
         if tensor.device.type == "cpu":
             return tensor  # of a model that is offloaded
         with self._stream:
-            copied = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+            copied = torch.empty(tensor.shape, dtype=tensor.dtype, device=HOST, pin_memory=True)
             copied.copy_(tensor, non_blocking=True)
         self.finish()
         return copied
@@ -252,7 +253,7 @@ def another_stream(device: torch.device) -> Stream:
 def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
     """Where a model lives: on its first parameter's device. One on the meta device is made real on the host."""
     real = (tensor.device for tensor in tensors if tensor.device.type != "meta")
-    return next(real, torch.device("cpu"))
+    return next(real, HOST)
 
 
 def can_compute(device: torch.device) -> bool:

@@ -17,7 +17,7 @@ from retrograde.engine.growth import growth
 from retrograde.engine.named_state import named_state, names_of, numbered_state
 from retrograde.engine.units import UnitMemory
 from retrograde.errors import ShardingError
-from retrograde.gradients import BackendSum, CollectiveSum, GradientFlow, OrderedSum, Strategy, UnitGraph
+from retrograde.gradients import CollectiveSum, GradientFlow, OrderedSum, Strategy, UnitGraph
 from retrograde.layout import Grid, Policy, parse_bytes
 from retrograde.ledger import Ledger
 from retrograde.pages import BufferPool, PageGathering, Pager, SavedTensors, Unit
@@ -28,10 +28,10 @@ from retrograde.parameters.part import together
 from retrograde.parameters.wholes import plain
 from retrograde.reports import explain, report
 from retrograde.torch_internals import raw_grad, set_data, without_torch_function
-from retrograde.transport import BackendTransport, Memory, Reason
+from retrograde.transport import Memory, Reason, Transport
 from retrograde.transport.collective import CollectiveTransport
 
-EngineTransport = CollectiveTransport | BackendTransport
+EngineTransport = CollectiveTransport | Transport
 _A_RANK = "a rank of this engine's process group, or None"
 
 
@@ -62,15 +62,13 @@ class Engine:
         self.pages = BufferPool(Memory.PAGE, transport, streams, self.ledger)
         self.buckets = BufferPool(Memory.BUCKET, transport, streams, Ledger())  # the user's ledger is about pages
         meetings = Meetings(transport, self.ledger)
-        strategy: Strategy
+        one_by_one = OrderedSum(transport, grid, policy, self.buckets)
+        strategy: Strategy = one_by_one
         gathering = None
         if isinstance(transport, CollectiveTransport):
-            strategy = one_by_one = OrderedSum(transport, grid, policy, self.buckets)
             if grid.replicas == 1:
                 strategy = CollectiveSum(transport, policy, self.buckets, one_by_one)
             gathering = PageGathering(transport, self.pages)
-        else:
-            strategy = (OrderedSum if policy.exact else BackendSum)(transport, grid, policy, self.buckets)
         self._buffers = strategy.buffers
         self.flow = GradientFlow(transport, grid, strategy, policy, self.buckets, meetings.meet, self.ledger)
         self.pager = Pager(policy, self.pages, self.flow.recover)
@@ -79,13 +77,6 @@ class Engine:
         self.saves_shards = False
         self._fence = fence
         self._owners: list[Owner] = []
-
-    def open(self) -> None:
-        """All ranks have agreed on how the model is sharded: make what they can only make together."""
-        if isinstance(self.transport, CollectiveTransport):
-            self.transport.open(self.grid.rows)
-        elif not self.policy.exact:
-            self.transport.open_collectives()
 
     def enlist(self, made: Sequence[UnitMemory]) -> None:
         """These have their values: make units of them, with a graph, and make their parameters leaves of it."""

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from retrograde.arguments import Said, check_module, differences, flag, instance, one_of, said, seconds
 from retrograde.compiling import Services, mark_regions
 from retrograde.coordination import WriteFence
-from retrograde.devices import Streams, can_compute, device_of, streams_of
+from retrograde.devices import HOST, Streams, can_compute, device_of, streams_of
 from retrograde.engine.copying import copied
 from retrograde.engine.ddp_and_fsdp import check_no_dtensors, check_unwrapped, refuse_ddp_and_fsdp
 from retrograde.engine.engine import Engine, EngineTransport
@@ -43,14 +43,14 @@ from retrograde.layout import (
 )
 from retrograde.parameters import ShardedParameter, refuse_pieces_outside, watch_states, watch_updates
 from retrograde.parameters.access import patch, unpatched
-from retrograde.transport import ProcessRanks, Ranks
+from retrograde.transport import ProcessRanks, Ranks, Transport
 from retrograde.transport.collective import CollectiveTransport
 from retrograde.transport.groups import grid_of, group_of_replicas, process_group_of
+from retrograde.transport.values import exchange
 
 FindUnits = Callable[..., list[UnitSpec]]  # `find_units` of one model, and how it is sharded
 
 _preparing = threading.Lock()
-HOST = torch.device("cpu")
 TRANSPORTS = ("auto", "collective", "one-sided")
 WAIT_FOR_ARGUMENTS = 60.0  # seconds, until the argument `timeout` is known to be one
 
@@ -78,15 +78,16 @@ def shard(
 
     `units`: "auto" (repeated blocks), module classes, or a predicate; `join`: those of fewer bytes become one unit with
     the next. `precision`: "bf16" or "fp16" (modules compute in it, the optimizer updates fp32 masters), or an
-    `rg.Precision`. `exact=False`, the default on accelerators: the backend adds gradients up in its own order.
-    `transport`: "collective", the default on accelerators: by collectives of torch.distributed, but for what only some
-    ranks do; "one-sided": without them. `resident`: bytes of pages that may stay at stage 3 beyond the one in use and
-    the one being prefetched. `offload`, of a model on an accelerator: "optimizer" keeps
-    leaves, gradients and optimizer state in the host's memory; "parameters" at stage 3 also pages' sources. `mesh`: of
-    one dimension, or of two, (replicate, shard). `timeout`: seconds after which waiting for a rank that never comes
-    becomes a `DivergenceError`. `whole`: parameters that are not cut, for optimizers that need matrices (Muon): each is
-    held by one rank, with gradient and state: "matrices", "all", a list of parameters, modules or names, or a predicate
-    of (name, parameter). `overlap=False`, for looking for faults: everything is done on the current stream.
+    `rg.Precision`. `exact=False`, the default on accelerators: collectives bring gradients, and there the backend adds
+    them up in its own order (on the host it costs and gives what `exact=True` does). `transport`: "collective", the
+    default on accelerators and with `exact=False`: by collectives of torch.distributed, but for what only some ranks
+    do; "one-sided": without them. `resident`: bytes of pages that may stay at stage 3 beyond the one in use and the one
+    being prefetched. `offload`, of a model on an accelerator: "optimizer" keeps leaves, gradients and optimizer state
+    in the host's memory; "parameters" at stage 3 also pages' sources. `mesh`: of one dimension, or of two, (replicate,
+    shard). `timeout`: seconds after which waiting for a rank that never comes becomes a `DivergenceError`. `whole`:
+    parameters that are not cut, for optimizers that need matrices (Muon): each is held by one rank, with gradient and
+    state: "matrices", "all", a list of parameters, modules or names, or a predicate of (name, parameter).
+    `overlap=False`, for looking for faults: everything is done on the current stream.
     """
     group = _group(process_group, mesh)
     ranks = ProcessRanks(group, _connecting_time(timeout))
@@ -113,8 +114,9 @@ class Options(NamedTuple):
     whole: Whole = None
     offload: Offload | str | None = None
 
-    def policy(self, on_host: bool) -> Policy:
-        exact = on_host if self.exact is None else self.exact
+    def policy(self, on_host: bool, replicas: int) -> Policy:
+        by_backend = not on_host and replicas == 1 and self.by_collectives(on_host, replicas)
+        exact = not by_backend if self.exact is None else self.exact
         flag("overlap", self.overlap)
         one_of("transport", self.transport, TRANSPORTS, '"auto", "collective" or "one-sided"')
         return Policy.of(self.stage, self.resident, self.reduce, self.prefetch, self.precision, exact, self.offload)
@@ -129,7 +131,16 @@ class Options(NamedTuple):
 
     def by_collectives(self, on_host: bool, replicas: int) -> bool:
         """What "auto" comes to. Gradients of replicas do not go by collectives."""
-        return self.transport == "collective" or (self.transport == "auto" and not on_host and replicas == 1)
+        wanted = not on_host or self.asks_backend
+        return self.transport == "collective" or (self.transport == "auto" and wanted and replicas == 1)
+
+    @property
+    def asks_backend(self) -> bool:
+        """Was `exact=False` given? A mistake in the argument is told when all can be told (`policy`)."""
+        try:
+            return self.exact is not None and not flag("exact", self.exact)
+        except ShardingError:
+            return False
 
     def said(self, policy: Policy, grid: Grid) -> list[Said]:
         """What must be the same on all ranks."""
@@ -160,44 +171,60 @@ def shard_over(
     grid = grid or Grid.line(ranks.rank, ranks.world)
     streams = streams_of(_device_of(model), options.overlaps)
     fence = WriteFence(streams)
-    transport = _transport(ranks, fence, streams, options, grid)
-    with transport.shared_fate("shard()"):
-        transport.timeout = seconds("timeout", options.timeout)
-        policy = options.policy(streams.on_host)
+    start = _start(ranks, fence, streams, options, grid)
+    first = start.transport
+    with first.shared_fate("shard()"):
+        first.timeout = seconds("timeout", options.timeout)
+        policy = options.policy(streams.on_host, grid.replicas)
         arguments = options.said(policy, grid)
-        _check_sums(policy, grid)
-        least = parse_bytes(options.join, "join")
-        loads = Loads(grid.shards)
-        find = partial(_find, loads, model, options.units, least, precision=policy.precision, whole=options.whole)
+        _check_sums(options, grid)
+        find = _finding(model, options, policy, grid)
         specs = _units_of(model, find, streams.device)
         _prepare_torch()
         added = partial(_added, model, find, streams.device)
         shard_copy = partial(_shard_copy, ranks, _for_copies(options, model), grid)
-        engine = Engine(
-            model,
-            policy,
-            streams,
-            transport,
-            grid,
-            fence,
-            lambda engine: _enlist(engine, added()),
-            lambda memo: copied(model, memo, policy.precision, shard_copy),
-        )
-    _enlist(engine, specs, arguments, sources)
+    _check_same(first.rank, exchange(first, "shard()", _description(specs, arguments)))
+    engine = Engine(
+        model,
+        policy,
+        streams,
+        start.open(grid.rows),
+        grid,
+        fence,
+        lambda engine: _grow(engine, added()),
+        lambda memo: copied(model, memo, policy.precision, shard_copy),
+    )
+    _enlist(engine, specs, sources)
     return engine
 
 
-def _transport(ranks: Ranks, fence: WriteFence, streams: Streams, options: Options, grid: Grid) -> EngineTransport:
+class _Start(NamedTuple):
+    """Ranks that have yet to agree on how to shard: what they do that over, and what makes the engine's own transport
+    of it. `open` gets the ranks of each replica, by shard."""
+
+    transport: Transport
+    open: Callable[[Sequence[Sequence[int]]], EngineTransport]
+
+
+def _start(ranks: Ranks, fence: WriteFence, streams: Streams, options: Options, grid: Grid) -> _Start:
     """A mistake in the argument is told when all can be told."""
     if options.by_collectives(streams.on_host, grid.replicas) and isinstance(ranks, ProcessRanks):
-        return ranks.ordered_transport(fence, streams, WAIT_FOR_ARGUMENTS)
-    return ranks.transport(fence, streams, WAIT_FOR_ARGUMENTS)
+        start = ranks.collective_start(fence, streams, WAIT_FOR_ARGUMENTS)
+        return _Start(start.aside, start.open)
+    transport = ranks.transport(fence, streams, WAIT_FOR_ARGUMENTS)
+    return _Start(transport, lambda rows: transport)
 
 
 def _device_of(model: nn.Module) -> torch.device:
     """Where its parameters are. What is no model, or is where nothing can be computed, is told when all can be told."""
     device = device_of(model.parameters()) if isinstance(model, nn.Module) else HOST
     return device if can_compute(device) else HOST
+
+
+def _finding(model: nn.Module, options: Options, policy: Policy, grid: Grid) -> FindUnits:
+    least = parse_bytes(options.join, "join")
+    loads = Loads(grid.shards)
+    return partial(_find, loads, model, options.units, least, precision=policy.precision, whole=options.whole)
 
 
 def _find(loads: Loads, *args: Any, **kwargs: Any) -> list[UnitSpec]:
@@ -248,21 +275,21 @@ def _connecting_time(timeout: float) -> float:
         return WAIT_FOR_ARGUMENTS
 
 
-def _enlist(
-    engine: Engine,
-    specs: list[UnitSpec],
-    arguments: Sequence[Said] = (),
-    sources: Mapping[int, ShardedParameter] = MappingProxyType({}),
-) -> None:
-    """Make units of plain parameters. Nothing of the model is touched before all ranks agree that they may."""
+def _grow(engine: Engine, added: list[UnitSpec]) -> None:
+    """Nothing of the model is touched before all ranks agree that they may."""
+    if added:
+        told = engine.coordinator.values("shard()", lambda: _description(added, ()))
+        _check_same(engine.transport.rank, told)
+    _enlist(engine, added, MappingProxyType({}))
+
+
+def _enlist(engine: Engine, specs: list[UnitSpec], sources: Mapping[int, ShardedParameter]) -> None:
+    """Make units of plain parameters, which are the same on all ranks."""
     at_first = not engine.units
     if specs:
         with engine.transport.shared_fate("making room for units"):
-            even = isinstance(engine.transport, CollectiveTransport) or not engine.policy.exact  # what backends take
+            even = isinstance(engine.transport, CollectiveTransport)  # what backends take
             made = allocate(specs, engine.policy, engine.grid, engine.transport, engine.pages, even)
-        _check_same(engine, specs, arguments)
-        if at_first:
-            engine.open()
         check_resettable(engine.model, sources)
         _make_same_values(engine, specs, with_buffers=at_first)
         with engine.transport.shared_fate("making shards of parameters"):
@@ -317,8 +344,16 @@ def _group(process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> 
     return process_group_of(ranks, "mesh", "mesh['dp']", ShardingError)
 
 
-def _check_sums(policy: Policy, grid: Grid) -> None:
-    if not policy.exact and grid.replicas > 1:
+def _check_sums(options: Options, grid: Grid) -> None:
+    """Can the backend add up, if it is asked to?"""
+    if not options.asks_backend:
+        return
+    if options.transport == "one-sided":
+        raise ShardingError(
+            "exact=False with transport='one-sided' cannot be used: the backend adds up by collectives; give "
+            "exact=True, or transport='collective'"
+        )
+    if grid.replicas > 1:
         raise ShardingError(
             f"exact=False with {grid.replicas} replicas of {grid.shards} shard(s) cannot be used: the backend adds up "
             f"over one dimension; give exact=True, or a mesh of one dimension"
@@ -355,22 +390,23 @@ def _check_plain(specs: list[UnitSpec], device: torch.device) -> None:
             raise ShardingError(f"parameter {name} has a gradient already; call zero_grad() before it is sharded")
 
 
-def _check_same(engine: Engine, specs: list[UnitSpec], arguments: Sequence[Said]) -> None:
-    """All ranks must shard the same model in the same way; say what differs, by name."""
+def _description(specs: list[UnitSpec], arguments: Sequence[Said]) -> list[list[str]]:
+    """What this rank is about to shard, and how."""
     meanings = [one.meaning for one in arguments]
     words = [one.words for one in arguments]
-    mine = [_described(name, param, spec) for spec in specs for name, param in spec.params]
-    told = engine.coordinator.values("shard()", lambda: [meanings, words, mine])
+    return [meanings, words, [_described(name, param, spec) for spec in specs for name, param in spec.params]]
+
+
+def _check_same(rank: int, told: list[list[list[str]]]) -> None:
+    """All ranks must shard the same model in the same way; say what differs, by name."""
     if text := differences([list(map(Said, theirs[0], theirs[1])) for theirs in told]):
-        raise ShardingError(
-            f"rank {engine.transport.rank}: shard() has different arguments: {text}; give the same on every rank"
-        )
+        raise ShardingError(f"rank {rank}: shard() has different arguments: {text}; give the same on every rank")
     everybody = [theirs[2] for theirs in told]
-    for rank, theirs in enumerate(everybody):
+    for other, theirs in enumerate(everybody):
         if theirs != everybody[0]:
             odd = sorted({*theirs} ^ {*everybody[0]}) or ["the order of parameters"]
             raise ShardingError(
-                f"rank {engine.transport.rank}: the model on rank {rank} differs from that on rank 0 in "
+                f"rank {rank}: the model on rank {other} differs from that on rank 0 in "
                 f"{', '.join(odd[:6])}; build the same model with the same arguments on every rank"
             )
 

@@ -3,6 +3,6 @@
 from retrograde.gradients.collective_sum import CollectiveSum
 from retrograde.gradients.flow import GradientFlow
 from retrograde.gradients.graph import UnitGraph
-from retrograde.gradients.strategy import BackendSum, OrderedSum, Strategy
+from retrograde.gradients.strategy import OrderedSum, Strategy
 
-__all__ = ["BackendSum", "CollectiveSum", "GradientFlow", "OrderedSum", "Strategy", "UnitGraph"]
+__all__ = ["CollectiveSum", "GradientFlow", "OrderedSum", "Strategy", "UnitGraph"]

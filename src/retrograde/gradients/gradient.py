@@ -12,6 +12,7 @@ it has sent and nobody has added up yet; what fills a bucket is given up when `.
 """
 
 from enum import Enum, auto
+from typing import NamedTuple
 
 import torch
 
@@ -37,6 +38,16 @@ _NEXT = {
 }
 
 
+class Sent(NamedTuple):
+    """What a gradient has from being sent on.
+
+    `uses`: what each parameter's gradient is for, here. `own`: of this rank's shard; the sum, when SUMMED."""
+
+    key: Key
+    uses: Uses
+    own: torch.Tensor
+
+
 class Gradient:
     def __init__(self, unit: Unit, bucket: Bucket) -> None:
         self.unit = unit
@@ -46,10 +57,8 @@ class Gradient:
         self.seen_at_once = False  # by who captures it, by a hook, or as part of a graph: not only by who asks `.grad`
         self.reached = (False,) * len(self.unit.leaves)  # the parameters whose .grad this rank's Pack adds to
         self.wanted = self.reached  # when SUMMED: those whose gradients go to .grad, on any rank
-        self._key: Key | None = None
         self.at_leaves: torch.Tensor | None = None  # when SUMMED: where the leaves are, if that is elsewhere
-        self._own: torch.Tensor | None = None
-        self._uses: Uses = ()
+        self._sent: Sent | None = None
 
     # ---- transitions
     def _become(self, state: GradientState) -> None:
@@ -61,9 +70,7 @@ class Gradient:
     def send(self, key: Key, uses: Uses, own: torch.Tensor) -> None:
         """It goes to the other ranks under `key`. `own` becomes the reduced gradient of this rank's shard."""
         self._become(GradientState.SENT)
-        self._key = key
-        self._uses = uses
-        self._own = own
+        self._sent = Sent(key, uses, own)
 
     def sum_up(self, wanted: tuple[bool, ...]) -> None:
         self._become(GradientState.SUMMED)
@@ -81,24 +88,28 @@ class Gradient:
 
     # ---- of one that was sent
     @property
+    def _as_sent(self) -> Sent:
+        if self._sent is None:
+            raise RuntimeError(f"a gradient of unit {self.unit.name} has not been sent: it is {self.state.name}")
+        return self._sent
+
+    @property
     def key(self) -> Key:
-        assert self._key is not None, self.unit.name
-        return self._key
+        return self._as_sent.key
 
     @property
     def own(self) -> torch.Tensor:
-        assert self._own is not None, self.unit.name
-        return self._own
+        return self._as_sent.own
 
     @property
     def uses(self) -> Uses:
-        return self._uses
+        return self._as_sent.uses
 
     # ---- of one that was summed
     @property
     def packed(self) -> tuple[bool, ...]:
         """For which parameters Pack has a gradient: what is captured here, and what it can add to `.grad`."""
-        each = zip(self._uses, self.delivered_by_pack, strict=True)
+        each = zip(self.uses, self.delivered_by_pack, strict=True)
         return tuple(use is Use.CAPTURED or delivered for use, delivered in each)
 
     @property

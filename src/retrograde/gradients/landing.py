@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from retrograde.devices import Streams
+from retrograde.devices import HOST, Streams
 from retrograde.gradients.gradient import Gradient, GradientState
 from retrograde.pages import Unit
 
@@ -43,7 +43,7 @@ def copy_of_sum(unit: Unit, total: torch.Tensor, streams: Streams) -> torch.Tens
 def landed(total: torch.Tensor, streams: Streams) -> torch.Tensor:
     """A reduced gradient in the host's memory, where the leaves are, or on its way there."""
     if torch.is_grad_enabled():
-        return total.to("cpu")  # as part of a graph; the host waits
+        return total.to(HOST)  # as part of a graph; the host waits
     returning = streams.crossing.returning
     came = streams.crossing.pinned(total.numel(), total.dtype)
     returning.wait(streams.current().record())  # which has waited for the sum

@@ -7,8 +7,8 @@ arrived first, so it is the same at every run and equal to playing the ranks one
 without a gradient is left out. With replicas (layout/grid.py) each adds up its own ranks' gradients so, and the holders
 of a shard exchange those sums and add them up in the order of replicas: (g0 + g1) + (g2 + g3). A replica without a
 gradient is left out.
-`BackendSum`: torch.distributed's reduce-scatter, in the backend's own order, of which it says nothing (a ring, on those
-that have one). It starts as soon as all ranks have the gradient, while backward goes on.
+`CollectiveSum` (collective_sum.py) does the same by collectives, or on a device leaves the sum to the backend, in an
+order of which it says nothing (a ring, on those that have one).
 
 To add another way (in another precision, in blocks, compressed): another class with these methods.
 """
@@ -22,12 +22,11 @@ import torch
 from retrograde.devices import Event, Stream
 from retrograde.gradients.bucket import Bucket
 from retrograde.gradients.gradient import Gradient
-from retrograde.gradients.keys import FLUSHED
 from retrograde.gradients.landing import room_for_sum
 from retrograde.labels import labelled
 from retrograde.layout import Grid, Policy
 from retrograde.pages import BufferPool, Unit
-from retrograde.transport import BackendTransport, Key, Transport, Uses, Work
+from retrograde.transport import Key, Transport, Uses, Work
 
 Contributors = Mapping[int, Uses]  # of one gradient: the ranks that have it, and what each does with it
 
@@ -312,122 +311,6 @@ class OrderedSum:
     def withdrawn(self) -> Sequence[Key]:
         """A part counts only if it is on offer at the meeting."""
         return ()
-
-
-class _Reducing(NamedTuple):
-    """A reduce-scatter that was started."""
-
-    gradient: Gradient
-    work: Work
-    part: torch.Tensor  # of this rank, when the work is done
-
-    def release(self, read: Event) -> None:
-        if not self.gradient.bucket.given_back:
-            self.gradient.bucket.release(read)
-
-
-class BackendSum:
-    """Implements `Strategy`.
-
-    Rule 1: a reduction that all ranks have agreed on (`Transport.agreed`) is started by all, in that order, also by a
-            rank that has given up the gradient since: the others may not know, and would wait for it.
-    Rule 2: at a meeting those that all ranks offer and that were not agreed on before are started, in the order of
-            their keys. Where some ranks have nothing, parts travel one by one and are added up in rank order.
-    Rule 3: nothing waits for a reduction before the end of the backward, so as many buckets are held as there are
-            gradients that some rank does not have yet: up to the whole model's, where one rank is far behind.
-    """
-
-    passes_through = False  # the backend takes one piece of memory
-    buffers = 1
-    comes_later = False
-
-    def __init__(self, transport: BackendTransport, grid: Grid, policy: Policy, pool: BufferPool) -> None:
-        self._transport = transport
-        self._policy = policy
-        self._streams = pool.streams
-        self._ordered = OrderedSum(transport, grid, policy, pool)
-        self._waiting: dict[Key, Gradient] = {}  # announced, not started
-        self._started: dict[Key, _Reducing] = {}
-        self._given_up: set[Key] = set()
-
-    def contributors(self, gradient: Gradient) -> Contributors | None:
-        return None
-
-    def launch(self, gradient: Gradient) -> None:
-        self._waiting[gradient.key] = gradient
-        if gradient.key.turn != FLUSHED:  # of those a meeting has just said who has them
-            self._transport.ready(gradient.key)
-
-    def advance(self, gradients: Sequence[Gradient]) -> None:
-        for key in self._transport.agreed():
-            self._start(key)
-        for reducing in self._started.values():  # their memory serves the next ones
-            if reducing.work.done():
-                reducing.release(self._streams.reducing.record())
-
-    def _start(self, key: Key) -> None:
-        gradient = self._waiting.pop(key)
-        stream = self._streams.reducing
-        # The same on all ranks, of which some may have waited in a window and others not.
-        wire = self._policy.on_the_wire(self._policy.waiting(gradient.unit.layout.dtype))
-        part = stream.empty(gradient.own.numel(), wire)
-        works: list[Work] = []
-        with labelled("reduce-scatter of", gradient.unit.name):
-            stream.run(lambda: works.append(self._transport.reduce_scatter(part, gradient.bucket.store.to(wire))))
-        self._started[key] = _Reducing(gradient, _All(works), part)
-
-    def begin_sums(self, offers: Mapping[Key, Contributors]) -> None:
-        self.advance(())
-        for key in list(self._waiting):
-            if key in self._given_up:
-                self._waiting.pop(key).bucket.discard()
-        for key in [key for key in self._started if key in self._given_up]:
-            self._finish(key)
-        self._given_up.clear()
-        for key, ranks in offers.items():
-            if key in self._waiting and len(ranks) == self._transport.world:
-                self._start(key)
-
-    def total(self, gradient: Gradient, offers: Contributors) -> torch.Tensor:
-        world = self._transport.world
-        if gradient.key in self._waiting and len(offers) == world:
-            self._start(gradient.key)
-        if gradient.key not in self._started:
-            self._waiting.pop(gradient.key)
-            self._ordered.launch(gradient)
-            return self._ordered.total(gradient, offers)
-        if len(offers) < world:
-            absent = next(rank for rank in range(world) if rank not in offers)
-            fail_given_up(self._transport, absent, gradient.unit)
-        part = self._finish(gradient.key)
-        stream = self._streams.reducing
-        divisor = world if self._policy.mean else 1
-        stream.run(lambda: torch.div(part, divisor, out=gradient.own))
-        self._streams.current().wait(stream.record())
-        return gradient.own
-
-    def _finish(self, key: Key) -> torch.Tensor:
-        reducing = self._started.pop(key)
-        with labelled("wait for reduce-scatter of", reducing.gradient.unit.name):
-            reducing.work.wait(self._streams.reducing)
-        reducing.release(self._streams.reducing.record())
-        return reducing.part
-
-    def total_of_others(self, unit: Unit, key: Key, offers: Contributors) -> torch.Tensor:
-        return self._ordered.total_of_others(unit, key, offers)
-
-    def sums_of_others(self, units: Sequence[Unit], last: float) -> Sequence[SumOfOthers]:
-        return ()
-
-    def give_up(self, gradient: Gradient) -> None:
-        self._given_up.add(gradient.key)
-
-    def withdrawn(self) -> Sequence[Key]:
-        """A reduction that was started and given up is told at the meeting that adds it up."""
-        return ()
-
-    def finish_sending(self) -> None:
-        self._ordered.finish_sending()
 
 
 class _All:

@@ -34,8 +34,8 @@ class Precision:
 
     `param`: what modules compute with, and what travels when weights do. `master`: what the optimizer updates; fp32 or
     wider if `param` is given. `reduce`: in which gradients travel (their own, if None). They are added up in fp32 or
-    wider; with `exact=False` the backend adds them up in that dtype. `accumulate`: in which a rank adds up gradients of
-    several backwards before they are sent, in windows and at stage 1; that of `param` if None.
+    wider; on accelerators with `exact=False` the backend adds them up in that dtype. `accumulate`: in which a rank adds
+    up gradients of several backwards before they are sent, in windows and at stage 1; that of `param` if None.
 
     `keep`: classes of modules that compute in the masters' dtype, norms for instance. Their floating-point arguments
     are cast to it, their results to `param`. `inputs`: cast the model's floating-point arguments to `param`. `output`:

@@ -11,16 +11,15 @@ to the second, so that in the end all ranks of all replicas know.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
-import torch.distributed as dist
 from torch import Tensor
 
 from retrograde.arguments import Said, differences
 from retrograde.errors import PipelineError, RetrogradeError
-from retrograde.transport import Position, Reason, Transport, Value
-
-V = TypeVar("V", bound=Value)
+from retrograde.pipeline.connecting import Circle
+from retrograde.transport import Transport
+from retrograde.transport.values import exchange
 
 
 @contextmanager
@@ -50,12 +49,6 @@ def _agree(transports: Sequence[Transport], what: str, arguments: list[Said], fa
     return failure
 
 
-def exchange(transport: Transport, label: str, value: V) -> list[V]:
-    """Everybody's value, by rank."""
-    positions = transport.meet(Position(Reason.VALUE, label, {}, {}, value))
-    return [position.value for position in positions]  # type: ignore[misc]
-
-
 class Agreed(NamedTuple):
     """What all ranks know at the end of a step: the failures of all of them, and the loss if the last stage has one.
 
@@ -68,23 +61,22 @@ class Agreed(NamedTuple):
 
 
 def end_of_step(
-    transports: Sequence[Transport],
-    groups: Sequence[dist.ProcessGroup],
+    circles: Sequence[Circle],
     failures: list[str],
     loss: Tensor | Literal[True] | None,
 ) -> Agreed:
     """The rank of the last stage tells the others the loss; a rank that has failed tells them why.
 
-    Where one group cannot meet, because a rank of it is gone, the other still does: all ranks are to know.
+    Where one circle cannot meet, because a rank of it is gone, the other still does: all ranks are to know.
     """
     told = None
     lost = False
-    for group, transport in zip(groups, transports, strict=True):
-        own = loss if transport is transports[0] else None  # replicas have losses of their own
+    for circle in circles:
+        own = loss if circle is circles[0] else None  # replicas have losses of their own
         try:
-            everyone = exchange(transport, "the end of a step", (failures, own, lost))
+            everyone = exchange(circle.transport, "the end of a step", (failures, own, lost))
         except RetrogradeError as error:
-            failures = sorted({*failures, _in_words_of_the_job(error, group)})
+            failures = sorted({*failures, _in_words_of_the_job(error, circle.in_job)})
             lost = True
             continue
         failures = sorted({text for theirs, _, _ in everyone for text in theirs})
@@ -93,7 +85,7 @@ def end_of_step(
     return Agreed(failures, told, lost)
 
 
-def _in_words_of_the_job(error: Exception, group: dist.ProcessGroup) -> str:
+def _in_words_of_the_job(error: Exception, in_job: Sequence[int]) -> str:
     """Groups count their own ranks; people know those of the job."""
-    known = ", ".join(f"{own} is {rank}" for own, rank in enumerate(dist.get_process_group_ranks(group)))
+    known = ", ".join(f"{own} is {rank}" for own, rank in enumerate(in_job))
     return f"{error} (ranks of this group, by their numbers in the job: {known})"

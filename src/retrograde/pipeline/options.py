@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from retrograde.arguments import instance, not_negative, sequence, shown, whole_number, wrong
 from retrograde.errors import PipelineError, RetrogradeError, ShardingError
 from retrograde.layout import Precision, Units, check_reduce, check_stage, check_units, parse_bytes
+from retrograde.transport import PipelineRanks
 from retrograde.transport.groups import GroupOfRanks, process_group_of
 
 
@@ -94,6 +95,9 @@ class Cut:
                 raise wrong("cut.costs", costs, f"has {shown(cost)}", fix, PipelineError) from error
 
 
+RanksOfPipeline = GroupOfRanks | PipelineRanks
+
+
 def check_ranks(name: str, mesh: Any, error: type[RetrogradeError] = PipelineError) -> None:
     if mesh is not None:
         fix = "a DeviceMesh of one dimension or a group of torch.distributed"
@@ -106,10 +110,9 @@ def group_of(name: str, mesh: GroupOfRanks, dimension: str) -> dist.ProcessGroup
     return process_group_of(mesh, name, f"mesh['{dimension}']", PipelineError)
 
 
-def check_apart(zero: Zero, stages: dist.ProcessGroup, replicas: dist.ProcessGroup) -> None:
+def check_apart(zero: Zero, stages: Iterable[int], replicas: Iterable[int]) -> None:
     """Ranks of one pipeline hold different stages: none of them may be a replica of another."""
-    common = set(dist.get_process_group_ranks(stages)) & set(dist.get_process_group_ranks(replicas))
-    others = sorted(common - {dist.get_rank()})
+    others = sorted(set(stages) & set(replicas) - {dist.get_rank()})
     if others:
         raise wrong(
             "zero.mesh",

@@ -12,9 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from retrograde.arguments import Said, flag, function, instance, one_of, said, shown, whole_number, wrong
 from retrograde.devices import streams_of
@@ -23,7 +21,7 @@ from retrograde.errors import PipelineError, RetrogradeError
 from retrograde.layout import Precision, parse_bytes
 from retrograde.pipeline.account import table
 from retrograde.pipeline.again import Pending
-from retrograde.pipeline.agreement import end_of_step, exchange, together
+from retrograde.pipeline.agreement import end_of_step, together
 from retrograde.pipeline.batches import CallerGradients, copied, merged, microbatches, size
 from retrograde.pipeline.blocks import (
     Block,
@@ -39,13 +37,14 @@ from retrograde.pipeline.blocks import (
     materialize_stages,
     measured,
 )
+from retrograde.pipeline.connecting import PATIENCE, connect
 from retrograde.pipeline.dryrun import check
 from retrograde.pipeline.dtypes import StageCasts
 from retrograde.pipeline.executor import Batch, Executor, Outcome, total_loss
 from retrograde.pipeline.generators import GENERATORS
 from retrograde.pipeline.loss_path import LossPath, ways_of
 from retrograde.pipeline.lowering import forward_only, lower
-from retrograde.pipeline.options import Cut, Zero, check_apart, group_of
+from retrograde.pipeline.options import Cut, RanksOfPipeline, Zero, check_apart, group_of
 from retrograde.pipeline.schedule import Action, Schedule
 from retrograde.pipeline.search import schedule_for
 from retrograde.pipeline.stage import Loss, Stage, WeightedTarget
@@ -53,7 +52,8 @@ from retrograde.pipeline.ties import TiedParameters, TieSums
 from retrograde.pipeline.timeline import Timed
 from retrograde.pipeline.transport import StageTransport
 from retrograde.torch_internals import check_before_first_use
-from retrograde.transport import ProcessRanks, Transport
+from retrograde.transport import PipelineRanks, Transport
+from retrograde.transport.values import exchange
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,6 @@ class StepArguments(NamedTuple):
     options: dict[str, Any]
 
 
-PATIENCE = 1800.0  # seconds: another rank's first step may compile
-
-
 class Pipeline:
     """A model whose stages are on the ranks of a group, and a schedule that trains it step by step."""
 
@@ -103,13 +100,14 @@ class Pipeline:
         microbatches: int,
         loss: Loss | None = None,
         loss_reduction: str = "mean",
-        mesh: DeviceMesh | dist.ProcessGroup | None = None,
+        mesh: RanksOfPipeline = None,
         zero: Zero | None = None,
         cut: Cut | None = None,
         pending: float | str | None = None,
     ) -> None:
         """Every rank of `mesh` gives the same model; each keeps its own stages (`parameters()`).
 
+        `mesh`: one dimension of a mesh, a process group, or ranks of another kind than processes (transport/).
         `loss(output, target)` is the mean over a microbatch, and the step's loss the mean over all samples. With
         `loss_reduction="sum"` it is a sum: losses and gradients of microbatches add up. Without `loss` the output is
         the loss. `pending` limits the bytes between I and W on a rank ("64MiB"): of microbatches beyond it, and unless
@@ -128,9 +126,7 @@ class Pipeline:
             blocks = blocks_of(model)
             self.device = device_of_blocks(blocks)
             costs = self._measured(blocks, cut)
-            arguments.append(said("loss_reduction", loss_reduction, loss_reduction))
-            arguments.append(said("pending", pending, self._pending.limit))
-            arguments.append(said("model", f"on {self.device.type}", self.device.type))
+            arguments += self._own_arguments(loss_reduction, pending)
             arguments += _arguments(schedule, self.schedule, zero, cut)
         self._open(own)
         self._take_stages(blocks, self._divide(model, blocks, cut, costs), loss, zero)
@@ -145,7 +141,7 @@ class Pipeline:
         microbatches: int,
         loss: Loss | None = None,
         scale_grads: bool = True,
-        mesh: DeviceMesh | dist.ProcessGroup | None = None,
+        mesh: RanksOfPipeline = None,
         zero: Zero | None = None,
         pending: float | str | None = None,
     ) -> "Pipeline":
@@ -250,19 +246,15 @@ class Pipeline:
         return self.train(False)
 
     # ---- making it
-    def _connect(self, mesh: DeviceMesh | dist.ProcessGroup | None, zero: Zero | None) -> ProcessRanks:
+    def _connect(self, mesh: RanksOfPipeline, zero: Zero | None) -> PipelineRanks:
         """To the ranks of this pipeline, which are returned, and to the replicas of this rank."""
-        self._groups = [group_of("mesh", mesh, "pp")]
-        if isinstance(zero, Zero):
-            self._groups.append(group_of("zero.mesh", zero.mesh, "dp"))
-        ranks = [ProcessRanks(group, PATIENCE) for group in self._groups]
         self._tied = TiedParameters()
         self._ended: str | None = None  # why there will be no other step
-        host = streams_of(torch.device("cpu"))  # what ranks say at meetings is the host's
-        self._transports = [each.transport(self._tied, host, PATIENCE) for each in ranks]
-        return ranks[0]
+        own, self._circles = connect(mesh, zero, self._tied)
+        self._transports = [circle.transport for circle in self._circles]
+        return own
 
-    def _open(self, own: ProcessRanks) -> None:
+    def _open(self, own: PipelineRanks) -> None:
         """What stages and ties go by. All ranks know that they have the same schedule and kind of device."""
         self._streams = streams_of(self.device)
         channel = own.channel(self._streams, PATIENCE, ways_of(self.schedule))
@@ -272,12 +264,19 @@ class Pipeline:
         if not self._streams.on_host:
             self._of_ties = own.transport(self._tied, self._streams, PATIENCE)
 
+    def _own_arguments(self, loss_reduction: str, pending: float | str | None) -> list[Said]:
+        return [
+            said("loss_reduction", loss_reduction, loss_reduction),
+            said("pending", pending, self._pending.limit),
+            said("model", f"on {self.device.type}", self.device.type),
+        ]
+
     def _check_parts(self, loss: Any, zero: Any, cut: Any) -> None:
         if loss is not None:
             function("loss", loss, "a function of output and target, or None", PipelineError)
         if zero is not None:
             instance("zero", zero, Zero, "is not known", "rg.Zero(stage=...) or None", PipelineError)
-            check_apart(zero, *self._groups)
+            check_apart(zero, *(circle.in_job for circle in self._circles))
         if cut is not None:
             instance("cut", cut, Cut, "is not known", "rg.Cut(...) or None", PipelineError)
 
@@ -419,7 +418,7 @@ class Pipeline:
         mine = total_loss(losses)
         failures = [] if outcome.failure is None else [str(outcome.failure)]
         news: Tensor | Literal[True] | None = mine if mine is None or self._streams.on_host else True
-        agreed = end_of_step(self._transports, self._groups, failures, news)
+        agreed = end_of_step(self._circles, failures, news)
         if agreed.lost:
             self._ended = "\n".join(agreed.failures)
         if agreed.failures:

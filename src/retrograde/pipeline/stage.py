@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from retrograde.devices import HOST
 from retrograde.errors import PipelineError
 from retrograde.parameters import Owner, ShardedParameter
 from retrograde.pipeline.account import Account, WeightWork
@@ -31,7 +32,6 @@ from retrograde.torch_internals import alias_without_base
 from retrograde.transport.messages import TensorLayout
 
 Loss = Callable[..., Tensor]
-HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from retrograde.transport.fake import FakeRanks
 from retrograde.transport.messages import Key, Offers, Reason, Stamp, Use, Uses, Value
 from retrograde.transport.processes import ProcessRanks
 from retrograde.transport.protocol import (
-    BackendTransport,
     Channel,
     CourtesySum,
     GradientWant,
@@ -24,7 +23,6 @@ from retrograde.transport.protocol import (
 from retrograde.transport.threads import ThreadRanks
 
 __all__ = [
-    "BackendTransport",
     "Channel",
     "CourtesySum",
     "FakeRanks",

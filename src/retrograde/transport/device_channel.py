@@ -27,19 +27,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeGuard
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from retrograde.devices import Stream, Streams
+from retrograde.devices import HOST, Stream, Streams
 from retrograde.transport.channel import ConnectedChannel
 from retrograde.transport.connections import Connections
 from retrograde.transport.lanes import Lane, Received, as_bytes, dealt
 from retrograde.transport.messages import Address
 from retrograde.transport.own_groups import new_group
 from retrograde.transport.protocol import Parts, Way
-
-_HOST = torch.device("cpu")
 
 
 class _Posted(NamedTuple):
@@ -72,7 +69,7 @@ class DeviceChannel:
         came: deque[tuple[int, Parts]] = deque()
         self._came = came  # sources and heads, whose receives are to be posted
         self._posted: dict[int, _Posted] = {}  # by the identity of the head
-        self._heads = ConnectedChannel(connections, _HOST, patience, lambda src, head: came.append((src, head)))
+        self._heads = ConnectedChannel(connections, HOST, patience, lambda src, head: came.append((src, head)))
 
     def _open(self, connections: Connections, patience: float, ways: Sequence[Way]) -> None:
         ranks = dist.get_process_group_ranks(connections.group())

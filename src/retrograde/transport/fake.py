@@ -6,15 +6,16 @@ nothing; what is counted, and when, is what the ranks of that world would count.
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, NoReturn
 
 import torch
 
 from retrograde.devices import Stream, Streams
-from retrograde.errors import DivergenceError
-from retrograde.transport.messages import Key, Stamp
-from retrograde.transport.protocol import Memory, Position, ShardServer, Work
+from retrograde.errors import DivergenceError, PipelineError
+from retrograde.transport.messages import Address, Form, Key, Stamp
+from retrograde.transport.protocol import Memory, Parts, Position, ShardServer, Way, Work
+from retrograde.transport.tensors import empty
 
 
 class _Done:
@@ -28,16 +29,24 @@ class _Done:
 
 
 class FakeRanks:
-    """Implements `Ranks`."""
+    """Implements `PipelineRanks`."""
 
-    def __init__(self, world: int, rank: int = 0) -> None:
+    def __init__(self, world: int, rank: int = 0, brings: Parts | None = None) -> None:
+        """`brings`: what comes from stages of a pipeline that are before this rank's."""
         self.world = world
         self.rank = rank
         self.transports: list[FakeTransport] = []
+        self.channels: list[FakeChannel] = []
+        self._brings = brings
 
     def transport(self, shards: ShardServer, streams: Streams, timeout: float) -> "FakeTransport":
-        made = FakeTransport(self.rank, self.world, shards, timeout)
+        made = FakeTransport(self.rank, self.world, shards, streams, timeout)
         self.transports.append(made)
+        return made
+
+    def channel(self, streams: Streams, patience: float, ways: Sequence[Way]) -> "FakeChannel":
+        made = FakeChannel(self.rank, streams.device, self._brings)
+        self.channels.append(made)
         return made
 
     def say_goodbye(self) -> None:
@@ -47,16 +56,16 @@ class FakeRanks:
 class FakeTransport:
     """Counts what it is asked for. Implements `Transport`."""
 
-    def __init__(self, rank: int, world: int, shards: ShardServer, timeout: float) -> None:
+    def __init__(self, rank: int, world: int, shards: ShardServer, streams: Streams, timeout: float) -> None:
         self.rank = rank
         self.world = world
         self.timeout = timeout
         self.meetings = 0
-        self.calls: Counter[str] = Counter()  # reads, puts, reduce-scatters and meetings
-        self.nbytes: Counter[str] = Counter()  # into this rank by reads, out of it by puts and reduce-scatters
+        self.calls: Counter[str] = Counter()  # reads, puts and meetings
+        self.nbytes: Counter[str] = Counter()  # into this rank by reads, out of it by puts
         self.allocated: Counter[Memory] = Counter()  # bytes, ever
         self._shards = shards
-        self._ready: list[Key] = []
+        self._streams = streams
         self._put: dict[Key, torch.dtype] = {}
 
     def allocate(self, memory: Memory, numel: int, dtype: torch.dtype, stream: Stream) -> torch.Tensor:
@@ -85,27 +94,13 @@ class FakeTransport:
         return key in self._put
 
     def take(self, key: Key, src: int, unit: str) -> torch.Tensor:
-        return torch.zeros(self._shards.shard_numel(key.unit), dtype=self._put[key])
+        stream = self._streams.reducing
+        part = stream.empty(self._shards.shard_numel(key.unit), self._put[key])
+        stream.run(part.zero_)
+        return part
 
     def discard_parts(self) -> None:
         self._put = {key: dtype for key, dtype in self._put.items() if key.meeting >= self.meetings}
-
-    # ---- gradients, all ranks at once
-    def open_collectives(self) -> None:
-        """There is nothing to open."""
-
-    def ready(self, key: Key) -> None:
-        self._ready.append(key)
-
-    def agreed(self) -> Iterable[Key]:
-        """The others are ready when this one is."""
-        ready, self._ready = self._ready, []
-        return ready
-
-    def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor) -> Work:
-        self._count("reduce_scatter", whole.nbytes - own.nbytes)
-        own.copy_(whole[self.rank * own.numel() : (self.rank + 1) * own.numel()])
-        return _Done()
 
     # ---- agreement
     def meet(self, position: Position, anew: Callable[[], Position] | None = None) -> list[Position]:
@@ -126,3 +121,53 @@ class FakeTransport:
     @contextlib.contextmanager
     def shared_fate(self, what: str) -> Iterator[None]:
         yield
+
+
+class _Came(NamedTuple):
+    """Implements `Incoming`."""
+
+    parts: Parts
+
+    def wait(self, stream: Stream) -> Parts:
+        return self.parts
+
+
+class FakeChannel:
+    """Counts what is sent. Implements `Channel`. What comes is zeros: gradients of what was sent, and else `brings`."""
+
+    def __init__(self, rank: int, device: torch.device, brings: Parts | None) -> None:
+        self.calls: Counter[str] = Counter()  # sends and receives
+        self.nbytes: Counter[str] = Counter()
+        self._rank = rank
+        self._device = device
+        self._brings = brings
+        self._sent: dict[Address, Form] = {}
+
+    def send(self, peer: int, address: Address, content: Parts) -> None:
+        self._count("send", content)
+        self._sent[address] = content.form
+
+    def send_void(self, peer: int, address: Address) -> None:
+        """Nobody waits for it."""
+
+    def receive(self, peer: int, address: Address) -> _Came:
+        form = self._form(address)
+        came = Parts(form, [None if each is None else empty(each, self._device).zero_() for each in form.tensors])
+        self._count("receive", came)
+        return _Came(came)
+
+    def _form(self, address: Address) -> Form:
+        there = Address(True, address.stage, address.microbatch)
+        if not address.forward and there in self._sent:
+            sent = self._sent.pop(there)
+            return Form(tuple(each if each is not None and each.requires_grad else None for each in sent.tensors), None)
+        if self._brings is None:
+            raise PipelineError(
+                f"rank {self._rank} waits for the {address}, of which imagined ranks know nothing; give "
+                f"FakeRanks(..., brings=...)"
+            )
+        return self._brings.form
+
+    def _count(self, what: str, content: Parts) -> None:
+        self.calls[what] += 1
+        self.nbytes[what] += sum(tensor.nbytes for tensor in content.tensors if tensor is not None)

@@ -226,20 +226,6 @@ class Meet(Record, frozen=True, tag="meet"):
     value: PackedValue
 
 
-class Ready(Record, frozen=True, tag="ready"):
-    """The sender can take part in the reduction of this gradient (to rank 0, which decides on the order)."""
-
-    receiver: Count
-    key: Key
-
-
-class Start(Record, frozen=True, tag="start"):
-    """All ranks are ready for this reduction, which is the next (from rank 0)."""
-
-    receiver: Count
-    key: Key
-
-
 class Ordered(Record, frozen=True, tag="ordered"):
     """A message about the order of collectives (transport/order/messages.py), encoded."""
 
@@ -296,9 +282,7 @@ class Void(Record, frozen=True, tag="void"):
     turn: Count
 
 
-ToReceiver = (
-    Read | ShardData | Put | Handed | Meet | Ready | Start | Ordered | Ask | Tell | Fail | Content | Lent | Void
-)
+ToReceiver = Read | ShardData | Put | Handed | Meet | Ordered | Ask | Tell | Fail | Content | Lent | Void
 
 
 # ---- messages to a rank, whatever it has made

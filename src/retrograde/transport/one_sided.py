@@ -10,16 +10,14 @@ Everything else is served by the other rank's service thread, whatever its main 
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn, cast
 
 import torch
-import torch.distributed as dist
 
 from retrograde.devices import Stream
 from retrograde.errors import DivergenceError
-from retrograde.transport.collectives import Collectives, StartOrder
 from retrograde.transport.connections import Connections
 from retrograde.transport.messages import (
     Ask,
@@ -30,18 +28,15 @@ from retrograde.transport.messages import (
     Ordered,
     Put,
     Read,
-    Ready,
     Reason,
     ShardData,
     Stamp,
-    Start,
     Tell,
     ToReceiver,
     pack,
     tensor_forms,
     unpack,
 )
-from retrograde.transport.own_groups import own_group
 from retrograde.transport.protocol import Memory, Position, ShardServer, Work
 from retrograde.transport.wires import Sending
 
@@ -92,8 +87,6 @@ class OneSidedTransport:
         self._requests: list[_Request] = []
         self._reading: dict[tuple[int, int], torch.Tensor] = {}  # unit, owner: where its shard belongs
         self._parts: dict[tuple[Key, int], torch.Tensor] = {}
-        self._order = StartOrder(self.world)
-        self._collectives: Collectives | None = None
         self._lost: tuple[str, Exception] | None = None  # what went wrong with a rank
         self._said = False  # has the main thread been told, by an exception, that something is wrong?
         self._listener: weakref.WeakMethod[Callable[[int, bytes], None]] | None = None
@@ -159,34 +152,6 @@ class OneSidedTransport:
         with self.connections.changed:
             self._parts = {at: part for at, part in self._parts.items() if at[0].meeting >= meeting}
 
-    # ---- gradients, all ranks at once
-    def open_collectives(self) -> None:
-        ranks = dist.get_process_group_ranks(self.connections.group())
-        everybody = range(self.world)
-        self._collectives = Collectives(own_group([everybody], self.rank, ranks, self.timeout, self.tell_all))
-
-    def ready(self, key: Key) -> None:
-        if self.rank == 0:
-            with self.connections.changed:
-                self._start(self._order.ready(key, 0, self.meetings))
-        else:
-            self._send(0, Ready(self.number, key))
-
-    def _start(self, keys: Iterable[Key]) -> None:
-        """Rank 0, with `changed` held: everybody is ready for these."""
-        for key in keys:
-            self._order.start(key)
-            for peer in self.connections.peers:
-                self.connections.tell(peer, Start(self.number, key))
-
-    def agreed(self) -> Iterable[Key]:
-        with self.connections.changed:
-            return self._order.take_started()
-
-    def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor) -> Work:
-        assert self._collectives is not None, "open_collectives() comes first"
-        return self._collectives.reduce_scatter(own, whole, self.fail)
-
     # ---- the order of collectives: messages of which this transport knows nothing
     def listen(self, listener: Callable[[int, bytes], None]) -> None:
         """A method, called with the sender and the bytes of each, with `changed` held, as long as its object lives."""
@@ -202,8 +167,7 @@ class OneSidedTransport:
 
     # ---- agreement
     def meet(self, position: Position, anew: Callable[[], Position] | None = None) -> list[Position]:
-        with self.connections.changed:  # before any rank is told (collectives.py, Rule 1)
-            self.meetings += 1
+        self.meetings += 1
         number = self.meetings
         what = f"{position.reason} ({position.label})"
         self._where = f"waiting for the other ranks at {what}"
@@ -326,10 +290,6 @@ class OneSidedTransport:
                 self._parts[message.key, src] = data[0]
             case Meet():
                 self._met.setdefault(message.number, {})[src] = _position(message, data)
-            case Ready():
-                self._start(self._order.ready(message.key, src, self.meetings))
-            case Start():
-                self._order.start(message.key)
             case Ordered():
                 self._hear_order(src, message)
             case _:

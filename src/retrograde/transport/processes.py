@@ -6,13 +6,13 @@ import torch.distributed as dist
 
 from retrograde.devices import Streams
 from retrograde.transport.channel import ConnectedChannel
-from retrograde.transport.collective import CollectiveTransport
+from retrograde.transport.collective import CollectiveStart
 from retrograde.transport.connections import TIMEOUT, Connections
 from retrograde.transport.device_channel import DeviceChannel
 from retrograde.transport.mapped.channel import MappedChannel
 from retrograde.transport.mapped.transport import MappedTransport
 from retrograde.transport.one_sided import OneSidedTransport
-from retrograde.transport.protocol import BackendTransport, Channel, GatheredShards, ShardServer, Way
+from retrograde.transport.protocol import Channel, GatheredShards, ShardServer, Transport, Way
 from retrograde.transport.staged import StagedShards, StagedTransport
 
 
@@ -25,17 +25,18 @@ class ProcessRanks:
         self.rank = self._connections.rank
         self.world = self._connections.world
 
-    def transport(self, shards: ShardServer, streams: Streams, timeout: float) -> BackendTransport:
+    def transport(self, shards: ShardServer, streams: Streams, timeout: float) -> Transport:
         if streams.on_host:
             return self._host_transport(shards, timeout)
         return StagedTransport(self._host_transport(StagedShards(shards, streams), timeout), streams)
 
-    def ordered_transport(self, shards: GatheredShards, streams: Streams, timeout: float) -> CollectiveTransport:
+    def collective_start(self, shards: GatheredShards, streams: Streams, timeout: float) -> CollectiveStart:
+        """The beginning of a transport by collectives, which is opened when all ranks have agreed that they want it."""
         if streams.on_host:
             host = OneSidedTransport(self._connections, shards, timeout)
-            return CollectiveTransport(host, host, streams, shards)
+            return CollectiveStart(host, host, streams, shards)
         host = OneSidedTransport(self._connections, StagedShards(shards, streams), timeout)
-        return CollectiveTransport(StagedTransport(host, streams), host, streams, shards)
+        return CollectiveStart(StagedTransport(host, streams), host, streams, shards)
 
     def _host_transport(self, shards: ShardServer, timeout: float) -> OneSidedTransport:
         neighbours = self._connections.neighbours

@@ -13,21 +13,21 @@ get there is the affair of what stands behind this door:
 | `threads.py`                | threads of one process        | from tensor to tensor, in the same memory |
 | `fake.py`                   | this one, and as many imagined | nowhere: they are counted                 |
 
-To add another: a class for `Transport` and one for `Ranks`, which `shard_over` (engine/shard.py) takes. `shard()` takes
-`ProcessRanks`.
+To add another: a class for `Transport` and one for `Ranks`, which `shard_over` (engine/shard.py) takes; `shard()` makes
+`ProcessRanks`. Ranks that also make a `Channel` are `PipelineRanks`, which `Pipeline(mesh=...)` takes.
 
-Rule 1: `read`, `put` and `reduce_scatter` return at once. Their work object orders what comes after them: what is
-        issued on the stream that `wait` is given finds the data there.
+Rule 1: `read` and `put` return at once. Their work object orders what comes after them: what is issued on the stream
+        that `wait` is given finds the data there.
 Rule 2: nothing but `meet` waits for another rank's main thread.
 Rule 3: what may have to be shared, pinned or registered with a network is allocated here: shards, pages and buckets.
 Rule 4: every wait has a time limit. When it has passed, or when a rank has failed, every rank that waits raises an
         error that names the rank and the cause.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum, auto
-from typing import NamedTuple, NoReturn, Protocol
+from typing import NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import torch
 
@@ -155,24 +155,6 @@ class Transport(Protocol):
         """What goes wrong inside on one rank is told to the others, which would wait for it in vain."""
 
 
-class BackendTransport(Transport, Protocol):
-    """One over which the backend of torch.distributed can add up gradients, when all ranks have them."""
-
-    def open_collectives(self) -> None:
-        """Called once, by all ranks, before the first of the following."""
-
-    def ready(self, key: Key) -> None:
-        """This rank can take part in the reduction of `key`."""
-
-    def agreed(self) -> Iterable[Key]:
-        """Keys for which all ranks are ready and that this call is the first to return. All ranks get them in the same
-        order, and those that any rank gets before a meeting all ranks get before they return from it."""
-
-    def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor) -> Work:
-        """Start adding up `whole` over all ranks; this rank's part of the sum goes to `own`. All ranks call it for the
-        same things in the same order. Both tensors are kept until the work is done."""
-
-
 class CourtesySum(NamedTuple):
     """What others have added up by a call in which this rank took part without a gradient: for its shard.
 
@@ -198,9 +180,6 @@ class GradientWant(NamedTuple):
 class OrderedTransport(Transport, Protocol):
     """One whose pages and gradients go by collectives, in an order that all ranks share. What does not fit into it goes
     one by one: then the following return None, and the caller reads or puts."""
-
-    def open(self, rows: Sequence[Sequence[int]]) -> None:
-        """Called once, by all ranks, before the first of the following. `rows`: the ranks of each replica, by shard."""
 
     def gather(self, unit: int, name: str, shard: torch.Tensor, memory: torch.Tensor) -> Work | None:
         """Start making a page of all ranks' shards, which are at rest, in `memory`."""
@@ -268,13 +247,14 @@ class Ranks(Protocol):
     @property
     def world(self) -> int: ...
 
-    def transport(self, shards: ShardServer, streams: Streams, timeout: float) -> BackendTransport:
+    def transport(self, shards: ShardServer, streams: Streams, timeout: float) -> Transport:
         """For one engine, whose tensors are on the streams' device. All ranks make theirs in the same order."""
 
     def say_goodbye(self) -> None:
         """This rank has finished. It goes on serving those that have not."""
 
 
+@runtime_checkable
 class PipelineRanks(Ranks, Protocol):
     """Ranks that can also hold stages of a pipeline."""
 

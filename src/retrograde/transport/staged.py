@@ -19,7 +19,7 @@ import torch
 
 from retrograde.devices import Stream, Streams
 from retrograde.transport.messages import Key, Stamp, Value
-from retrograde.transport.protocol import BackendTransport, Memory, Position, Rest, ShardServer, Work
+from retrograde.transport.protocol import Memory, Position, Rest, ShardServer, Transport, Work
 
 
 class StagedShards:
@@ -70,7 +70,7 @@ def from_host(came: torch.Tensor, streams: Streams) -> torch.Tensor:
 class StagedTransport:
     """Implements `Transport`."""
 
-    def __init__(self, host: BackendTransport, streams: Streams) -> None:
+    def __init__(self, host: Transport, streams: Streams) -> None:
         """`host` was made with `StagedShards`."""
         self._host = host
         self._streams = streams
@@ -119,19 +119,6 @@ class StagedTransport:
 
     def discard_parts(self) -> None:
         self._host.discard_parts()
-
-    # ---- gradients, all ranks at once: by torch.distributed, which knows the device
-    def open_collectives(self) -> None:
-        self._host.open_collectives()
-
-    def ready(self, key: Key) -> None:
-        self._host.ready(key)
-
-    def agreed(self) -> Iterable[Key]:
-        return self._host.agreed()
-
-    def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor) -> Work:
-        return self._host.reduce_scatter(own, whole)
 
     # ---- agreement
     def meet(self, position: Position, anew: Callable[[], Position] | None = None) -> list[Position]:

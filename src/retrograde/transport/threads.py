@@ -7,7 +7,7 @@ copy. What ranks share is one `_Shared`, under one lock.
 import contextlib
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn, TypeVar
 
@@ -15,7 +15,6 @@ import torch
 
 from retrograde.devices import Stream, Streams
 from retrograde.errors import DivergenceError, PipelineError
-from retrograde.transport.collectives import StartOrder
 from retrograde.transport.messages import Address, Key, Stamp
 from retrograde.transport.protocol import Memory, Parts, Position, ShardServer, Way, Work
 from retrograde.transport.tensors import copy_of
@@ -32,7 +31,6 @@ class _Shared:
     transports: dict[int, "ThreadTransport"] = field(default_factory=dict)
     met: dict[int, dict[int, Position]] = field(default_factory=lambda: defaultdict(dict))
     parts: dict[tuple[Key, int, int], torch.Tensor] = field(default_factory=dict)  # key, from, to
-    sums: dict[int, dict[int, torch.Tensor]] = field(default_factory=lambda: defaultdict(dict))
     failure: str | None = None
 
 
@@ -113,8 +111,6 @@ class ThreadTransport:
         self.meetings = 0
         self.shards = shards
         self._shared = shared
-        self._order = StartOrder(shared.world)  # rank 0's decides; all are told
-        self._reductions = 0
         with shared.changed:
             shared.transports[rank] = self
             shared.changed.notify_all()
@@ -164,40 +160,6 @@ class ThreadTransport:
         with self._shared.changed:
             for at in [at for at in self._shared.parts if at[2] == self.rank and at[0].meeting < self.meetings]:
                 del self._shared.parts[at]
-
-    # ---- gradients, all ranks at once
-    def open_collectives(self) -> None:
-        """There is nothing to open."""
-
-    def ready(self, key: Key) -> None:
-        with self._shared.changed:
-            first = self._shared.transports[0]
-            first._start(first._order.ready(key, self.rank, first.meetings))
-
-    def _start(self, keys: Iterable[Key]) -> None:
-        for key in keys:
-            for transport in self._shared.transports.values():
-                transport._order.start(key)
-
-    def agreed(self) -> Iterable[Key]:
-        with self._shared.changed:
-            return self._order.take_started()
-
-    def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor) -> Work:
-        number = self._reductions
-        self._reductions += 1
-        with self._shared.changed:
-            given = self._shared.sums[number]
-            given[self.rank] = whole.clone()
-            self._shared.changed.notify_all()
-
-        def finish() -> None:
-            self._wait(lambda: len(given) == self.world, "a reduce-scatter")
-            self._shared.sums.pop(number, None)
-            mine = slice(self.rank * own.numel(), (self.rank + 1) * own.numel())
-            torch.sum(torch.stack([given[rank][mine] for rank in sorted(given)]), 0, out=own)
-
-        return _Deferred(finish, lambda: len(given) == self.world)
 
     # ---- agreement
     def meet(self, position: Position, anew: Callable[[], Position] | None = None) -> list[Position]:

@@ -1,5 +1,5 @@
 """Shards and gradients by collectives of torch.distributed, in the order that ranks share (transport/order)."""
 
-from retrograde.transport.collective.transport import CollectiveTransport
+from retrograde.transport.collective.transport import CollectiveStart, CollectiveTransport
 
-__all__ = ["CollectiveTransport"]
+__all__ = ["CollectiveStart", "CollectiveTransport"]

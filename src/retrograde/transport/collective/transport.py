@@ -20,7 +20,7 @@ gradients, which replicas add up together, go one-sidedly.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 
@@ -61,6 +61,7 @@ from retrograde.transport.protocol import (
     Work,
 )
 from retrograde.transport.staged import from_host
+from retrograde.transport.values import exchange
 
 
 def patience_of(timeout: float, on_host: bool) -> Patience:
@@ -70,18 +71,44 @@ def patience_of(timeout: float, on_host: bool) -> Patience:
     return Patience(starting=min(30.0, timeout / 4), surprise=min(8.0, timeout / 8), nudge=nudge, limit=timeout)
 
 
-class CollectiveTransport:
-    """Implements `Transport`."""
+class CollectiveStart(NamedTuple):
+    """What there is of it before all ranks have agreed on how the model is sharded. They agree `aside`.
 
-    def __init__(self, aside: Transport, host: OneSidedTransport, streams: Streams, shards: GatheredShards) -> None:
-        """`host`: whose connections carry messages; `aside` may be the same. `shards`: of the device."""
-        self._aside = aside
-        self._host = host
-        self._streams = streams
-        self._shards = shards
-        self._courtesies: Courtesies | None = None
-        self._communicator: Communicator | None = None
-        self._conductor: Conductor | None = None
+    `host`: whose connections carry messages; `aside` may be the same. `shards`: of the device."""
+
+    aside: Transport
+    host: OneSidedTransport
+    streams: Streams
+    shards: GatheredShards
+
+    def open(self, rows: Sequence[Sequence[int]]) -> "CollectiveTransport":
+        """They have. `rows`: the ranks of each replica, by shard. Pages are prefetched by who knows what follows them,
+        not by the order (`depth`)."""
+        timeout, rank = self.aside.timeout, self.aside.rank
+        patience = patience_of(timeout, self.streams.on_host)
+        participant = Participant(rank, self.aside.world, OrderPolicy(depth=0, patience=patience))
+        communicator = Communicator(self.host, self.streams, rows)
+        courtesies = Courtesies(communicator, self.shards, self.streams)
+        calls = CallPatience(wanted=patience.nudge, courtesy=timeout / 8)
+        conductor = Conductor(participant, self.host, communicator, courtesies, calls)
+        told = exchange(self.aside, "the order of collectives", participant.fingerprint)  # all are listening now
+        if any(theirs != participant.fingerprint for theirs in told):
+            self.aside.fail(f"rank {rank}: ranks have different versions of retrograde; install the same on all")
+        return CollectiveTransport(self, communicator, courtesies, conductor)
+
+
+class CollectiveTransport:
+    """Implements `OrderedTransport`."""
+
+    def __init__(
+        self, start: CollectiveStart, communicator: Communicator, courtesies: Courtesies, conductor: Conductor
+    ) -> None:
+        self._aside = start.aside
+        self._host = start.host
+        self._streams = start.streams
+        self._communicator = communicator
+        self._courtesies = courtesies
+        self._conductor = conductor
 
     @property
     def rank(self) -> int:
@@ -95,7 +122,7 @@ class CollectiveTransport:
     def meetings(self) -> int:
         """But for those at which a rank was at the end of a backward: the others may be in an earlier or later one, and
         go on counting (gradients/keys.py)."""
-        return self._aside.meetings if self._conductor is None else self._conductor.passed
+        return self._conductor.passed
 
     @property
     def timeout(self) -> float:
@@ -105,25 +132,6 @@ class CollectiveTransport:
     def timeout(self, seconds: float) -> None:
         self._aside.timeout = seconds
 
-    def open(self, rows: Sequence[Sequence[int]]) -> None:
-        """All ranks have agreed on how the model is sharded. Pages are prefetched by who knows what follows them."""
-        patience = patience_of(self.timeout, self._streams.on_host)
-        participant = Participant(self.rank, self.world, OrderPolicy(depth=0, patience=patience))
-        self._communicator = Communicator(self._host, self._streams, rows)
-        self._courtesies = Courtesies(self._communicator, self._shards, self._streams)
-        calls = CallPatience(wanted=patience.nudge, courtesy=self.timeout / 8)
-        conductor = Conductor(participant, self._host, self._communicator, self._courtesies, calls)
-        mine = Position(Reason.VALUE, "the order of collectives", {}, {}, participant.fingerprint)
-        if any(theirs.value != participant.fingerprint for theirs in self._aside.meet(mine)):
-            self.fail(f"rank {self.rank}: ranks have different versions of retrograde; install the same on all")
-        self._conductor = conductor  # all are listening now
-
-    @property
-    def _opened(self) -> tuple[Communicator, Conductor]:
-        assert self._communicator is not None, "open() comes first"
-        assert self._conductor is not None, "open() comes first"
-        return self._communicator, self._conductor
-
     def allocate(self, memory: Memory, numel: int, dtype: torch.dtype, stream: Stream) -> torch.Tensor:
         return self._aside.allocate(memory, numel, dtype, stream)
 
@@ -132,8 +140,7 @@ class CollectiveTransport:
         """Start making a page of all ranks' shards, in `memory`. Every rank's are at rest."""
         self.check()
         offer = GatherOffer(shard, memory, self._streams.fetching)
-        _, conductor = self._opened
-        return conductor.want(Gather(unit), offer, f"the gather of unit {name}")
+        return self._conductor.want(Gather(unit), offer, f"the gather of unit {name}")
 
     def read(self, unit: int, name: str, stamp: Stamp, into: Mapping[int, torch.Tensor]) -> Work:
         return self._aside.read(unit, name, stamp, into)
@@ -172,18 +179,16 @@ class CollectiveTransport:
 
     def _reduce(self, want: GradientWant, offer: ExchangeOffer | SumOffer) -> Work | None:
         self.check()
-        communicator, conductor = self._opened
         if want.at_meeting:
-            return communicator.start(offer)
+            return self._communicator.start(offer)
         label = ReductionLabel.of(want.key, offer[0].dtype, isinstance(offer, ExchangeOffer), want.uses)
-        return conductor.want(label.want(want.key.unit), offer, f"the reduction of unit {want.name}")
+        return self._conductor.want(label.want(want.key.unit), offer, f"the reduction of unit {want.name}")
 
     # ---- gradients, one by one
     def put(self, key: Key, parts: Mapping[int, Sequence[torch.Tensor]]) -> Work:
         return self._aside.put(key, parts)
 
     def keep(self, key: Key, parts: dict[int, torch.Tensor]) -> None:
-        assert self._courtesies is not None
         with self._host.connections.changed:
             self._courtesies.keep(key, parts)
 
@@ -192,17 +197,17 @@ class CollectiveTransport:
 
     def _came_in_a_call(self, key: Key, src: int) -> bool:
         """All calls before a meeting are done when it takes place, so it is known then by which way a part comes."""
-        return self._courtesies is not None and self._courtesies.has(key, src)
+        return self._courtesies.has(key, src)
 
     def take(self, key: Key, src: int, unit: str) -> torch.Tensor:
-        if self._courtesies is None or not self._courtesies.has(key, src):
+        if not self._courtesies.has(key, src):
             return self._aside.take(key, src, unit)
         with self._host.connections.changed:
             came = self._courtesies.take(key, src)
         return from_host(came, self._streams)
 
     def take_sums(self, last: float) -> list[CourtesySum]:
-        if self._courtesies is None or not self._courtesies.has_sums:
+        if not self._courtesies.has_sums:
             return []
         with self._host.connections.changed:
             taken = self._courtesies.take_sums(last)
@@ -210,14 +215,11 @@ class CollectiveTransport:
 
     def discard_parts(self) -> None:
         self._host.discard_before(self.meetings)
-        if self._courtesies is not None:
-            with self._host.connections.changed:
-                self._courtesies.discard_before(self.meetings)
+        with self._host.connections.changed:
+            self._courtesies.discard_before(self.meetings)
 
     # ---- agreement
     def meet(self, position: Position, anew: Callable[[], Position] | None = None) -> list[Position]:
-        if self._conductor is None:
-            return self._aside.meet(position)
         self.check()
         boundary = STEP if position.reason is Reason.STEP else SOFT_STEP
         says_something = bool(position.sent or position.pending) or position.value is not None
@@ -226,7 +228,7 @@ class CollectiveTransport:
         if all(place.boundary == STEP and not place.name for place in places):
             self._conductor.passed += 1
             return [position] * self.world
-        if anew is not None and self._courtesies is not None and self._courtesies.has_sums:
+        if anew is not None and self._courtesies.has_sums:
             position = anew()
         positions = self._aside.meet(position)
         if all(theirs.reason is not Reason.BACKWARD for theirs in positions):
@@ -234,8 +236,7 @@ class CollectiveTransport:
         return positions
 
     def meeting_is_over(self) -> None:
-        if self._conductor is not None:
-            self._conductor.rest()
+        self._conductor.rest()
 
     # ---- failure
     def check(self) -> None:

@@ -109,10 +109,7 @@ class MappedTransport(OneSidedTransport):
 
     # ---- agreement
     def _send_position(self, peer: int, message: Meet, data: Sequence[torch.Tensor]) -> None:
-        if self._collectives is None:
-            self._post(peer, message, data)
-        else:  # it must not overtake what was said of the order of collectives (collectives.py, Rule 1)
-            super()._send_position(peer, message, data)
+        self._post(peer, message, data)
 
     def _post(self, dst: int, message: ToReceiver, data: Sequence[torch.Tensor] = ()) -> None:
         """By a letter, if the other rank has a box, and room in it."""

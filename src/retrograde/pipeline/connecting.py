@@ -1,0 +1,42 @@
+"""To whom a rank of a pipeline is connected: the ranks of the pipeline and, with ZeRO, this rank's replicas."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from retrograde.devices import HOST, streams_of
+from retrograde.errors import PipelineError
+from retrograde.pipeline.options import RanksOfPipeline, Zero, group_of
+from retrograde.transport import PipelineRanks, ProcessRanks, ShardServer, Transport
+
+PATIENCE = 1800.0  # seconds: another rank's first step may compile
+
+
+class Circle(NamedTuple):
+    """Ranks that meet: those of the pipeline, or the replicas of this rank. `in_job`: their numbers there."""
+
+    transport: Transport
+    in_job: Sequence[int]
+
+
+class Connected(NamedTuple):
+    own: PipelineRanks
+    circles: list[Circle]  # the pipeline's first
+
+
+def connect(mesh: RanksOfPipeline, zero: Zero | None, parameters: ShardServer) -> Connected:
+    """`parameters`: those that stages of several ranks use."""
+    host = streams_of(HOST)  # what ranks say at meetings is the host's
+    if isinstance(mesh, PipelineRanks):
+        if zero is not None:
+            raise PipelineError(
+                "zero=... needs ranks that are processes; give mesh=... a DeviceMesh or a group of them"
+            )
+        return Connected(mesh, [Circle(mesh.transport(parameters, host, PATIENCE), range(mesh.world))])
+    groups = [group_of("mesh", mesh, "pp")]
+    if isinstance(zero, Zero):
+        groups.append(group_of("zero.mesh", zero.mesh, "dp"))
+    ranks = [ProcessRanks(group, PATIENCE) for group in groups]
+    transports = [each.transport(parameters, host, PATIENCE) for each in ranks]
+    return Connected(ranks[0], list(map(Circle, transports, map(dist.get_process_group_ranks, groups))))
