@@ -14,3 +14,8 @@ def labelled(what: str, name: str) -> contextlib.AbstractContextManager[object]:
     if not profiling():
         return _NOTHING
     return torch.profiler.record_function(f"retrograde: {what} {name}")
+
+
+def labelled_as(label: str) -> contextlib.AbstractContextManager[object]:
+    """The same, for a label that was made before."""
+    return torch.profiler.record_function(label) if profiling() else _NOTHING

@@ -9,13 +9,16 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import retrograde as rg
 from retrograde.layout import Precision
+from retrograde.pipeline.account import share_of
 from tests.harness import Ranks
 from tests.multiproc.precise import computing
+from tests.pipeline.architectures import ARCHITECTURES, input_of
 from tests.pipeline.cases import CASES, Case, Data, backward_order, plain_step, reductions
 from tests.reference import Contribution, Grads, Recorder, Rounding, mean
 
@@ -163,6 +166,27 @@ def test_masters_are_trained_as_in_plain_torch(
 ) -> None:
     found = ranks(4).run(steps, schedule, stage, names, precision, timeout=110)
     assert [text for by_rank in found for text in by_rank] == []
+
+
+def shares_that_wait(rank: int, world: int, name: str, precision: str | None) -> list[float]:
+    """Of the weight gradients' work in this rank's stages, which have pages; without a precision, in autocast."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("pp", "dp"))
+    zero = rg.Zero(stage=3, mesh=mesh["dp"], precision=None if precision is None else PRECISIONS[precision])
+    blocks = [ARCHITECTURES[name]() for _ in range(world)]
+    pipe = rg.Pipeline(blocks, schedule="zb-h1", microbatches=2, loss=F.mse_loss, mesh=mesh["pp"], zero=zero)
+    x = input_of(name)
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision is None):
+        pipe.step(x, target=x)
+    works = [list(stage.works()) for stage in pipe.stages.values()]
+    assert all(any(work.flops for work in of_stage) for of_stage in works)
+    return [share_of(of_stage) for of_stage in works]
+
+
+@pytest.mark.parametrize(("name", "precision"), [("GPT-2", "bf16"), ("GPT-2", "norms kept"), ("Llama", None)])
+def test_weight_gradients_of_pages_wait(ranks: Ranks, name: str, precision: str | None) -> None:
+    """All products of these blocks, and nothing else counts."""
+    assert ranks(2).run(shares_that_wait, name, precision, timeout=60) == [[1.0], [1.0]]
 
 
 class Kept(nn.Linear):

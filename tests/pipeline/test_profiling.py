@@ -43,6 +43,33 @@ def test_a_profile_has_the_actions_of_a_rank_in_order(ranks: Ranks, name: str) -
         assert len(waits) == len(received), "what is received is waited for, once"
 
 
+def labels_without_a_profile(rank: int, world: int, schedule: str) -> list[str]:
+    """What torch is asked to show in a step that nobody records."""
+    asked: list[str] = []
+    original = torch.profiler.record_function
+
+    def counted(name: str) -> object:
+        asked.append(name)
+        return original(name)
+
+    pipe = rg.Pipeline(tanhs(4), schedule=schedule, microbatches=MICROBATCHES, loss=F.mse_loss)
+    x = torch.randn(4, WIDTH)
+    torch.profiler.record_function = counted  # type: ignore[assignment, misc]
+    try:
+        pipe.step(x, target=x)
+        unseen = len(asked)
+        with profile(activities=[ProfilerActivity.CPU]):
+            pipe.step(x, target=x)
+    finally:
+        torch.profiler.record_function = original  # type: ignore[misc]
+    assert len(asked) > unseen, "what is counted is what a profile shows"
+    return asked[:unseen]
+
+
+def test_labels_cost_nothing_where_nobody_looks(ranks: Ranks) -> None:
+    assert ranks(2).run(labels_without_a_profile, "zb-h1", timeout=60) == [[], []]
+
+
 def test_labels() -> None:
     text = "schedule mine microbatches=1 placement=0,1\nrank 0: 0F0 0SEND_F0 0I0 0W0 0REDUCE\nrank 1: 1GATHER 1B0\n"
     schedule = Schedule.parse(text)

@@ -293,3 +293,20 @@ def test_constants_that_are_equal_and_differ_are_sent_again() -> None:
 def test_descriptions_are_specs_again() -> None:
     leaves, spec = tree_flatten(TREES)
     assert _same(tree_unflatten(leaves, spec_of(describe(spec))), TREES)
+
+
+def test_a_tensor_alone_is_a_tree_like_any_other() -> None:
+    for tensor in (
+        torch.randn(2, 3),
+        torch.randn(2, 3).t(),
+        torch.randn(4, 3)[::2],
+        torch.randn(2, 3).requires_grad_(),
+    ):
+        alone, (inside,) = Parcel.of(tensor), Parcel.of([tensor]).layout.tensors
+        leaves, spec = tree_flatten(tensor)
+        assert alone.tensors[0] is leaves[0] is tensor and alone.tree() is tensor
+        assert alone.layout.spec == spec and alone.layout.tensors == (inside,) and alone.layout.constants == (None,)
+        assert inside is not None and inside.requires_grad is tensor.requires_grad
+        assert form_of(alone) is form_of(Parcel.of(tensor)), "made once"
+        came = content_of(form_of(alone), [tensor])
+        assert isinstance(came, Parcel) and came.layout == alone.layout

@@ -12,7 +12,8 @@ import retrograde as rg
 from retrograde.devices import Stream, streams_of
 from retrograde.pipeline.parcel import layout_of
 from retrograde.transport import Parts, PipelineRanks, ProcessRanks, ThreadRanks
-from retrograde.transport.messages import Address, Form
+from retrograde.transport.channel import Layouts
+from retrograde.transport.messages import Address, Constant, Form, TreeForm, TreeLeaf
 from tests import threads
 from tests.harness import RankPool
 
@@ -22,6 +23,23 @@ OUTPUT, GRADIENT = Address(True, 0, 0), Address(False, 0, 0)
 
 def _content(*tensors: torch.Tensor | None) -> Parts:
     return Parts(Form(tuple(None if each is None else layout_of(each) for each in tensors), None), list(tensors))
+
+
+def test_a_layout_is_news_once() -> None:
+    layouts = Layouts()
+
+    def form(constant: Constant) -> Form:
+        return Form((layout_of(torch.ones(2)),), TreeForm(TreeLeaf(), [constant]))
+
+    first = form(1)
+    assert layouts.news(OUTPUT, first) is first
+    assert layouts.news(OUTPUT, first) is None, "the same"
+    assert layouts.news(OUTPUT, form(1)) is None, "an equal one"
+    for other in (form(True), form(1.0), first):
+        assert layouts.news(OUTPUT, other) is other, "1, 1.0 and True are not the same"
+    layouts.not_sent(OUTPUT)
+    assert layouts.news(OUTPUT, first) is first
+    assert layouts.news(GRADIENT, first) is first, "of another address"
 
 
 def _talk(ranks: PipelineRanks, all_are_there: Callable[[], object]) -> list[object]:

@@ -55,6 +55,28 @@ def test_letters_come_whole_and_in_order() -> None:
     assert [number for src, number, _ in came if src == 2] == list(range(1, 2001))
 
 
+def test_letters_that_a_look_has_left_are_found_by_the_next() -> None:
+    mailbox, (first, second) = _boxes()
+    for number in range(3):
+        assert first.post(_letter(number, 1)) and second.post(_letter(number, 1))
+    look = mailbox.letters()
+    next(look)
+    look.close()  # interrupted, and nobody rings again
+    assert len(list(mailbox.letters())) == 5
+
+
+def test_boxes_are_looked_at_when_somebody_has_rung(monkeypatch: pytest.MonkeyPatch) -> None:
+    mailbox, (first, _) = _boxes()
+    looks: list[int] = []
+    for peer, box in mailbox._boxes.items():
+        monkeypatch.setattr(box, "take", lambda peer=peer, take=box.take: looks.append(peer) or take())
+    assert list(mailbox.letters()) == list(mailbox.letters()) == []
+    assert looks == [1, 2], "once, when nobody knows what the bell has been"
+    assert first.post(_letter(7, 0))
+    assert [src for src, _ in mailbox.letters()] == [1] and list(mailbox.letters()) == []
+    assert looks == [1, 2, 1, 1, 2]
+
+
 def test_a_full_box_takes_no_more() -> None:
     mailbox, (first, second) = _boxes()
     posted = 0
@@ -149,6 +171,27 @@ def test_a_parcel_is_the_receivers_until_nobody_refers_to_it() -> None:
     assert arena.parcel(pieces, 1) not in (first, second), "a view keeps it"
     del view
     assert arena.parcel(pieces, 2) == first
+
+
+@pytest.mark.parametrize("numel", (0, 3, 2**16, 2**17))  # copied in one call, at its limit, and by torch
+def test_a_parcel_of_any_tensors_is_copied_out_again(numel: int) -> None:
+    arena, peer = _arena()
+    plain = torch.arange(float(numel), requires_grad=True)
+    conjugated = torch.complex(plain, -plain).detach().conj()
+    odd = torch.arange(3, dtype=torch.uint8)  # what comes after it is not aligned
+    sent = [odd, plain, conjugated, conjugated.imag, plain.detach().repeat(2)[::2], plain.detach().bfloat16()]
+    place = arena.parcel(sent, 1)
+    at = 0
+    for each in sent:
+        made = torch.empty(each.shape, dtype=each.dtype)
+        peer.copy_out(place, at, made)
+        assert torch.equal(made, each) and not made.requires_grad
+        at += each.nbytes
+    assert at == place.nbytes
+    with pytest.raises(OSError, match=r"1 bytes at .* are not in"):
+        peer.copy_out(place, at, torch.empty(1, dtype=torch.uint8))
+    peer.give_back(place, 1)
+    assert arena.parcel(sent, 1) == place
 
 
 def test_parcels_that_have_been_used_are_given_back_but_for_four() -> None:

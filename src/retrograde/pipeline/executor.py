@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.profiler import record_function
 
 from retrograde.errors import PipelineError
+from retrograde.labels import labelled_as
 from retrograde.pipeline.parcel import Parcel
 from retrograde.pipeline.schedule import Action, ActionKind, Schedule
 from retrograde.pipeline.stage import Stage, WeightedTarget
@@ -23,7 +23,7 @@ from retrograde.pipeline.timeline import Timed
 from retrograde.pipeline.transport import ReceiveContent, SenderFailed, StageTransport, Unreadable
 from retrograde.transport.messages import Address
 
-# What a profiler shows. A label takes a few microseconds when none is running, an action of a real model milliseconds.
+# What a profiler shows.
 PREFIX = "retrograde::"
 LABELS = {
     ActionKind.F: "forward",
@@ -157,7 +157,7 @@ class Executor:
     def _play(self, started: Outcome) -> Outcome:
         self._outcome = started
         for action, label in zip(self._actions, self._labels, strict=True):
-            with record_function(label):
+            with labelled_as(label):
                 self._started = time.perf_counter()
                 self._do(action)
                 self._outcome.trace.append(Timed(self.rank, action, self._started, time.perf_counter()))
@@ -251,7 +251,7 @@ class Executor:
         incoming = self._arriving.pop(address, None)
         if incoming is None:
             return self._here.pop(address)
-        with record_function(f"{PREFIX}wait for the {address}"):
+        with labelled_as(f"{PREFIX}wait for the {address}"):
             content = incoming()
         self._started = time.perf_counter()  # waiting for others is not this action's work
         return content

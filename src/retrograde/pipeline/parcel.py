@@ -1,22 +1,32 @@
 """What travels between stages: the tensors of any pytree, and a layout that says how to put it together again."""
 
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from retrograde.layout import is_dense, row_by_row
 from retrograde.pipeline.trees import constant_of, describe, describe_constant, spec_of
-from retrograde.torch_internals import TreeSpec, alias_without_base, tree_flatten, tree_unflatten
+from retrograde.torch_internals import TreeSpec, alias_without_base, leaf_spec, tree_flatten, tree_unflatten
 from retrograde.transport.messages import Form, MessageError, TensorLayout, TreeForm
 from retrograde.transport.tensors import copy_of
+
+_REMEMBERED = 1024  # layouts: those of a few models, whose messages are the same in every step
 
 
 def layout_of(tensor: Tensor) -> TensorLayout:
     """How the receiver makes it: with the same strides, or row by row if it has gaps or overlaps."""
-    stride = tensor.stride() if is_dense(tensor.shape, tensor.stride()) else row_by_row(tensor.shape)
-    on_host = tensor.device.type == "cpu"
-    return TensorLayout(tuple(tensor.shape), tuple(stride), tensor.dtype, tensor.requires_grad, on_host)
+    return _layout(tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad, tensor.is_cpu)
+
+
+@lru_cache(_REMEMBERED)
+def _layout(
+    size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, on_host: bool
+) -> TensorLayout:
+    chosen = stride if is_dense(size, stride) else row_by_row(size)
+    return TensorLayout(tuple(size), tuple(chosen), dtype, requires_grad, on_host)
 
 
 @dataclass(frozen=True)
@@ -27,6 +37,18 @@ class TreeLayout:
     tensors: tuple[TensorLayout | None, ...]
     constants: tuple[Any, ...]
 
+    @cached_property
+    def form(self) -> Form:
+        """As it travels."""
+        tree = TreeForm(describe(self.spec), [describe_constant(constant) for constant in self.constants])
+        return Form(self.tensors, tree)
+
+
+@lru_cache(_REMEMBERED)
+def _alone(layout: TensorLayout) -> TreeLayout:
+    """Of a tensor that is all there is, as between most stages."""
+    return TreeLayout(leaf_spec(), (layout,), (None,))
+
 
 @dataclass(frozen=True)
 class Parcel:
@@ -35,6 +57,8 @@ class Parcel:
 
     @staticmethod
     def of(tree: Any) -> "Parcel":
+        if type(tree) is Tensor:
+            return Parcel(_alone(layout_of(tree)), [tree])
         leaves, spec = tree_flatten(tree)
         tensors = [leaf if isinstance(leaf, Tensor) else None for leaf in leaves]
         layouts = tuple(None if tensor is None else layout_of(tensor) for tensor in tensors)
@@ -68,11 +92,14 @@ Gradients = list[Tensor | None]
 
 def form_of(content: Parcel | Gradients) -> Form:
     """How content is put together again on another rank."""
-    if not isinstance(content, Parcel):
-        return Form(tuple(None if grad is None else layout_of(grad) for grad in content), None)
-    layout = content.layout
-    tree = TreeForm(describe(layout.spec), [describe_constant(constant) for constant in layout.constants])
-    return Form(layout.tensors, tree)
+    if isinstance(content, Parcel):
+        return content.layout.form
+    return _form_of_gradients(tuple(None if grad is None else layout_of(grad) for grad in content))
+
+
+@lru_cache(_REMEMBERED)
+def _form_of_gradients(layouts: tuple[TensorLayout | None, ...]) -> Form:
+    return Form(layouts, None)
 
 
 def content_of(form: Form, tensors: list[Tensor | None]) -> Parcel | Gradients:

@@ -84,18 +84,6 @@ class LastOutput(NamedTuple):
     output: Any
 
 
-class _EnterStage(torch.autograd.Function):
-    """A leaf as the module may have it: not a leaf, so that it can be changed in place as in a whole model."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor) -> Tensor:
-        return alias_without_base(leaf)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
 @dataclass
 class Stage:
     """`module` is called with what arrives (a tuple is several arguments) and the keyword arguments it accepts."""
@@ -226,9 +214,11 @@ class Stage:
         leaves: list[Tensor | None] = [None] * len(arrived.tensors)
         if torch.is_grad_enabled():
             leaves = [_leaf(*pair) for pair in zip(arrived.tensors, arrived.layout.tensors, strict=True)]
-        entered = [t if leaf is None else _enter(leaf) for t, leaf in zip(arrived.tensors, leaves, strict=True)]
+        # What the module has is no leaf, so that it can be changed in place as in a whole model.
+        pairs = zip(arrived.tensors, leaves, strict=True)
+        entered = [t if leaf is None else alias_without_base(leaf) for t, leaf in pairs]
         args = arrived.tree(entered)
-        written = Writes.watch(self.module, entered)
+        written = None if split is None else Writes.watch(self.module, entered)
         del entered, arrived  # the graph and the leaves hold what is needed
         args = args if isinstance(args, tuple) else (args,)
         kwargs = {k: v for k, v in options.items() if self._accepts_all or k in self._accepts}
@@ -238,7 +228,7 @@ class Stage:
             if self.loss is not None and target is not None:
                 given = () if target.value is None else (target.value,)
                 loss = self.loss(output, *given)
-        return _Computed(leaves, output, loss, written.happened)
+        return _Computed(leaves, output, loss, written is not None and written.happened)
 
     def _repeat(self, arrived: Parcel, options: Mapping[str, Any], target: WeightedTarget | None) -> Repeat:
         def forward(split: SplitBackward) -> Recomputed:
@@ -319,11 +309,6 @@ def _leaf(tensor: Tensor | None, layout: TensorLayout | None) -> Tensor | None:
 
 def _wanted(tensor: Tensor | None, layout: TensorLayout | None) -> bool:
     return tensor is not None and layout is not None and layout.requires_grad
-
-
-def _enter(leaf: Tensor) -> Tensor:
-    entered: Tensor = _EnterStage.apply(leaf)  # type: ignore[no-untyped-call]
-    return entered
 
 
 def _edge(tensor: Tensor | None) -> GradientEdge | None:

@@ -47,8 +47,9 @@ class StageParameters:
     """The parameters of a stage, with the keys by which graphs know them."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        for parameter in module.parameters():
+        own = list(module.parameters())
+        self._plain = [weakref.ref(parameter) for parameter in own if not isinstance(parameter, ShardedParameter)]
+        for parameter in own:
             if getattr(parameter, KEY, None) is None:
                 number = next(_numbers)
                 setattr(parameter, KEY, torch.tensor([number]))
@@ -57,7 +58,7 @@ class StageParameters:
     @property
     def hooked(self) -> bool:
         """Autograd would call a hook in I, with nothing: then graphs compute weight gradients themselves."""
-        return any(has_hooks(own) for own in self._module.parameters() if not isinstance(own, ShardedParameter))
+        return any(own is not None and has_hooks(own) for own in (reference() for reference in self._plain))
 
 
 def keep_graphs_out() -> None:

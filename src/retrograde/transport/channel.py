@@ -13,7 +13,7 @@ overtake another: messages to an address are numbered, and taken in turn.
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -39,20 +39,28 @@ class _Awaited:
         return self.channel.take(self.peer, self.address)
 
 
+class _Sent(NamedTuple):
+    """A layout that the other end knows. Bytes are compared, since 1, 1.0 and True are not the same."""
+
+    form: Form
+    packed: bytes
+
+
 class Layouts:
     """The last layout of each address, as both ends of one way remember it."""
 
     def __init__(self) -> None:
-        self._sent: dict[Address, bytes] = {}  # as they were sent: 1, 1.0 and True are not the same
+        self._sent: dict[Address, _Sent] = {}
         self._received: dict[Address, Form] = {}
 
     def news(self, address: Address, form: Form) -> Form | None:
         """What of it has to be sent. From now on the other end is taken to know it."""
-        packed = encode(form)
-        if packed == self._sent.get(address):
+        known = self._sent.get(address)
+        if known is not None and known.form is form:
             return None
-        self._sent[address] = packed
-        return form
+        packed = encode(form)
+        self._sent[address] = _Sent(form, packed)
+        return None if known is not None and known.packed == packed else form
 
     def not_sent(self, address: Address) -> None:
         """What was to be sent did not go this way."""
@@ -95,11 +103,12 @@ class ConnectedChannel:
         connections.attach(self)
 
     def send(self, peer: int, address: Address, content: Parts) -> None:
-        data = [as_sent(tensor) for tensor in content.tensors if tensor is not None]
+        data = [tensor for tensor in content.tensors if tensor is not None]
         self._transfer(peer, address, self._turn(address), content.form, data)
 
     def _transfer(self, peer: int, address: Address, turn: int, form: Form, data: Sequence[Tensor]) -> None:
-        self._post(peer, Content(self.number, address, turn, self._layouts.news(address, form)), data)
+        sent = [as_sent(tensor) for tensor in data]
+        self._post(peer, Content(self.number, address, turn, self._layouts.news(address, form)), sent)
 
     def send_void(self, peer: int, address: Address) -> None:
         self._post(peer, Void(self.number, address, self._turn(address)))

@@ -18,13 +18,14 @@ from dataclasses import dataclass
 
 import torch
 
-from retrograde.transport.mapped.system import punch_hole
+from retrograde.transport.mapped.system import address_of, copy_memory, punch_hole
 from retrograde.transport.messages import SharedPlace
 
 _PAGE = mmap.PAGESIZE
 _FLAGS = 64  # bytes are a multiple of it, so that data are aligned as torch's allocator does it
 _SPARE = 4  # parcels that are kept for the next ones: fresh memory costs page faults
 _WORD = 8
+_SMALL = 2**18  # bytes up to which a copy is one call; larger ones torch may divide among threads
 
 
 def supported() -> bool:
@@ -38,11 +39,17 @@ def _flags_length(world: int) -> int:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Stretch:
-    """A part of this rank's arena."""
+    """A part of a rank's arena, mapped into this process."""
 
     offset: int
     nbytes: int  # of the data
     memory: mmap.mmap
+    address: int  # where that is in this process
+
+    @staticmethod
+    def mapped(descriptor: int, offset: int, nbytes: int, length: int) -> "Stretch":
+        memory = mmap.mmap(descriptor, length, offset=offset)
+        return Stretch(offset, nbytes, memory, address_of(memory))
 
 
 class Arena:
@@ -90,7 +97,7 @@ class Arena:
         offset = self._free[length].pop() if self._free[length] else self._end
         os.posix_fallocate(self.descriptor, offset, length)
         self._end = max(self._end, offset + length)
-        return Stretch(offset, nbytes, mmap.mmap(self.descriptor, length, offset=offset))
+        return Stretch.mapped(self.descriptor, offset, nbytes, length)
 
     def _length(self, nbytes: int) -> int:
         return -(-(self.flags + nbytes) // _PAGE) * _PAGE
@@ -109,20 +116,22 @@ class Arena:
     # ---- memory until it has been used
     def parcel(self, pieces: Sequence[torch.Tensor], receiver: int) -> SharedPlace:
         """A copy of these, one after the other, which is the receiver's until it sets its flag."""
-        self.collect_parcels()
         nbytes = sum(piece.nbytes for piece in pieces)
-        stretch = next((spare for spare in self._spare if spare.nbytes == nbytes), None)
-        if stretch is None:
-            stretch = self.reserve(nbytes)
-        else:
-            self._spare.remove(stretch)
+        stretch = self._for_parcel(nbytes)
+        at = self.flags
+        for piece in pieces:
+            _copy_in(stretch, at, piece)
+            at += piece.nbytes
         stretch.memory[receiver] = 0
-        if nbytes:
-            numel = sum(piece.numel() for piece in pieces)
-            copy = torch.frombuffer(stretch.memory, dtype=pieces[0].dtype, count=numel, offset=self.flags)
-            torch.cat(list(pieces), out=copy)
         self._parcels.append((stretch, receiver))
         return SharedPlace(stretch.offset, nbytes, 0)
+
+    def _for_parcel(self, nbytes: int) -> Stretch:
+        self.collect_parcels()
+        for number, spare in enumerate(self._spare):
+            if spare.nbytes == nbytes:
+                return self._spare.pop(number)
+        return self.reserve(nbytes)
 
     def take_back(self, place: SharedPlace) -> None:
         """A parcel that its receiver was not told of."""
@@ -184,7 +193,7 @@ class PeerArena:
         if not sealed or not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
             raise OSError(f"descriptor {descriptor} of process {process} is not an arena")
         self.control = mmap.mmap(self._descriptor, control)
-        self._mapped: dict[tuple[int, int], mmap.mmap] = {}
+        self._mapped: dict[tuple[int, int], Stretch] = {}
 
     def view(self, place: SharedPlace, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A tensor that lies there."""
@@ -192,29 +201,59 @@ class PeerArena:
             raise OSError(f"{numel} elements of {dtype} do not fit into {place}")
         if numel == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
-        memory = self._stretch(place)
+        memory = self._stretch(place).memory
         return torch.frombuffer(memory, dtype=dtype, count=numel, offset=self._flags + place.start)
 
     def unpack(self, place: SharedPlace, numel: int, dtype: torch.dtype, receiver: int) -> torch.Tensor:
         """A parcel. Its owner is told when nobody refers to it any more."""
         tensor = self.view(place, numel, dtype)
-        weakref.finalize(tensor, _set_flag, self._stretch(place), receiver).atexit = False
+        weakref.finalize(tensor, _set_flag, self._stretch(place).memory, receiver).atexit = False
         return tensor
 
+    def give_back(self, place: SharedPlace, receiver: int) -> None:
+        """A parcel, at once."""
+        _set_flag(self._stretch(place).memory, receiver)
+
     def flags(self, place: SharedPlace) -> memoryview:
-        return memoryview(self._stretch(place))[: self._flags]
+        return memoryview(self._stretch(place).memory)[: self._flags]
 
     def word(self, place: SharedPlace) -> memoryview:
-        return memoryview(self._stretch(place))[self._flags : self._flags + _WORD].cast("q")
+        return memoryview(self._stretch(place).memory)[self._flags : self._flags + _WORD].cast("q")
 
-    def _stretch(self, place: SharedPlace) -> mmap.mmap:
+    def copy_out(self, place: SharedPlace, at: int, tensor: torch.Tensor) -> None:
+        """Fill a tensor whose elements lie side by side with what is `at` bytes from the beginning of a parcel."""
+        nbytes = tensor.nbytes
+        if at + nbytes > place.nbytes:
+            raise OSError(f"{nbytes} bytes at {at} are not in {place}")
+        if nbytes <= _SMALL:
+            copy_memory(tensor.data_ptr(), self._stretch(place).address + self._flags + at, nbytes)
+        else:
+            there = torch.frombuffer(
+                self._stretch(place).memory, dtype=torch.uint8, count=nbytes, offset=self._flags + at
+            )
+            tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).copy_(there)
+
+    def _stretch(self, place: SharedPlace) -> Stretch:
         at = (place.offset, place.nbytes)
-        if at not in self._mapped:
+        found = self._mapped.get(at)
+        if found is None:
             length = self._flags + place.nbytes
             if place.offset % _PAGE or place.offset + length > os.fstat(self._descriptor).st_size:
                 raise OSError(f"there is nothing at {place}")
-            self._mapped[at] = mmap.mmap(self._descriptor, length, offset=place.offset)
-        return self._mapped[at]
+            found = self._mapped[at] = Stretch.mapped(self._descriptor, place.offset, place.nbytes, length)
+        return found
+
+
+def _copy_in(stretch: Stretch, at: int, piece: torch.Tensor) -> None:
+    nbytes = piece.nbytes
+    if nbytes <= _SMALL and piece.is_contiguous() and not piece.is_conj() and not piece.is_neg():
+        copy_memory(stretch.address + at, piece.data_ptr(), nbytes)
+        return
+    if not nbytes:
+        return
+    # Torch may have left a conjugation to be done when it is read.
+    plain = piece.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    torch.frombuffer(stretch.memory, dtype=torch.uint8, count=nbytes, offset=at).copy_(plain)
 
 
 def _set_flag(memory: mmap.mmap, rank: int) -> None:

@@ -32,7 +32,8 @@ class MappedChannel(ConnectedChannel):
 
     def _lend(self, peer: int, address: Address, turn: int, form: Form, data: Sequence[Tensor]) -> bool:
         """Says whether the other rank will find it."""
-        place = self._neighbours.parcel([_as_bytes(tensor) for tensor in data], peer)
+        in_order = [tensor if tensor.is_contiguous() else as_sent(tensor) for tensor in data]
+        place = self._neighbours.parcel(in_order, peer)
         if place is None:
             return False
         message = Lent(self.number, address, turn, self._lent_layouts.news(address, form), place)
@@ -56,16 +57,13 @@ class MappedChannel(ConnectedChannel):
         form = self._lent_layouts.received(message.address, message.form)
         nbytes = message.place.nbytes
         made = space_for(form, nbytes, self._device)
-        parcel = self._neighbours.found[src].arena.unpack(message.place, nbytes, torch.uint8, self._connections.rank)
+        arena = self._neighbours.found[src].arena
         at = 0
-        for tensor in made:
-            if tensor is not None:
-                memory = _as_bytes(as_sent(tensor))
-                memory.copy_(parcel[at : at + memory.numel()])
-                at += memory.numel()
+        try:
+            for tensor in made:
+                if tensor is not None:
+                    arena.copy_out(message.place, at, tensor)
+                    at += tensor.nbytes
+        finally:
+            arena.give_back(message.place, self._connections.rank)
         return Parts(form, made)
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """Of one dimension; torch may have left a conjugation to be done when it is read."""
-    return tensor.resolve_conj().resolve_neg().view(torch.uint8)

@@ -115,6 +115,7 @@ class Mailbox:
         self._bell = _Bell(memory, rank, world)
         self._memory = memory
         self._lock = threading.Lock()  # several threads of this rank may ring
+        self._looked_at: int | None = None  # what the bell was when boxes were last looked at
 
     @property
     def heard(self) -> int:
@@ -133,10 +134,16 @@ class Mailbox:
         self._memory[_FINISHED] = 1
 
     def letters(self) -> Iterator[tuple[int, bytearray]]:
-        """What has come: from whom, and the letter. One thread at a time."""
+        """What has come: from whom, and the letter. One thread at a time.
+
+        Whoever leaves a letter rings after that. While the bell is what it was, nothing has been rung for."""
+        heard = self.heard
+        if heard == self._looked_at:
+            return
         for peer, box in self._boxes.items():
             while (letter := box.take()) is not None:
                 yield peer, letter
+        self._looked_at = heard
 
 
 class Outbox:

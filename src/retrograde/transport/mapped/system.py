@@ -1,6 +1,7 @@
-"""Three calls of Linux that Python does not offer."""
+"""Three calls of Linux that Python does not offer, and memory by its address."""
 
 import ctypes
+import mmap
 import os
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -32,3 +33,12 @@ def punch_hole(descriptor: int, offset: int, length: int) -> None:
     if _libc.fallocate(descriptor, _KEEP_SIZE_AND_PUNCH, at, size):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
+
+
+def address_of(memory: mmap.mmap) -> int:
+    """Where it is mapped, as long as somebody refers to it."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def copy_memory(to: int, source: int, nbytes: int) -> None:
+    ctypes.memmove(to, source, nbytes)
