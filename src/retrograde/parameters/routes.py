@@ -68,7 +68,7 @@ _rows(
     Route.WHOLE, "item equal allclose is_nonzero unique unique_consecutive numpy tolist __array__ __contains__ __iter__"
 )
 _rows(Route.WHOLE, "__float__ __int__ __bool__ __complex__ __index__ __format__ view_as_real view_as_complex")
-_rows(Route.WHOLE, "__dlpack__ argmax argmin")
+_rows(Route.WHOLE, "__dlpack__ argmax argmin tensor as_tensor asarray")
 _rows(Route.CONVERTED, "to type_as")
 _rows(Route.DRAWN, "normal_ uniform_ bernoulli_ exponential_ cauchy_ geometric_ log_normal_ random_")
 _rows(Route.DRAWN, "rand_like randn_like randint_like")
@@ -232,7 +232,7 @@ class Call(NamedTuple):
         return torch.is_grad_enabled() and any(map(get_requires_grad, self.tensors))
 
 
-_FIRST = {"input", "self", "tensor", "tensors"}  # names of a first argument
+_FIRST = {"input", "self", "tensor", "tensors", "data", "obj"}  # names of a first argument
 _FIXED = {Route.MEMORY, Route.SHAPE, Route.LIKE, Route.REFUSED, Route.UNSCALED, Route.GRADIENTS}
 # Where the first argument is plain, the sharded one is only an example, of a shape or of a dtype.
 _OF_THE_FIRST = {Route.RESHAPED: Route.SHAPE, Route.CONVERTED: Route.MEMORY}

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from retrograde.torch_internals.constructors import CONSTRUCTORS
 from retrograde.torch_internals.memory import storage_id, version_of
 from retrograde.torch_internals.probes import expect, find, probe, tiny
 
@@ -263,10 +264,10 @@ def _schemas_say_what_is_returned() -> None:
 
 
 def overridable_functions() -> set[str]:
-    """The names of torch's functions and methods that ask the class of a tensor what they mean."""
+    """The names of torch's functions and methods that ask the class of a tensor what they mean, or are made to."""
     found: dict[Any, list[Any]] = torch.overrides.get_overridable_functions()
     names = {getattr(function, "__name__", "") for functions in found.values() for function in functions}
-    return names - {"", "__get__", "__set__", "__delete__"}
+    return names - {"", "__get__", "__set__", "__delete__"} | set(CONSTRUCTORS)
 
 
 # ---- many tensors at once
