@@ -14,7 +14,7 @@ from retrograde.parameters.part import Part, bring_gradients, parts_in
 from retrograde.parameters.reductions import reduced, reduced_lists, unscaled
 from retrograde.parameters.routes import Call, Route, route
 from retrograde.parameters.wholes import whole, wholes
-from retrograde.torch_internals import tree_map_only, without_torch_function, writes_unseen
+from retrograde.torch_internals import tree_map_only, without_torch_function, written_unseen
 
 
 def serve(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -329,10 +329,11 @@ def _gradient(grad: torch.Tensor | None, of: Any) -> torch.Tensor | None:
 
 
 def refused(call: Call) -> Any:
-    if writes_unseen(call.func):
+    if written_unseen(call.func) is not None:
         raise UnsupportedError(
-            f"{call.first.called}: {call.name} writes to its arguments, and would write to a copy: give it p.local for "
-            f"this rank's elements, or module.weight for the whole of a parameter"
+            f"{call.first.called}: {call.name} writes to its arguments, and would write to a copy: give it "
+            f"p.grad.local for this rank's elements of a gradient; or a whole copy (p.full_tensor().detach().clone(), "
+            f"p.grad.full_tensor()), which you write back by copy_()"
         )
     if not edits(call.name):
         raise UnsupportedError(

@@ -96,7 +96,7 @@ from retrograde.torch_internals.tensors import (
     with_torch_function,
     without_modes_or_torch_function,
     without_torch_function,
-    writes_unseen,
+    written_unseen,
 )
 from retrograde.torch_internals.training import (
     around_clipping,
@@ -226,5 +226,5 @@ __all__ = [
     "with_torch_function",
     "without_modes_or_torch_function",
     "without_torch_function",
-    "writes_unseen",
+    "written_unseen",
 ]
