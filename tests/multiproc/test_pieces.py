@@ -109,6 +109,53 @@ def norms_in_double(model: nn.Module, loss: Loss) -> list[bool]:
     return [float((grad.double().norm(order) - norm).abs()) < 1e-14 for order, norm in exact.items()]
 
 
+def _exactly_rounded(rank: int, world: int, stage: int) -> list[str]:
+    """Norms and sums of fp32, of tensors and of lists, that are further than 1 ulp from the rounded fp64 value."""
+    model = nn.Sequential(nn.Linear(300, 100), nn.Linear(100, 300))
+    rg.shard(model, stage)
+    faults = []
+    for number, param in enumerate(model.parameters()):
+        generator = torch.Generator().manual_seed(number)
+        # Over six orders of magnitude: added up in fp32, one after the other, they are off by many ulps.
+        whole = torch.randn(param.shape, generator=generator) * 10 ** torch.empty(param.shape).uniform_(
+            -3, 3, generator=generator
+        )
+        param.grad = whole
+        with torch.no_grad():
+            param.copy_(whole)
+        exact = whole.double().flatten()
+        wanted = {
+            "sum": exact.sum(),
+            "mean": exact.mean(),
+            "norm": exact.norm(),
+            "1-norm": exact.abs().sum(),
+            "3-norm": exact.abs().pow(3).sum() ** (1 / 3),
+            "foreach": exact.norm(),
+        }
+        for kind, tensor in {"p": param.detach(), "p.grad": param.grad, "p.grad / 2": param.grad / 2}.items():
+            factor = 0.5 if kind == "p.grad / 2" else 1.0
+            found = {
+                "sum": tensor.sum(),
+                "mean": tensor.mean(),
+                "norm": tensor.norm(),
+                "1-norm": torch.linalg.vector_norm(tensor, 1),
+                "3-norm": tensor.norm(3),
+                "foreach": torch._foreach_norm([tensor])[0],
+            }
+            for name, number_of in found.items():
+                rounded = (wanted[name] * factor).float()
+                ulp = torch.nextafter(rounded.abs(), torch.tensor(torch.inf)) - rounded.abs()
+                if number_of.dtype is not torch.float32 or (number_of - rounded).abs() > ulp:
+                    faults.append(f"{name} of {kind} of {tuple(param.shape)}: {number_of} instead of {rounded}")
+    dist.barrier()
+    return faults
+
+
+@EACH_STAGE
+def test_norms_and_sums_in_fp32_are_the_rounded_ones(ranks: Ranks, stage: int) -> None:
+    assert ranks(2).run(_exactly_rounded, stage) == [[], []]
+
+
 def along_dimensions(model: nn.Module, loss: Loss) -> Tensor:
     loss().backward()
     grad = weight(model).grad
