@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import retrograde.deepspeed as deepspeed
-from tests.deepspeed.pair import Pair, build_with_loss, config
+from tests.deepspeed.pair import Pair, WithLoss, build_with_loss, config
 from tests.harness import Ranks
 from tests.multiproc.twin import sgd
 from tests.small import batch
@@ -68,6 +68,43 @@ def test_weights_are_plain_torchs(ranks: Ranks, stage: int, more: dict[str, Any]
     for seen in ranks(2).run(_loop, stage, 4, more):
         assert seen["wrong"] == []
         assert seen["steps"] == (STEPS, 4 * STEPS, 2 * 2 * 4 * STEPS)
+
+
+def _muon_loop(rank: int, world: int, stage: int) -> list[str]:
+    """The matrices inside are Muon's; the rest is not trained."""
+
+    def make() -> WithLoss:
+        model = build_with_loss()
+        for param in model.parameters():
+            param.requires_grad_(param.ndim == 2)
+        model.embed.requires_grad_(False)
+        return model
+
+    asked = {"type": "Muon", "params": {"lr": 1.0, "muon_lr": 2**-4, "momentum": 0.5, "weight_decay": 2**-3}}
+    pair = Pair(rank, world, config(stage, 2, optimizer=asked), make, _muon)
+    for step in range(STEPS):
+        for part in _micro_batches(pair, step):
+            pair.engine.backward(pair.engine(batch(rank, part)))
+            pair.engine.step()
+
+        def program(model: nn.Module, rank: int, step: int = step) -> None:
+            for part in _micro_batches(pair, step):
+                (model(batch(rank, part)) / 2).backward()
+
+        pair.plain_play(program)
+        pair.plain_step()
+    wrong = pair.wrong_weights()
+    pair.close()
+    return wrong
+
+
+def _muon(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Muon(params, lr=2**-4, momentum=0.5, weight_decay=2**-3)
+
+
+@EACH_STAGE
+def test_muon(ranks: Ranks, stage: int) -> None:
+    assert ranks(2).run(_muon_loop, stage) == [[], []]
 
 
 @EACH_STAGE

@@ -28,6 +28,24 @@ def _scaled(x: Tensor) -> None:
     x.mul_(2)
 
 
+@torch.library.custom_op("retrograde_tests::add_to_", mutates_args=("total",))
+def _add_to(x: Tensor, total: Tensor) -> None:
+    """Its name says that it writes, and not to what."""
+    total.add_(x)
+
+
+@torch.library.custom_op("retrograde_tests::scale_all", mutates_args=("tensors",))
+def _scale_all(tensors: list[Tensor], by: float) -> None:
+    for tensor in tensors:
+        tensor.mul_(by)
+
+
+def _fused_sgd(params: list[Tensor], grads: list[Tensor]) -> None:
+    off = {"weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0, "nesterov": False, "maximize": False}
+    with torch.no_grad():
+        torch._fused_sgd_(params, grads, [], lr=0.1, is_first_step=True, **off)
+
+
 REFUSED: dict[str, tuple[Callable[[nn.Module], Any], tuple[str, ...]]] = {
     "all_reduce by hand": (
         lambda model: [dist.all_reduce(param.grad) for param in model.parameters()],
@@ -61,7 +79,27 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], tuple[str, ...]]] = {
     ),
     "a custom operator that writes": (
         lambda model: _scaled(weight(model).grad),
-        ("parameter 1.0.weight: scaled writes to its arguments", "p.local"),
+        ("parameter 1.0.weight: scaled writes to its arguments", "p.grad.local", "p.grad.full_tensor()"),
+    ),
+    "one that writes to a parameter": (
+        lambda model: _scaled(weight(model)),
+        ("parameter 1.0.weight: scaled writes to its arguments", "p.full_tensor().detach().clone()"),
+    ),
+    "one that writes to its second argument": (
+        lambda model: _add_to(torch.ones(8, 8), weight(model).grad),
+        ("parameter 1.0.weight: add_to_ writes to its arguments",),
+    ),
+    "one that is given a gradient by name": (
+        lambda model: _add_to(weight(model).detach(), total=weight(model).grad),
+        ("parameter 1.0.weight: add_to_ writes to its arguments",),
+    ),
+    "one that writes to a list": (
+        lambda model: torch.ops.retrograde_tests.scale_all([torch.ones(2), weight(model).grad], 2.0),
+        ("parameter 1.0.weight: scale_all writes to its arguments",),
+    ),
+    "a fused optimizer's function": (
+        lambda model: _fused_sgd([weight(model)], [weight(model).grad]),
+        ("parameter 1.0.weight: _fused_sgd_ writes to its arguments",),
     ),
     "out= of an operator": (
         lambda model: torch.ops.aten.mul.out(weight(model).grad, torch.tensor(2.0), out=weight(model).grad),
@@ -125,8 +163,23 @@ def foreach_beside_wholes(model: nn.Module, loss: Loss) -> Tensor:
     return torch.stack(torch._foreach_norm([param.grad for param in params]))
 
 
+def operators_that_read(model: nn.Module, loss: Loss) -> Tensor:
+    """Operators that write to plain tensors: of what is sharded they get the whole."""
+    loss().backward()
+    total, product = torch.ones(8, 8), torch.empty(8, 8)
+    _add_to(weight(model).grad, total)
+    _add_to(weight(model).detach(), total=total)
+    torch.ops.aten.mul.out(weight(model).grad, total, out=product)
+    whole = weight(model).grad.clone() if type(weight(model)) is nn.Parameter else weight(model).grad.full_tensor()
+    _scaled(whole)
+    weight(model).grad.copy_(whole)  # the way out that the error names
+    return torch.stack([total, product])
+
+
 @EACH_STAGE
-@pytest.mark.parametrize("idiom", (copies, side_by_side, foreach_beside_wholes), ids=lambda idiom: idiom.__name__)
+@pytest.mark.parametrize(
+    "idiom", (copies, side_by_side, foreach_beside_wholes, operators_that_read), ids=lambda idiom: idiom.__name__
+)
 def test_idiom(ranks: Ranks, idiom: Idiom, stage: int) -> None:
     assert ranks(2).run(both, stage, idiom, net) == ["", ""]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -46,6 +48,38 @@ def rows_of_gradients(model: nn.Module, loss: Loss) -> Tensor:
     return torch.stack(found)
 
 
+def edits_of_views(model: nn.Module, loss: Loss) -> Tensor:
+    """Rows, columns and views of views of a gradient and of a momentum, written to by name, by sign and by function."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=2**-3, momentum=0.5)
+    loss().backward()
+    optimizer.step()
+    grad, momentum = weight(model).grad, optimizer.state[weight(model)]["momentum_buffer"]
+    grad[0] *= 2
+    grad[1:3].add_(1)
+    grad.T[3].mul_(grad[2])
+    grad[:, 1] -= 0.5
+    grad.diagonal().zero_()
+    grad[4][2:][1].fill_(7)
+    row = grad[5]
+    grad.mul_(3)  # the row is of what the gradient has become
+    row.sub_(grad[6])
+    grad[7, 2] += 1
+    torch.neg_(grad[6])
+    nn.init.ones_(grad[3, :2])
+    row[1:4] = 4
+    for each in grad:
+        each.div_(2)
+    for half in grad.chunk(2):
+        half[0].sqrt_().nan_to_num_(1.0)
+    grad[2].copy_(model[0][0].bias.grad)
+    row = grad[5]
+    momentum[1] *= 0.25
+    momentum.t()[2].clamp_(min=0)
+    kept = [row * 2, copy.deepcopy(row), row.clone().mul_(5), row[1:].cumsum(0).sum() + grad[0]]
+    optimizer.step()
+    return torch.stack(kept)
+
+
 def rows_of_parameters(model: nn.Module, loss: Loss) -> Tensor:
     matrix = weight(model)
     with torch.no_grad():
@@ -73,6 +107,53 @@ def norms_in_double(model: nn.Module, loss: Loss) -> list[bool]:
     flat = grad.flatten().double().abs()
     exact = {0: (flat > 0).double().sum(), 1: flat.sum(), 2: flat.pow(2).sum().sqrt(), 3: flat.pow(3).sum() ** (1 / 3)}
     return [float((grad.double().norm(order) - norm).abs()) < 1e-14 for order, norm in exact.items()]
+
+
+def _exactly_rounded(rank: int, world: int, stage: int) -> list[str]:
+    """Norms and sums of fp32, of tensors and of lists, that are further than 1 ulp from the rounded fp64 value."""
+    model = nn.Sequential(nn.Linear(300, 100), nn.Linear(100, 300))
+    rg.shard(model, stage)
+    faults = []
+    for number, param in enumerate(model.parameters()):
+        generator = torch.Generator().manual_seed(number)
+        # Over six orders of magnitude: added up in fp32, one after the other, they are off by many ulps.
+        whole = torch.randn(param.shape, generator=generator) * 10 ** torch.empty(param.shape).uniform_(
+            -3, 3, generator=generator
+        )
+        param.grad = whole
+        with torch.no_grad():
+            param.copy_(whole)
+        exact = whole.double().flatten()
+        wanted = {
+            "sum": exact.sum(),
+            "mean": exact.mean(),
+            "norm": exact.norm(),
+            "1-norm": exact.abs().sum(),
+            "3-norm": exact.abs().pow(3).sum() ** (1 / 3),
+            "foreach": exact.norm(),
+        }
+        for kind, tensor in {"p": param.detach(), "p.grad": param.grad, "p.grad / 2": param.grad / 2}.items():
+            factor = 0.5 if kind == "p.grad / 2" else 1.0
+            found = {
+                "sum": tensor.sum(),
+                "mean": tensor.mean(),
+                "norm": tensor.norm(),
+                "1-norm": torch.linalg.vector_norm(tensor, 1),
+                "3-norm": tensor.norm(3),
+                "foreach": torch._foreach_norm([tensor])[0],
+            }
+            for name, number_of in found.items():
+                rounded = (wanted[name] * factor).float()
+                ulp = torch.nextafter(rounded.abs(), torch.tensor(torch.inf)) - rounded.abs()
+                if number_of.dtype is not torch.float32 or (number_of - rounded).abs() > ulp:
+                    faults.append(f"{name} of {kind} of {tuple(param.shape)}: {number_of} instead of {rounded}")
+    dist.barrier()
+    return faults
+
+
+@EACH_STAGE
+def test_norms_and_sums_in_fp32_are_the_rounded_ones(ranks: Ranks, stage: int) -> None:
+    assert ranks(2).run(_exactly_rounded, stage) == [[], []]
 
 
 def along_dimensions(model: nn.Module, loss: Loss) -> Tensor:
@@ -189,6 +270,7 @@ def norms_in_hooks_of_what_is_asked_for(model: nn.Module, loss: Loss) -> Tensor:
 IDIOMS = [
     held_over_steps,
     rows_of_gradients,
+    edits_of_views,
     rows_of_parameters,
     shapes_of_gradients,
     along_dimensions,
@@ -210,19 +292,35 @@ def test_idiom(ranks: Ranks, idiom: Idiom, stage: int) -> None:
     assert ranks(2).run(both, stage, idiom, net) == ["", ""]
 
 
-def _written_views(rank: int, world: int) -> list[str]:
-    """What torch would write through a view of a gradient is refused: here the view is one of a copy."""
+def _unseen_writes(rank: int, world: int) -> list[str]:
+    """What is refused of views of gradients: to be written to by functions that cannot say so, and to be read when the
+    gradient is another."""
     model = net()
     rg.shard(model, 3)
     model(batch(rank)).sum().backward()
+    grad = weight(model).grad
+    with pytest.raises(RuntimeError, match="inference tensor"):
+        torch.neg(torch.ones(8), out=grad[0])
+    with pytest.raises(RuntimeError, match="inference tensor"):
+        torch._foreach_zero_([grad[0], grad.T[1]])
+    row, column = grad[0], grad.T[0]
+    assert row.add_(1)[0] == grad[0, 0]
     said = []
-    for view in (lambda g: g[0], lambda g: g.t(), lambda g: g.T, lambda g: g.narrow(0, 0, 1), lambda g: g.unbind()[0]):
-        with pytest.raises(RuntimeError, match="inference tensor") as refused:
-            view(weight(model).grad).zero_()
+    for use in (lambda: column.sum(), lambda: column[1] + 1, lambda: grad.add_(column), lambda: grad.mul(column[0])):
+        with pytest.raises(rg.UnsupportedError) as refused:
+            use()
         said.append(str(refused.value))
+    grad.add_(row)  # this one was edited itself
+    with pytest.raises(rg.UnsupportedError):
+        print(row)
+    row.zero_()
+    assert not row.any() and column.shape == (8,)
     dist.barrier()
     return said
 
 
-def test_views_of_gradients_are_not_written_to(ranks: Ranks) -> None:
-    assert all(len(said) == 5 for said in ranks(2).run(_written_views))
+def test_what_views_of_gradients_are_not_for(ranks: Ranks) -> None:
+    for rank, said in enumerate(ranks(2).run(_unseen_writes)):
+        assert len(said) == 4
+        assert all(each.startswith(f"rank {rank}: parameter 1.0.weight: a view of its gradient") for each in said)
+        assert all("take the view anew" in each for each in said)

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from retrograde.parameters.part import Part
 from tests.patterns.models import Batch, Spec, logits_of
@@ -28,6 +29,7 @@ class Context(ABC):
         self.rank = rank
         self.world = world
         self.step = 0
+        self.optimizers: list[Optimizer] = []  # of the sharded model, once they are made
         self.memo: dict[str, Any] = {}
         self.records: list[Record] = []
 

@@ -61,6 +61,7 @@ class Player:
             for leaf in self.model.parameters():
                 leaf.register_post_accumulate_grad_hook(case.leaf_hook)
         self.optimizers = early or optimizers(case, self.model)
+        self.context.optimizers = list(self.optimizers.values())
 
     def _shard(self, stage: int, world: int, options: dict[str, Any]) -> None:
         import retrograde as rg

@@ -391,24 +391,32 @@ def rows_and_masks(model: nn.Module, batch: Batch, ctx: Context) -> None:
 
 # ---- checkpoints
 def _through_a_checkpoint(model: nn.Module, ctx: Context) -> None:
-    """Saved, lost, and loaded again. On plain torch nothing has to be lost."""
+    """Saved, lost, and loaded again, with the optimizer's state. On plain torch nothing has to be lost."""
     engine = getattr(model, "_retrograde_engine", None)
     if engine is None:
         return
+    (optimizer,) = ctx.optimizers
     folder = [tempfile.mkdtemp() if ctx.rank == 0 else ""]
     dist.broadcast_object_list(folder, src=0)
-    dcp.save({"model": engine.state_dict()}, checkpoint_id=folder[0])
+    dcp.save({"model": engine.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=folder[0])
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
-    state = {"model": engine.state_dict()}
+            optimizer.state[p]["momentum_buffer"].fill_(torch.nan)
+    state = {"model": engine.state_dict(), "optimizer": optimizer.state_dict()}
     dcp.load(state, checkpoint_id=folder[0])
     engine.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
     dist.barrier()
     if ctx.rank == 0:
         shutil.rmtree(folder[0])
 
 
-@row("31q", "the model through `dcp.save` and `dcp.load` after each step", BOTH, after=_through_a_checkpoint)
+@row(
+    "31q",
+    "the model and the optimizer through `dcp.save` and `dcp.load` after each step",
+    BOTH,
+    after=_through_a_checkpoint,
+)
 def through_a_checkpoint(model: nn.Module, batch: Batch, ctx: Context) -> None:
     _plain(model, batch, ctx)

@@ -223,7 +223,27 @@ def test_leaf_modules_are_marked(kind: Any) -> None:
 
 # ---- optimizers
 def _made(kind: str, **params: Any) -> torch.optim.Optimizer:
-    return make_optimizer(Section("optimizer", kind, params), [nn.Parameter(torch.ones(2))])
+    bias = nn.Parameter(torch.ones(2))
+    return make_optimizer(Section("optimizer", kind, params), [bias], {bias: "head.bias"})
+
+
+def test_muon_with_deepspeeds_names() -> None:
+    first, second = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(3, 2))
+    asked = {"lr": 0.5, "muon_lr": 0.25, "adam_lr": 0.125, "momentum": 0.5, "betas": [0.5, 0.5], "eps": 1.0}
+    section = Section("optimizer", "Muon", {**asked, "ns_method": "standard"})
+    made = make_optimizer(
+        section, [{"params": [first]}, {"params": [second], "momentum": 0.75}], {first: "up", second: "down"}
+    )
+    assert type(made) is torch.optim.Muon
+    assert [(group["lr"], group["momentum"], group["weight_decay"]) for group in made.param_groups] == [
+        (0.25, 0.5, 0.0),
+        (0.25, 0.75, 0.0),
+    ]
+    assert make_optimizer(Section("optimizer", "muon", {}), [first], {first: "up"}).defaults["lr"] == 0.02
+    with pytest.raises(NotYetError, match=r"optimizer\.type: Muon with .*\(tok_embed\.weight, of shape \(2, 3\)\)"):
+        make_optimizer(section, [second, first], {first: "tok_embed.weight", second: "down"})
+    with pytest.raises(ConfigError, match=r"optimizer\.params\.ns_method='svd' is not known; give 'gram' or"):
+        make_optimizer(Section("optimizer", "Muon", {"ns_method": "svd"}), [first], {first: "up"})
 
 
 def test_optimizers() -> None:
@@ -241,6 +261,11 @@ def test_optimizers() -> None:
     ("kind", "params", "message"),
     [
         ("OneBitAdam", {}, r"optimizer\.type: OneBitAdam is not there yet; give initialize\(optimizer=\.\.\.\)"),
+        (
+            "Muon",
+            {},
+            r"optimizer\.type: Muon with .*\(head\.bias, of shape \(2,\)\).* model_parameters that are",
+        ),
         ("Lamb", {}, r"optimizer\.type: Lamb is not there yet"),
         ("Sgd", {}, r"optimizer\.type='Sgd' is not known"),
         ("Optimizer2", {}, r"optimizer\.type='Optimizer2' is not known"),

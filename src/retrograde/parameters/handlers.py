@@ -9,11 +9,12 @@ import torch
 
 from retrograde.errors import UnsupportedError
 from retrograde.pages import Aliased, FullTensor, edits, views
-from retrograde.parameters.part import USED_TOGETHER, Part, parts_in
+from retrograde.parameters.copied_views import view_of_copy
+from retrograde.parameters.part import Part, bring_gradients, parts_in
 from retrograde.parameters.reductions import reduced, reduced_lists, unscaled
 from retrograde.parameters.routes import Call, Route, route
 from retrograde.parameters.wholes import whole, wholes
-from retrograde.torch_internals import tree_map_only, without_torch_function, writes_unseen
+from retrograde.torch_internals import tree_map_only, without_torch_function, written_unseen
 
 
 def serve(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -31,16 +32,6 @@ _OF_THE_OBJECT = {Route.MEMORY, Route.SHAPE}  # its attributes, and what does no
 _ASKING_NOTHING = {Route.MEMORY, Route.SHAPE, Route.LIKE, Route.RESHAPED, Route.REFUSED, Route.GRADIENTS}
 # These meet nobody themselves.
 _AT_OWN_PACE = {Route.ELEMENTS, Route.EDIT, Route.EDIT_WHOLE, Route.LISTS, Route.UNSCALED, Route.DRAWN}
-
-
-def bring_gradients(parts: Iterable[Part], meet: bool) -> None:
-    """Before gradients are used: those still pending, and those of ranks that did more backwards, come first."""
-    for owner in {part._owner for part in parts if part.of_gradients}:
-        if (found := owner()) is None:
-            continue
-        found.coordinator.flush_pending_gradients("p.grad is used")
-        if meet:
-            found.coordinator.catch_up_on_gradients(USED_TOGETHER)
 
 
 # ---- without other ranks
@@ -146,24 +137,16 @@ def _same_in_replicas(part: Part, mine: torch.Tensor) -> torch.Tensor:
 def on_wholes(call: Call) -> Any:
     """What returns a view may be written through, and that must reach what it is a view of."""
     target = call.args[0]
-    if not isinstance(target, Part) or not (views(call.name) or call.name == "__get__"):
+    if not isinstance(target, Part) or not (views(call.name) or call.name in ("__get__", "__iter__")):
         return _with_wholes(call)
+    if call.name == "__iter__":
+        return iter(target.unbind(0))
     if target.of_weights:
         return _view_of_weights(call)
     if target.passing:
         target.become_whole()
         return _with_wholes(call)
-    with torch.inference_mode():  # a view of a copy: torch refuses to write to it
-        full, *rest = wholes(call.args, call.name)
-        found = call.func(full, *rest, **call.kwargs)
-    return found if _is_view(found, full) else found.clone()
-
-
-def _is_view(found: Any, of: torch.Tensor) -> bool:
-    """Not what was picked by a mask or a list of indices."""
-    if not isinstance(found, torch.Tensor) or found.layout is not torch.strided:
-        return True
-    return found.untyped_storage().data_ptr() == of.untyped_storage().data_ptr()
+    return view_of_copy(functools.partial(call.func, **call.kwargs), call.name, *call.args)
 
 
 def _view_of_weights(call: Call) -> Any:
@@ -346,10 +329,11 @@ def _gradient(grad: torch.Tensor | None, of: Any) -> torch.Tensor | None:
 
 
 def refused(call: Call) -> Any:
-    if writes_unseen(call.func):
+    if written_unseen(call.func) is not None:
         raise UnsupportedError(
-            f"{call.first.called}: {call.name} writes to its arguments, and would write to a copy: give it p.local for "
-            f"this rank's elements, or module.weight for the whole of a parameter"
+            f"{call.first.called}: {call.name} writes to its arguments, and would write to a copy: give it "
+            f"p.grad.local for this rank's elements of a gradient; or a whole copy (p.full_tensor().detach().clone(), "
+            f"p.grad.full_tensor()), which you write back by copy_()"
         )
     if not edits(call.name):
         raise UnsupportedError(

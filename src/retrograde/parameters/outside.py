@@ -1,5 +1,8 @@
 """Where torch hands a tensor to code that does not ask it (`__torch_function__`): a piece is refused there, by name.
 
+`torch.tensor`, `torch.as_tensor` and `torch.asarray` do not ask either. They are made to (torch_internals), and get the
+whole.
+
 | who                                   | would                                                   |
 |---------------------------------------|---------------------------------------------------------|
 | torch.distributed's collectives       | add up or overwrite other ranks' elements with these    |
@@ -16,7 +19,7 @@ from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from retrograde.errors import UnsupportedError
 from retrograde.parameters.part import Part
-from retrograde.torch_internals import before_collectives, before_vmap
+from retrograde.torch_internals import ask_in_constructors, before_collectives, before_vmap
 
 
 @functools.cache
@@ -31,6 +34,7 @@ def refuse_pieces_outside() -> None:
         _refuse(value, f"{type(module).__name__}.{name}, a buffer,", _BUFFER)
 
     before_collectives(collective)
+    ask_in_constructors(Part)
     before_vmap(lambda given: _refuse(given, "torch.vmap", _VMAP))
     register_module_buffer_registration_hook(buffer)
 

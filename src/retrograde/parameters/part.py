@@ -164,6 +164,16 @@ def parts_in(values: Iterable[Any]) -> Iterator[Part]:
             yield from parts_in(value)
 
 
+def bring_gradients(parts: Iterable[Part], meet: bool) -> None:
+    """Before gradients are used: those still pending, and those of ranks that did more backwards, come first."""
+    for owner in {part._owner for part in parts if part.of_gradients}:
+        if (found := owner()) is None:
+            continue
+        found.coordinator.flush_pending_gradients("p.grad is used")
+        if meet:
+            found.coordinator.catch_up_on_gradients(USED_TOGETHER)
+
+
 def everybodys(what: str, parts: Sequence[Part], value: Callable[[], V]) -> list[V]:
     """The values of all ranks that hold pieces of these, in the order of the pieces."""
     label = f"{what} of {parts[0].slot.name}" + f" and {len(parts) - 1} more" * (len(parts) > 1)

@@ -7,7 +7,8 @@ wrong.
 `route()` looks at the arguments too, by these rules, first to last:
 
 Rule 1: what autograd records computes with the full tensor, in its graph.
-Rule 2: a function that writes to a plain tensor gets the wholes of what is sharded.
+Rule 2: a function that writes to a plain tensor gets the wholes of what is sharded. An operator that writes to what is
+        sharded, and not in place by its name (`mul_`), is refused: a custom one with `mutates_args`, a fused update.
 Rule 3: what does not fit the shape of the sharded tensor (a larger tensor beside it, a sum along a dimension, a view of
         other elements) goes through the whole tensor.
 """
@@ -22,7 +23,7 @@ import torch
 
 from retrograde.pages import RESHAPES, edits, views
 from retrograde.parameters.part import Part, parts_in
-from retrograde.torch_internals import get_requires_grad, overloads, returns_of, without_torch_function, writes_unseen
+from retrograde.torch_internals import get_requires_grad, overloads, returns_of, without_torch_function, written_unseen
 
 
 class Route(Enum):
@@ -68,7 +69,7 @@ _rows(
     Route.WHOLE, "item equal allclose is_nonzero unique unique_consecutive numpy tolist __array__ __contains__ __iter__"
 )
 _rows(Route.WHOLE, "__float__ __int__ __bool__ __complex__ __index__ __format__ view_as_real view_as_complex")
-_rows(Route.WHOLE, "__dlpack__ argmax argmin")
+_rows(Route.WHOLE, "__dlpack__ argmax argmin tensor as_tensor asarray")
 _rows(Route.CONVERTED, "to type_as")
 _rows(Route.DRAWN, "normal_ uniform_ bernoulli_ exponential_ cauchy_ geometric_ log_normal_ random_")
 _rows(Route.DRAWN, "rand_like randn_like randint_like")
@@ -185,8 +186,6 @@ def row_of(func: Callable[..., Any]) -> Route:
         return ATTRIBUTES.get(attribute, Route.MEMORY)
     if (getattr(func, "__module__", None) or "").startswith("torch.distributed"):
         return Route.MEMORY  # outside.py refuses it
-    if writes_unseen(func):
-        return Route.REFUSED
     return row(name)
 
 
@@ -232,7 +231,7 @@ class Call(NamedTuple):
         return torch.is_grad_enabled() and any(map(get_requires_grad, self.tensors))
 
 
-_FIRST = {"input", "self", "tensor", "tensors"}  # names of a first argument
+_FIRST = {"input", "self", "tensor", "tensors", "data", "obj"}  # names of a first argument
 _FIXED = {Route.MEMORY, Route.SHAPE, Route.LIKE, Route.REFUSED, Route.UNSCALED, Route.GRADIENTS}
 # Where the first argument is plain, the sharded one is only an example, of a shape or of a dtype.
 _OF_THE_FIRST = {Route.RESHAPED: Route.SHAPE, Route.CONVERTED: Route.MEMORY}
@@ -245,6 +244,9 @@ def route(call: Call) -> Route:
         return found
     if found in _OF_THE_FIRST and not isinstance(call.args[0], Part):
         return _OF_THE_FIRST[found]
+    if (written := written_unseen(call.func)) is not None:
+        touched = next(parts_in(written.of(call.args, call.kwargs)), None)
+        return Route.INTO_PLAIN if touched is None else Route.REFUSED
     if call.kwargs.get("out") is not None:
         return Route.OUT
     if edits(call.name):

@@ -19,6 +19,7 @@ import torch
 from retrograde.errors import UnsupportedError
 from retrograde.pages import Watched
 from retrograde.parameters.checkpointing import Checkpointable
+from retrograde.parameters.copied_views import CopiedView, check_views
 from retrograde.parameters.handlers import serve
 from retrograde.parameters.owner import Owner
 from retrograde.parameters.wholes import plain, whole
@@ -30,6 +31,8 @@ class ShardedTensor(Checkpointable, Watched):
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if CopiedView in types:
+            check_views((*args, *(kwargs or {}).values()))
         return serve(func, args, kwargs)
 
     def full_tensor(self) -> torch.Tensor:

@@ -46,6 +46,9 @@ from retrograde.torch_internals.compiler import (
     is_untraced,
     keep_sizes,
 )
+from retrograde.torch_internals.constructors import (
+    ask_in_constructors,
+)
 from retrograde.torch_internals.functions import autocast_region, body_of, grouped_mm, what_was_cast
 from retrograde.torch_internals.groups import (
     PrefixStore,
@@ -93,7 +96,7 @@ from retrograde.torch_internals.tensors import (
     with_torch_function,
     without_modes_or_torch_function,
     without_torch_function,
-    writes_unseen,
+    written_unseen,
 )
 from retrograde.torch_internals.training import (
     around_clipping,
@@ -141,6 +144,7 @@ __all__ = [
     "around_clipping",
     "around_updates",
     "around_zero_grad",
+    "ask_in_constructors",
     "at_end_of_backward",
     "autocast_region",
     "backend_of",
@@ -222,5 +226,5 @@ __all__ = [
     "with_torch_function",
     "without_modes_or_torch_function",
     "without_torch_function",
-    "writes_unseen",
+    "written_unseen",
 ]

@@ -18,6 +18,7 @@ WITH_PROBES = tuple(
         "backward",
         "checkpoints",
         "compiler",
+        "constructors",
         "functions",
         "groups",
         "memory",

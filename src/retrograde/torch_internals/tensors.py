@@ -1,12 +1,14 @@
 """Tensors: their attributes without what a subclass makes of them, subclasses, and what torch's functions do."""
 
 import contextlib
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from retrograde.torch_internals.constructors import CONSTRUCTORS
 from retrograde.torch_internals.memory import storage_id, version_of
 from retrograde.torch_internals.probes import expect, find, probe, tiny
 
@@ -232,24 +234,49 @@ def returns_of(overload: Any) -> list[Any]:
     return returned
 
 
-def writes_unseen(func: Any) -> bool:
-    """Is it an operator (`torch.ops...`, a custom one) that writes to an argument though its name does not say so?"""
-    known: list[Any] = [func] if isinstance(func, torch._ops.OpOverload) else _overloads_of(func)
-    return any(each._schema.is_mutable and not each._schema.name.endswith("_") for each in known)
+class Written(NamedTuple):
+    """Which arguments an operator writes to, as its schema says."""
+
+    places: frozenset[int]  # -1 of one that has a name only
+    names: frozenset[str]
+
+    def of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """Those among the ones that are given."""
+        placed = [each for place, each in enumerate(args) if place in self.places]
+        return placed + [each for name, each in kwargs.items() if name in self.names]
+
+
+@functools.cache
+def written_unseen(func: Any) -> Written | None:
+    """Of an operator that writes to its arguments otherwise than in place, to the first one, by a name that says so
+    (`mul_`): a custom one (`mutates_args`), one with `out`, a fused optimizer's. None of all others."""
+    name = getattr(func, "__name__", "").partition(".")[0]
+    known = [func] if isinstance(func, torch._ops.OpOverload) else _overloads_of(func)
+    if not known and name.endswith("_"):
+        known = overloads(name)
+    places: set[int] = set()
+    names: set[str] = set()
+    for overload in known:
+        for place, argument in enumerate(overload._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                names.add(argument.name)
+                places.add(-1 if argument.kwarg_only else place)
+    in_place = name.endswith("_") and places == {0}
+    return None if in_place or not names else Written(frozenset(places), frozenset(names))
 
 
 @probe(
     "schemas of torch's functions",
     "overloads",
-    "writes_unseen",
+    "written_unseen",
     "returns_of",
     "overridable_functions",
     needed_for="knowing which functions of a parameter give views, and which can be computed from a rank's piece",
     otherwise="an edit of a view of module.weight is lost; a reduction of p.grad is this rank's own",
 )
 def _schemas_say_what_is_returned() -> None:
-    """Assumes: torch.ops.aten has torch's functions with their overloads, whose schemas say what is a view, and whose
-    tags say what is pointwise."""
+    """Assumes: torch.ops.aten has torch's functions with their overloads, whose schemas say what is a view and
+    what is written to, and whose tags say what is pointwise."""
     view, product, total = overloads("transpose")[0], overloads("mul")[0], overloads("sum")[0]
     expect(returns_of(view)[0].alias_info.is_write, False, "whether transpose() writes to what it returns a view of")
     expect([returns_of(each)[0].alias_info for each in (product, total)], [None, None], "aliases of mul() and sum()")
@@ -257,16 +284,20 @@ def _schemas_say_what_is_returned() -> None:
     tags = [torch.Tag.pointwise in each.tags for each in (product, total)]
     expect(tags, [True, False], "whether mul() and sum() are pointwise")
     expect(overloads("no_such_function"), [], "what is known of a function that does not exist")
-    operators = (torch.ops.aten.mul_.Tensor, torch.ops.aten.mul.out, torch.ops.aten.mul.Tensor, torch.mul)
-    expect([writes_unseen(each) for each in operators], [False, True, False, False], "who writes without saying so")
+    operators = (torch.ops.aten.mul_.Tensor, torch.ops.aten.mul.Tensor, torch.mul, torch.Tensor.mul_)
+    expect([written_unseen(each) for each in operators], [None] * 4, "what is written to unseen by mul() and mul_()")
+    written = written_unseen(torch.ops.aten.mul.out)
+    expect(written and written.names, {"out"}, "what mul.out() writes to")
+    fused = written_unseen(find("torch:_fused_sgd_"))
+    expect(fused and fused.places, {0, 1, 2}, "the places of what a fused SGD writes to")
     expect({"mul", "norm"} < overridable_functions(), True, "whether classes are asked of both")
 
 
 def overridable_functions() -> set[str]:
-    """The names of torch's functions and methods that ask the class of a tensor what they mean."""
+    """The names of torch's functions and methods that ask the class of a tensor what they mean, or are made to."""
     found: dict[Any, list[Any]] = torch.overrides.get_overridable_functions()
     names = {getattr(function, "__name__", "") for functions in found.values() for function in functions}
-    return names - {"", "__get__", "__set__", "__delete__"}
+    return names - {"", "__get__", "__set__", "__delete__"} | set(CONSTRUCTORS)
 
 
 # ---- many tensors at once

@@ -49,7 +49,9 @@ def initialize(
     init_distributed()
     asked = Config.of(_config_of(args, config, others.get("config_params")), dist.get_world_size())
     parameters = list(model_parameters) if model_parameters is not None else _trained(model)
-    chosen = _optimizer(optimizer, parameters, asked)  # before the model is sharded: what is refused changes nothing
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    # Before the model is sharded: what is refused changes nothing.
+    chosen = _optimizer(optimizer, parameters, names, asked)
     scheduler = _scheduler(lr_scheduler, chosen, asked)
     _say_what_has_no_effect(asked)
     engine = DeepSpeedEngine(model, asked.shard(model), chosen, scheduler, asked)
@@ -99,7 +101,7 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def _optimizer(given: Any, parameters: list[Any], config: Config) -> Optimizer | None:
+def _optimizer(given: Any, parameters: list[Any], names: Mapping[Any, str], config: Config) -> Optimizer | None:
     if isinstance(given, Optimizer):
         return given
     if given is not None:
@@ -107,7 +109,7 @@ def _optimizer(given: Any, parameters: list[Any], config: Config) -> Optimizer |
         if not isinstance(made, Optimizer):
             raise wrong("optimizer", given, "is not an optimizer", "a torch optimizer or a function that makes one")
         return made
-    return None if config.optimizer is None else make_optimizer(config.optimizer, parameters)
+    return None if config.optimizer is None else make_optimizer(config.optimizer, parameters, names)
 
 
 def _scheduler(given: Any, optimizer: Optimizer | None, config: Config) -> Any:

@@ -1,6 +1,7 @@
 """The config's optimizer section: torch's optimizers under DeepSpeed's names and with its defaults."""
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,10 +11,16 @@ from retrograde.integrations.deepspeed.config import Section
 from retrograde.integrations.deepspeed.refusals import ConfigError, not_yet, wrong
 
 # DeepSpeed's own, which torch does not have.
-_ELSEWHERE = {"lamb", "lion", "muon", "muadam", "muadamw", "musgd", "onebitadam", "onebitlamb", "zerooneadam"}
+_ELSEWHERE = {"lamb", "lion", "muadam", "muadamw", "musgd", "onebitadam", "onebitlamb", "zerooneadam"}
 
 
-def make_optimizer(section: Section, parameters: Iterable[Any]) -> Optimizer:
+# Parameters with these in their names are not Muon's there, nor are those that are no matrices.
+_NOT_MUONS = ("embed", "lm_head")
+_NS_METHODS = ("gram", "standard")
+
+
+def make_optimizer(section: Section, parameters: list[Any], names: Mapping[Any, str]) -> Optimizer:
+    """`names`: those of the model's parameters."""
     params = dict(section.params)
     if "max_grad_norm" in params:
         raise ConfigError(
@@ -22,6 +29,8 @@ def make_optimizer(section: Section, parameters: Iterable[Any]) -> Optimizer:
     name = section.type.lower()
     if name in ("adam", "adamw"):
         kind = _adam(name, params)
+    elif name == "muon":
+        kind = _muon(params, parameters, names)
     elif name in _ELSEWHERE:
         raise not_yet("optimizer.type", section.type, "give initialize(optimizer=...) one that is written in torch")
     else:
@@ -40,6 +49,28 @@ def _adam(name: str, params: dict[str, Any]) -> type[Optimizer]:
     if not params.pop("torch_adam", False):
         params.setdefault("weight_decay", 0.0)  # of DeepSpeed's own Adam; torch's AdamW has another
     return torch.optim.AdamW if decoupled else torch.optim.Adam
+
+
+def _muon(params: dict[str, Any], parameters: list[Any], names: Mapping[Any, str]) -> type[Optimizer]:
+    """torch's, with DeepSpeed's names and defaults in `params`. DeepSpeed has an Adam in it, for what is not Muon's."""
+    given = [each["params"] if isinstance(each, dict) else [each] for each in parameters]
+    for parameter in itertools.chain.from_iterable(given):
+        name = names.get(parameter, "a parameter that is not the model's")
+        if parameter.ndim != 2 or any(part in name.lower() for part in _NOT_MUONS):
+            raise not_yet(
+                "optimizer.type",
+                f"Muon with an Adam for what is not Muon's ({name}, of shape {tuple(parameter.shape)})",
+                "give initialize() model_parameters that are matrices, or an optimizer of your own",
+            )
+    method = params.pop("ns_method", "gram")
+    if method not in _NS_METHODS:
+        raise wrong("optimizer.params.ns_method", method, "is not known", " or ".join(map(repr, _NS_METHODS)))
+    for of_adam in ("adam_lr", "betas", "eps"):
+        params.pop(of_adam, None)
+    rate = params.pop("lr", 0.02)
+    params["lr"] = params.pop("muon_lr", rate)
+    params.setdefault("weight_decay", 0.0)
+    return torch.optim.Muon
 
 
 def _torch_optimizer(name: str) -> type[Optimizer]:

@@ -1,0 +1,77 @@
+"""`torch.tensor` and the like: they take anything as data, and do not ask a tensor's class what they mean."""
+
+import functools
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from retrograde.torch_internals.probes import When, expect, find, probe, tiny
+
+CONSTRUCTORS = {"tensor": False, "as_tensor": True, "asarray": True}  # may it return what it is given?
+_constructors: Callable[[], set[Any]] = find("torch.utils._device:_device_constructors")
+
+
+def ask_in_constructors(cls: type[torch.Tensor]) -> None:
+    """Have `torch.tensor`, `torch.as_tensor` and `torch.asarray` ask this class of tensors, as other functions do.
+
+    `torch.device(...)` as a context, TorchScript and Dynamo know functions by their identity, and are to know these
+    still."""
+    _constructors()  # it remembers what it finds: now they are torch's own, which is what the context is asked about
+    scripted = import_module("torch.jit._builtins")
+    for name, may_return in CONSTRUCTORS.items():
+        original = getattr(torch, name)
+        asking = _asking(original, cls, may_return)
+        setattr(torch, name, asking)
+        known = (scripted._builtin_table or {}).get(id(original))
+        if known is not None:  # otherwise it is yet to look, by names
+            scripted._register_builtin(asking, known)
+
+
+def _asking(original: Callable[..., Any], cls: type[torch.Tensor], may_return: bool) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def construct(*args: Any, **kwargs: Any) -> Any:
+        for given in (*args, *kwargs.values()):
+            if isinstance(given, cls):
+                if may_return and original(*args, **kwargs) is given:
+                    return given
+                return given.__torch_function__(original, (type(given),), args, kwargs)  # type: ignore[no-untyped-call]
+        return original(*args, **kwargs)
+
+    construct._torchdynamo_inline = original  # type: ignore[attr-defined]  # what Dynamo takes in its place
+    return construct
+
+
+@probe(
+    "what tensors are made of",
+    "ask_in_constructors",
+    needed_for="torch.tensor(p), which is the whole on every rank",
+    otherwise="torch.tensor(p) is this rank's piece",
+    when=When.FIRST_USE,
+)
+def _constructors_can_be_asked() -> None:
+    """Assumes: `torch.tensor`, `torch.as_tensor` and `torch.asarray` are names in torch that can be given to others;
+    `as_tensor` returns a tensor that needs no change; and a context of a device still knows what is behind them."""
+
+    class Asked(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func.__name__
+
+    before = {name: vars(torch)[name] for name in CONSTRUCTORS}
+    given = tiny().as_subclass(Asked)
+    try:
+        ask_in_constructors(Asked)
+        asked = [torch.tensor(data=given), torch.as_tensor(given, dtype=torch.double), torch.asarray(given, copy=True)]
+        kept = torch.as_tensor(given, device="cpu")
+        with torch.device("meta"):
+            where = [made.device.type for made in (torch.tensor(1), torch.as_tensor([1]), torch.asarray([1]))]
+        plain = torch.tensor([1, 2], device="cpu").tolist()
+    finally:
+        for name, function in before.items():
+            setattr(torch, name, function)
+    expect(asked, list(CONSTRUCTORS), "what a class of tensors is asked")
+    expect(kept is given, True, "whether as_tensor() returns what it is given")
+    expect(where, ["meta"] * 3, "where they make tensors in a context of a device")
+    expect(plain, [1, 2], "what is made of a list")
