@@ -11,7 +11,7 @@ from torch import nn
 
 import retrograde as rg
 from benchmarks.live import Live
-from retrograde.checkpoint.marker import BLOCK
+from retrograde.checkpoint.checksums import BLOCK
 from retrograde.checkpoint.reading import BUFFER, CheckedFile
 from tests.harness import Ranks
 from tests.live import live_bytes
