@@ -126,7 +126,7 @@ def table(found: list[tuple[str, str, float, int]], size: int) -> str:
             peak = median(peak for *_, peak in measured) / 2**20
             ratios = sorted(one[2] / other[2] for one, other in zip(measured, own["FSDP2"], strict=True))
             spread = f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
-            lines.append(f"| {what}, {name} | {speed:.0f} | {peak:.0f} | {spread} |")
+            lines.append(f"| {what}, {name} | {speed:.0f} | {peak:.1f} | {spread} |")
     return "\n".join(lines)
 
 

@@ -31,6 +31,8 @@ class Live(TorchDispatchMode):
         return result
 
     def watch(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type == "meta":
+            return  # its storage has a size, and no memory
         storage = tensor.untyped_storage()
         self._seen.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
 

@@ -35,13 +35,12 @@ LONGEST = 0.4  # seconds, from there to the kill
 class Outcome:
     kills: int = 0
     interrupted: int = 0  # saves that had begun and were not complete
+    saved: int = 0  # checkpoints that were complete
     faults: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        lines = [
-            f"{self.kills} kills, {self.interrupted} of them left a save that had begun; {len(self.faults)} faults"
-        ]
-        return "\n".join(lines + self.faults)
+        seen = f"{self.kills} kills, {self.interrupted} of them left a save that had begun; {self.saved} saves complete"
+        return "\n".join([f"{seen}; {len(self.faults)} faults", *self.faults])
 
 
 def model_at(step: int, sharded: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -151,6 +150,7 @@ def run(count: int, seed: int, folder: Path) -> Outcome:
             outcome.faults.append(f"kill {number}: step {step}: wrong values of {', '.join(wrong)}")
         if step < steps[numbered]:
             outcome.faults.append(f"kill {number}: step {step}, after {steps[numbered]} was complete")
+        outcome.saved += step - steps[numbered]
         steps[numbered] = step
     return outcome
 

@@ -11,6 +11,7 @@ def test_a_dozen_kills(tmp_path: Path) -> None:
     outcome = run(12, 1, tmp_path)
     assert outcome.faults == []
     assert outcome.kills == 12
+    assert outcome.saved > 0
 
 
 def test_a_mixture_of_steps_is_found() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import retrograde as rg
 from tests.harness import RankPool
+from tests.live import live_bytes
 from tests.multiproc.precise import FULL, PreciseTwin
 from tests.small import batch, build, loss_of
 from tests.stages import EACH_STAGE, PAGE_STAGES, WITH_OTHERS
@@ -196,6 +197,23 @@ def test_weights_travel_and_lie_in_half_the_bytes(ranks: Ranks, stage: int) -> N
     assert narrow["masters"] and narrow["sources"]
     for what in ("gathered", "reduced", "peak"):
         assert wide[what] * 0.5 <= narrow[what] <= wide[what] * 0.6, what
+
+
+def _told_whole(rank: int, world: int, stage: int) -> tuple[int, int]:
+    model = build()
+    rg.shard(model, stage, precision="bf16")
+    dist.barrier()
+    before = live_bytes()
+    state = model.state_dict()
+    dist.barrier()
+    return live_bytes() - before, sum(value.nbytes for value in state.values())
+
+
+@PAGE_STAGES
+def test_a_state_dict_leaves_nothing_but_itself(ranks: Ranks, stage: int) -> None:
+    """Masters are read a unit at a time; of the last unit, too, only what the dictionary has is kept."""
+    for grown, told in ranks(2).run(_told_whole, stage):
+        assert grown == told
 
 
 # ---- casts

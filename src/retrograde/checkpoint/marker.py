@@ -10,11 +10,11 @@ from pathlib import Path
 
 import msgspec
 
+from retrograde.checkpoint.checksums import BLOCK
 from retrograde.errors import CheckpointError
 
 MARKER = "retrograde.json"
-BLOCK = 1 << 20  # bytes
-_VERSION = 1
+_VERSION = 2  # 1 had a crc32 of each block
 
 
 class FileSums(msgspec.Struct, frozen=True):
@@ -53,24 +53,3 @@ class Marker(msgspec.Struct, frozen=True):
 
 def _line(text: bytes) -> bytes:
     return b"%08x" % zlib.crc32(text)
-
-
-class RunningSums:
-    """Checksums of what is written, one piece after the other."""
-
-    def __init__(self) -> None:
-        self.size = 0
-        self._sums: list[int] = []
-
-    def add(self, data: memoryview) -> None:
-        while data:
-            inside = self.size % BLOCK
-            if inside == 0:
-                self._sums.append(0)
-            part = data[: BLOCK - inside]
-            self._sums[-1] = zlib.crc32(part, self._sums[-1])
-            self.size += len(part)
-            data = data[len(part) :]
-
-    def result(self) -> FileSums:
-        return FileSums(self.size, self._sums)

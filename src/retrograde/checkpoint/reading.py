@@ -2,7 +2,6 @@
 
 import io
 import os
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import increment_version
 
-from retrograde.checkpoint.marker import BLOCK, FileSums
+from retrograde.checkpoint.checksums import BLOCK, checksum
+from retrograde.checkpoint.marker import FileSums
 from retrograde.checkpoint.stored import Extent
 from retrograde.errors import CheckpointError
 from retrograde.torch_internals import StoredTensor
@@ -63,7 +63,7 @@ class CheckedFile:
         begin = block * BLOCK
         memory = memoryview(self._scratch)[: self.size - begin]
         self.read_into(begin, memory)
-        if zlib.crc32(memory) != expected:
+        if checksum(memory) != expected:
             raise CheckpointError(
                 f"{self._path}: bytes {begin} to {begin + BLOCK} are not what was saved (checksum), with "
                 f"{self._holders(begin, begin + BLOCK)}; restore it, or load an older checkpoint"

@@ -9,6 +9,7 @@ torch's results, and the first rank ends with the marker and the rename (folders
 """
 
 import contextlib
+import copy
 import dataclasses
 import io
 import os
@@ -24,37 +25,95 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from retrograde.checkpoint.checksums import BLOCK, BlockSum
 from retrograde.checkpoint.folders import commit, keep_last, prepare, saving_folder
-from retrograde.checkpoint.marker import FileSums, Marker, RunningSums
+from retrograde.checkpoint.marker import FileSums, Marker
 from retrograde.checkpoint.snapshot import Serialized
 from retrograde.layout.flat import is_dense
 
 _AT_ONCE = 8 << 20  # bytes
+_CHUNK = 1 << 18  # bytes; blocks have whole chunks
 
 Told = Callable[[int], None]  # of bytes that have been written or read
 
 
-class _SummedFile(io.FileIO):
-    """A file whose checksums are made as it is written."""
+class _SummedFile:
+    """A file that is written chunk by chunk, with checksums of its blocks. What makes no chunk yet waits."""
 
     def __init__(self, path: Path, told: Told) -> None:
-        super().__init__(path, "xb")
-        self.running = RunningSums()
+        self._file = io.FileIO(path, "xb")
         self._told = told
+        self._chunk = memoryview(bytearray(_CHUNK))
+        self._sum = BlockSum()  # of the block that is being written
+        self._sums: list[int] = []
+        self._size = 0  # with what waits
+        self._written = 0
         self._handed = 0  # bytes that the disk was told to begin with
 
     def write(self, data: Any) -> int:
-        written = super().write(data)
-        self.running.add(memoryview(data).cast("B")[:written])
-        self._told(written)
-        self._hand_over()
-        return written
+        left = memoryview(data).cast("B")
+        count = len(left)
+        while left:
+            inside = self._size % _CHUNK
+            part = left[: _CHUNK - inside]
+            self._size += len(part)
+            if len(part) == _CHUNK:
+                self._end_chunk(part)  # where it lies
+            else:
+                self._chunk[inside : inside + len(part)] = part
+                if self._size % _CHUNK == 0:
+                    self._end_chunk(self._chunk)
+            left = left[len(part) :]
+        return count
+
+    def tell(self) -> int:
+        return self._size
+
+    def flush(self) -> None:
+        """Nothing: torch calls it after every tensor. It asks for `fileno()` before it syncs."""
+
+    def fileno(self) -> int:
+        self._write_what_waits()
+        return self._file.fileno()
+
+    def close(self) -> None:
+        """Also twice, as torch does."""
+        self._write_what_waits()
+        self._file.close()
+
+    def sums(self) -> FileSums:
+        """Of all that was written."""
+        if self._size % BLOCK == 0:
+            return FileSums(self._size, self._sums)
+        last = copy.copy(self._sum)
+        last.add(self._chunk[: self._size % _CHUNK])
+        return FileSums(self._size, [*self._sums, last.value()])
+
+    def _end_chunk(self, chunk: memoryview) -> None:
+        self._sum.add(chunk)
+        self._write(chunk[self._written % _CHUNK :])
+        if self._size % BLOCK == 0:
+            self._sums.append(self._sum.value())
+            self._sum = BlockSum()
+            self._hand_over()
+
+    def _write_what_waits(self) -> None:
+        if self._written < self._size:
+            self._write(self._chunk[self._written % _CHUNK : self._size % _CHUNK])
+
+    def _write(self, data: memoryview) -> None:
+        while data:
+            count = self._file.write(data)
+            assert count is not None  # files never say "later"
+            self._written += count
+            self._told(count)
+            data = data[count:]
 
     def _hand_over(self) -> None:
         """Have the disk begin, so that syncing at the end takes less time."""
-        ready = self.running.size - self._handed
+        ready = self._written - self._handed
         if ready >= _AT_ONCE:
-            os.posix_fadvise(self.fileno(), self._handed, ready, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self._file.fileno(), self._handed, ready, os.POSIX_FADV_DONTNEED)
             self._handed += ready
 
 
@@ -68,26 +127,10 @@ class _SummedFiles(FileSystem):
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        raw = _SummedFile(Path(path), self._told)
-        with io.BufferedWriter(raw, buffer_size=1 << 20) as stream:
-            yield cast(io.IOBase, _Flushing(stream))
-            stream.flush()
-        self.sums[Path(path).name] = raw.running.result()
-
-
-class _Flushing:
-    """torch syncs a file by its descriptor: what is still in the buffer must be written by then."""
-
-    def __init__(self, stream: "io.BufferedWriter[_SummedFile]") -> None:
-        self._stream = stream
-        self.write = stream.write
-        self.flush = stream.flush
-        self.tell = stream.tell
-        self.close = stream.flush  # the file is closed when its checksums are known
-
-    def fileno(self) -> int:
-        self._stream.flush()
-        return self._stream.fileno()
+        file = _SummedFile(Path(path), self._told)
+        with contextlib.closing(file):
+            yield cast(io.IOBase, file)
+        self.sums[Path(path).name] = file.sums()
 
 
 @dataclasses.dataclass(frozen=True)

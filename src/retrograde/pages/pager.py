@@ -53,7 +53,7 @@ class Pager:
         self._resident: dict[Unit, None] = {}  # in the order of their coming
         self._shown: dict[int, Unit] = {}  # storage of a page that is ready -> its unit
         self._held: set[Unit] = set()  # were to be dropped, and are here because somebody holds them
-        self._masters: _Masters | None = None  # the last that were read, until a page is
+        self._masters: _Masters | None = None  # the last that were read, until a page is, or a state dict has them all
 
     def full(self, unit: Unit, slot: int) -> torch.Tensor:
         """The full tensor of a parameter, paged in if need be. Hot. A page belongs to no torch.func transform."""
@@ -104,6 +104,10 @@ class Pager:
                 self._masters = _Masters(unit, unit.version, unit.whole_masters())
             place = unit.layout.slots[slot]
             return place.full(self._masters.flat[place.offset : place.end].clone())
+
+    def forget_masters(self) -> None:
+        """Who asked for one parameter after the other has them all."""
+        self._masters = None
 
     @property
     def current(self) -> Unit | None:

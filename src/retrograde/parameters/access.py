@@ -14,6 +14,7 @@ from torch import nn
 
 from retrograde.errors import UnsupportedError
 from retrograde.pages.full_tensor import FullTensor
+from retrograde.pages.pager import Pager
 from retrograde.pages.saved_tensors import SavedTensors
 from retrograde.parameters.casting import CastAround
 from retrograde.parameters.leaf import ShardedParameter
@@ -26,6 +27,7 @@ class Sharding(Protocol):
     """The engine, as modules see it."""
 
     saved: SavedTensors
+    pager: Pager
     saves_shards: bool  # state dicts are sharded, for now
     model: nn.Module
 
@@ -70,6 +72,15 @@ class Sharded(nn.Module):
             return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         finally:
             own_parameters(self).update(own)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch's. Whole masters are read a unit at a time, and the last unit's go when all of the model is told."""
+        engine = engine_of(self)
+        try:
+            return super().state_dict(*args, **kwargs)
+        finally:
+            if engine is not None and engine.model is self:
+                engine.pager.forget_masters()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
