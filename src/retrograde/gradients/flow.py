@@ -464,33 +464,28 @@ class GradientFlow:
 
     def flush(self, offers: Mapping[int, Offers]) -> None:
         """After a meeting that asks for it: bring what is pending here, take part in what is pending elsewhere. While
-        one is added up the next is under way."""
-        under_way: deque[Callable[[], Delivery]] = deque()
+        one is added up the next is under way; whoever waits for others' has finished all before it."""
+        under_way: deque[tuple[Gradient, Mapping[int, Uses]]] = deque()
         for key, ranks in by_key(offers).items():
-            under_way.append(self._begin_flush(key, ranks))
-            if len(under_way) > 1:
-                self._deliver(under_way.popleft()())
-        for finish in under_way:
-            self._deliver(finish())
+            mine = ranks.get(self._transport.rank)
+            if mine is not None:
+                gradient = self._pending.pop(key.unit)
+                self._launch(gradient, key, mine)
+                under_way.append((gradient, ranks))
+            while len(under_way) > (1 if mine is not None else 0):
+                self._finish_flushed(*under_way.popleft())
+            if mine is None:
+                unit = self._units[key.unit]
+                self._deliver(Delivery(unit, self._sum_of_others(unit, key, ranks), accumulated(ranks)))
+        for each in under_way:
+            self._finish_flushed(*each)
         self._strategy.finish_sending()
 
-    def _begin_flush(self, key: Key, ranks: Mapping[int, Uses]) -> Callable[[], Delivery]:
-        """Returns what makes the sum."""
-        unit, wanted = self._units[key.unit], accumulated(ranks)
-        mine = ranks.get(self._transport.rank)
-        if mine is None:
-            of_others = Delivery(unit, self._sum_of_others(unit, key, ranks), wanted)
-            return lambda: of_others
-        gradient = self._pending.pop(key.unit)
-        self._launch(gradient, key, mine)
-
-        def finish() -> Delivery:
-            total = self._strategy.total(gradient, ranks)
-            gradient.sum_up(wanted)
-            gradient.deliver()
-            return Delivery(unit, total, wanted)
-
-        return finish
+    def _finish_flushed(self, gradient: Gradient, ranks: Mapping[int, Uses]) -> None:
+        total = self._strategy.total(gradient, ranks)
+        gradient.sum_up(accumulated(ranks))
+        gradient.deliver()
+        self._deliver(Delivery(gradient.unit, total, gradient.wanted))
 
     def pass_step(self) -> None:
         """All ranks are at a step, and everything has been added up."""
