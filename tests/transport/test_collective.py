@@ -144,6 +144,28 @@ def test_large_shards_go_straight_to_their_places(ranks: Ranks, world: int, stag
         assert gathers == 2
 
 
+# ---- a profiler
+def _profiled(rank: int, world: int) -> tuple[int, bool]:
+    """Steps under torch's profiler, which has the backend's threads call back into Python: how many were done, and
+    whether calls were seen."""
+    model = build()
+    rg.shard(model, 3, timeout=20.0, transport="collective")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = False
+    for step in range(60):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+            loss_of(model, batch(rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        seen = seen or any(event.name.startswith("c10d::") for event in profiled.events())
+    return step + 1, seen
+
+
+def test_steps_under_a_profiler(ranks: Ranks) -> None:
+    """A look at a call must not wait for the backend with the interpreter's lock held: of a few dozen steps one hung."""
+    assert ranks(2).run(_profiled) == [(60, True)] * 2
+
+
 # ---- arguments
 def _refused(rank: int, world: int) -> list[str]:
     found = []

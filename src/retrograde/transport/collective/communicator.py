@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,26 +16,31 @@ POLL = 0.0002  # seconds between two looks at a call that the host waits for
 LARGE = 2**18  # bytes of a shard in the host's memory, from which on copying it takes longer than a call
 
 
-class EachShard:
+def broadcast_each(shard: torch.Tensor, page: torch.Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
     """A gather in the host's memory: a broadcast of each shard, straight into its place in the page.
 
     torch's all-gather over gloo makes a page of its own first, in fresh memory, and copies it."""
+    places = page.chunk(group.size())
+    mine = places[group.rank()]
+    if mine.data_ptr() != shard.data_ptr():
+        mine.copy_(shard)
+    return [
+        _started(dist.broadcast(place, group=group, group_src=owner, async_op=True))
+        for owner, place in enumerate(places)
+    ]
 
-    def __init__(self, shard: torch.Tensor, page: torch.Tensor, group: dist.ProcessGroup) -> None:
-        places = page.chunk(group.size())
-        mine = places[group.rank()]
-        if mine.data_ptr() != shard.data_ptr():
-            mine.copy_(shard)
-        self._works = [
-            dist.broadcast(place, group=group, group_src=owner, async_op=True) for owner, place in enumerate(places)
-        ]
 
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
+def is_done(work: dist.Work) -> bool:
+    """Of a call in the host's memory.
 
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+    Its future is asked: `is_completed()` waits, with the interpreter's lock held, for a lock under which the backend's
+    thread may want the interpreter's (where a profiler runs, and the call was issued under saved-tensor hooks)."""
+    return bool(work.get_future().done())
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this rank is not in the group"
+    return work
 
 
 class GatherOffer(NamedTuple):
@@ -45,10 +50,10 @@ class GatherOffer(NamedTuple):
     page: torch.Tensor
     stream: Stream  # on which both may be used
 
-    def start(self, group: dist.ProcessGroup) -> Any:
+    def start(self, group: dist.ProcessGroup) -> list[dist.Work]:
         if self.shard.is_cpu and self.shard.nbytes >= LARGE:
-            return EachShard(self.shard, self.page, group)
-        return dist.all_gather_single(self.page, self.shard, group=group, async_op=True)
+            return broadcast_each(self.shard, self.page, group)
+        return [_started(dist.all_gather_single(self.page, self.shard, group=group, async_op=True))]
 
 
 class ExchangeOffer(NamedTuple):
@@ -58,8 +63,8 @@ class ExchangeOffer(NamedTuple):
     received: torch.Tensor
     stream: Stream
 
-    def start(self, group: dist.ProcessGroup) -> Any:
-        return dist.all_to_all_single(self.received, self.parts, group=group, async_op=True)
+    def start(self, group: dist.ProcessGroup) -> list[dist.Work]:
+        return [_started(dist.all_to_all_single(self.received, self.parts, group=group, async_op=True))]
 
 
 class SumOffer(NamedTuple):
@@ -69,8 +74,8 @@ class SumOffer(NamedTuple):
     total: torch.Tensor
     stream: Stream
 
-    def start(self, group: dist.ProcessGroup) -> Any:
-        return dist.reduce_scatter_single(self.total, self.whole, group=group, async_op=True)
+    def start(self, group: dist.ProcessGroup) -> list[dist.Work]:
+        return [_started(dist.reduce_scatter_single(self.total, self.whole, group=group, async_op=True))]
 
 
 Offer = GatherOffer | ExchangeOffer | SumOffer
@@ -83,11 +88,11 @@ class CallWork:
 
     in_order = False  # does the next call of the communicator begin when this one has ended?
 
-    def __init__(self, work: dist.Work | EachShard, offer: Offer, host: OneSidedTransport, calls: Calls) -> None:
+    def __init__(self, works: list[dist.Work], offer: Offer, host: OneSidedTransport, calls: Calls) -> None:
         """`host`: who knows whether another rank has failed. `calls`: of its group."""
         self._calls = calls
         self._number = calls.begin()
-        self._work: dist.Work | EachShard | None = work
+        self._works = works
         self._offer: Offer | None = offer
         self._host = host
         self._waits_since: float | None = None
@@ -110,15 +115,15 @@ class CallWork:
 
     def finish(self, stream: Stream) -> None:
         """The same as `wait`, of one that is done."""
-        work, self._work = self._work, None  # the program, or the watch: not both
-        if work is not None:
-            stream.run(work.wait)
+        works, self._works = self._works, []  # the program, or the watch: not both
+        if works:
+            for work in works:
+                stream.run(work.wait)
             self._calls.end(self._number)
             self._offer = None
 
     def done(self) -> bool:
-        work = self._work
-        return work is None or bool(work.is_completed())
+        return all(map(is_done, self._works))
 
     def is_young(self, now: float) -> bool:
         """Is it too early to look at it?"""
@@ -135,14 +140,16 @@ class DeviceCall(CallWork):
 
     in_order = True
 
-    def __init__(self, work: dist.Work, offer: Offer, host: OneSidedTransport, calls: Calls, ends: Stream) -> None:
+    def __init__(
+        self, works: list[dist.Work], offer: Offer, host: OneSidedTransport, calls: Calls, ends: Stream
+    ) -> None:
         """`ends`: the communicator's, which waits for one call after the other and does nothing else."""
-        super().__init__(work, offer, host, calls)
-        self._work = None
+        super().__init__([], offer, host, calls)
         self._issued = time.monotonic()
         self._stream = offer.stream
         self._behind = offer.stream.record()  # the call begins when what was issued before it is done
-        ends.run(work.wait)
+        for work in works:
+            ends.run(work.wait)
         self._ends = ends
         self._ended = ends.record()
 
@@ -191,7 +198,7 @@ class Communicator:
     def start_aside(self, offer: Offer) -> CallWork:
         """The same, where the stream has something else to do meanwhile."""
         started: list[dist.Work] = []
-        offer.stream.run(lambda: started.append(offer.start(self._own.group)))
+        offer.stream.run(lambda: started.extend(offer.start(self._own.group)))
         if self._ends is None:
-            return CallWork(started[0], offer, self._host, self._own.calls)
-        return DeviceCall(started[0], offer, self._host, self._own.calls, self._ends)
+            return CallWork(started, offer, self._host, self._own.calls)
+        return DeviceCall(started, offer, self._host, self._own.calls, self._ends)
