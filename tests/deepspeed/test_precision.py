@@ -114,6 +114,37 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(ranks: Ranks) -> None:
     assert ranks(2).run(_overflown) == [[False, 8.0, False, 8.0, 2, True]] * 2
 
 
+def _not_scaled(rank: int, world: int, stage: int) -> list[str]:
+    """A backward by hand that forgets `scale()`; the next one does not, in an accumulation with losses made before."""
+    engine, _, _, _ = deepspeed.initialize(model=build_with_loss(), config=config(stage, 2, **KEYS["fixed"]))
+    plain = Plain(world, stage, engine.sharded.policy.precision)
+    said = []
+    for forgotten in (lambda loss: loss.backward(), lambda loss: (loss * 2).backward()):
+        with pytest.raises(deepspeed.ConfigError) as refused:
+            forgotten(engine(batch(rank)))
+        said.append(str(refused.value))
+    engine.zero_grad()
+    with pytest.raises(deepspeed.ConfigError, match=r"^loss=3\.0 is not a tensor"):
+        engine.scale(3.0)
+    first = engine.scale(engine(batch(rank, 0)))
+    second = engine(batch(rank, 1))
+    first.backward()
+    engine.step()
+    engine.scale(second).backward()
+    engine.step()
+    plain.update((0, 1), 128.0)
+    state = engine.module.state_dict()
+    said += [name for name, value in plain.masters.state_dict().items() if not torch.equal(state[name], value)]
+    dist.barrier()
+    return said
+
+
+@EACH_STAGE
+def test_a_loss_that_is_not_scaled_is_refused(ranks: Ranks, stage: int) -> None:
+    for said in ranks(2).run(_not_scaled, stage):
+        assert len(said) == 2 and all("call engine.backward(loss), or engine.scale(loss)" in each for each in said)
+
+
 def test_models_are_made_in_the_dtype_of_init() -> None:
     with deepspeed.zero.Init(dtype=torch.bfloat16):
         made = nn.Linear(2, 2)

@@ -76,7 +76,8 @@ class DeepSpeedEngine(nn.Module):
             return getattr(self.module, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
+        outputs = self.module(*args, **kwargs)
+        return outputs if self._scaler is None else self._scaler.watch(outputs)
 
     # ---- backwards
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
@@ -94,6 +95,8 @@ class DeepSpeedEngine(nn.Module):
         """For a backward by hand: `engine.scale(loss).backward()`. Only in fp16 is there something to scale.
 
         Whether the graph is kept is said to `backward()`, as in torch; nothing here needs to know."""
+        if not isinstance(loss, torch.Tensor):
+            raise wrong("loss", loss, "is not a tensor", "what backward() is to start at")
         return loss if self._scaler is None else self._scaler.scaled(loss)
 
     @property

@@ -50,9 +50,8 @@ def initialize(
     asked = Config.of(_config_of(args, config, others.get("config_params")), dist.get_world_size())
     parameters = list(model_parameters) if model_parameters is not None else _trained(model)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    chosen = _optimizer(
-        optimizer, parameters, names, asked
-    )  # before the model is sharded: what is refused changes nothing
+    # Before the model is sharded: what is refused changes nothing.
+    chosen = _optimizer(optimizer, parameters, names, asked)
     scheduler = _scheduler(lr_scheduler, chosen, asked)
     _say_what_has_no_effect(asked)
     engine = DeepSpeedEngine(model, asked.shard(model), chosen, scheduler, asked)

@@ -1,10 +1,13 @@
 """fp16's loss scale in DeepSpeed's words, by torch's `GradScaler`."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+
+from retrograde.integrations.deepspeed.refusals import ConfigError
 
 
 @dataclass(frozen=True)
@@ -28,13 +31,36 @@ class LossScaler:
         self._said = said
         window = max(said.window, 1)
         self._scaler = torch.amp.GradScaler(device.type, init_scale=said.fixed or said.first, growth_interval=window)
+        self._in_scaled_backward = False
 
     @property
     def scale(self) -> float:
         return float(self._scaler.get_scale())
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        return self._scaler.scale(loss)
+        scaled = self._scaler.scale(loss)
+        if scaled.requires_grad:
+            scaled.register_hook(self._note_backward)  # type: ignore[no-untyped-call]
+        return scaled
+
+    def _note_backward(self, grad: torch.Tensor) -> None:
+        self._in_scaled_backward = True
+
+    def watch(self, outputs: Any) -> Any:
+        """What a forward returns is gone through by backwards of scaled losses. Until the next forward or step one
+        of them speaks for all."""
+        self._in_scaled_backward = False
+        for output in _tensors_in(outputs):
+            if output.requires_grad:
+                output.register_hook(self._check_backward)  # type: ignore[no-untyped-call]
+        return outputs
+
+    def _check_backward(self, grad: torch.Tensor) -> None:
+        if not self._in_scaled_backward:
+            raise ConfigError(
+                "fp16.enabled: this backward starts at a loss that was not scaled, and its gradients would be divided "
+                "by the scale all the same; call engine.backward(loss), or engine.scale(loss).backward()"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         return self._scaler.state_dict()
@@ -48,6 +74,7 @@ class LossScaler:
 
     def step(self, optimizer: Optimizer) -> bool:
         """Update, unless a gradient is not finite. Says whether it did."""
+        self._in_scaled_backward = False
         updates: list[bool] = []
         watch = optimizer.register_step_post_hook(lambda *given: updates.append(True))
         try:
@@ -64,3 +91,13 @@ class LossScaler:
         self._scaler.update()
         if self.scale < self._said.least:
             self._scaler.update(self._said.least)
+
+
+def _tensors_in(outputs: Any) -> Iterator[torch.Tensor]:
+    if isinstance(outputs, torch.Tensor):
+        yield outputs
+    elif isinstance(outputs, Mapping):
+        yield from _tensors_in(list(outputs.values()))
+    elif isinstance(outputs, list | tuple):
+        for each in outputs:
+            yield from _tensors_in(each)
