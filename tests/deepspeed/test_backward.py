@@ -46,7 +46,7 @@ class Plain:
         loss.backward(retain_graph=retain_graph)
         self._divides = True
 
-    def scale(self, loss: Tensor) -> Tensor:
+    def scale(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
         return loss
 
     @property
@@ -107,6 +107,15 @@ def twice_by_hand(engine: Any, rank: int) -> None:
     loss = engine(batch(rank))
     engine.scale(loss.square()).backward(retain_graph=True)
     loss.backward()
+
+
+@words
+def scaled_and_retained(engine: Any, rank: int) -> None:
+    """`scale()` is told that the graph is kept, and the backward by hand keeps it; three backwards over one forward."""
+    loss = engine(batch(rank))
+    engine.scale(loss, retain_graph=True).backward(retain_graph=True)
+    engine.scale(loss.square(), retain_graph=True).backward(retain_graph=True)
+    engine.backward(loss)
 
 
 @words

@@ -69,10 +69,12 @@ def _counts(engine: deepspeed.DeepSpeedEngine) -> set[int]:
     return {engine.sharded.ledger.count("reduce", unit.name) for unit in engine.sharded.units}
 
 
-def _matrix(rank: int, world: int, stage: int) -> list[str]:
+def _matrix(rank: int, world: int, stage: int, cells: Sequence[Cell], more: dict[str, Any]) -> list[str]:
+    """`more`: sections of ZeRO's beside the cell's own."""
     faults = []
-    for cell in CELLS:
-        engine, *_ = deepspeed.initialize(model=build_with_loss(), config=config(stage, zero_optimization=cell.zero))
+    for cell in cells:
+        zero = {**cell.zero, **more}
+        engine, *_ = deepspeed.initialize(model=build_with_loss(), config=config(stage, zero_optimization=zero))
         with engine.coalesce_grad_reduction():
             for part, loss in enumerate(_forwards(engine, rank, cell), start=1):
                 engine.set_gradient_accumulation_boundary(part == cell.backwards)
@@ -93,14 +95,30 @@ def _matrix(rank: int, world: int, stage: int) -> list[str]:
 @EACH_STAGE
 def test_matrix(ranks: Ranks, stage: int) -> None:
     assert len(CELLS) == 32
-    assert ranks(2).run(_matrix, stage) == [[], []]
+    assert ranks(2).run(_matrix, stage, CELLS, {}) == [[], []]
+
+
+# As DeepSpeed's own tests ask for it. On the CPU offload moves nothing, and is to change nothing.
+OFFLOADS = {
+    "optimizer": {"offload_optimizer": {"device": "cpu", "pin_memory": False}},
+    "parameters": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+}
+
+
+@EACH_STAGE
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_matrix_with_offload(ranks: Ranks, stage: int, offload: str) -> None:
+    cells = [cell for cell in CELLS if cell.contiguous == cell.overlap and cell.backwards in (1, 4)]
+    assert len(cells) == 8
+    assert ranks(2).run(_matrix, stage, cells, OFFLOADS[offload]) == [[], []]
 
 
 # ---- at the wire
-def _sent_in_a_window(rank: int, world: int, stage: int, backwards: int) -> tuple[int, int]:
+def _sent_in_a_window(rank: int, world: int, stage: int, cell: Cell) -> tuple[int, int]:
     """Bytes of tensors that this rank has sent in a window and an update, and what one gradient and its reads are."""
     with over_connections():  # where bytes can be counted; in shared memory none are sent
-        engine, optimizer, *_ = deepspeed.initialize(model=build_with_loss(), config=config(stage))
+        asked = config(stage, zero_optimization=cell.zero)
+        engine, optimizer, *_ = deepspeed.initialize(model=build_with_loss(), config=asked)
     engine(batch(rank)).detach()  # at stages 1 and 2 the pages are there from now on
     sent: list[int] = []  # by two threads: `append` is one operation
     real_send = Connections.send
@@ -115,8 +133,8 @@ def _sent_in_a_window(rank: int, world: int, stage: int, backwards: int) -> tupl
     dist.barrier()
     try:
         with engine.coalesce_grad_reduction():
-            for part in range(backwards):
-                engine.backward(engine(batch(rank, part)))
+            for part, loss in enumerate(_forwards(engine, rank, cell), start=1):
+                engine.backward(loss, retain_graph=cell.retained and part < cell.backwards)
         optimizer.step()  # the engine's own step sends norms as well
         dist.barrier()
     finally:
@@ -128,9 +146,13 @@ def _sent_in_a_window(rank: int, world: int, stage: int, backwards: int) -> tupl
 
 @EACH_STAGE
 def test_one_gradient_goes_over_the_wire(ranks: Ranks, stage: int) -> None:
-    for backwards in (1, 4):
-        for sent, expected in ranks(2).run(_sent_in_a_window, stage, backwards):
-            assert sent == expected
+    """Whatever the keys say, however many backwards there are, over one forward or many."""
+    several = [cell for cell in CELLS if cell.backwards == 4]  # every key
+    others = [cell for cell in CELLS if cell.backwards != 4 and cell.contiguous and not cell.overlap]  # every number
+    assert (len(several), len(others)) == (8, 6)
+    for cell in (*several, *others):
+        for sent, expected in ranks(2).run(_sent_in_a_window, stage, cell):
+            assert sent == expected, cell
 
 
 # ---- memory
@@ -168,8 +190,9 @@ def _live() -> int:
 
 
 @EACH_STAGE
-def test_a_window_holds_one_gradient_and_leaves_a_shard(ranks: Ranks, stage: int) -> None:
-    for seen in ranks(2).run(_memory, stage, 4):
+@pytest.mark.parametrize("backwards", (2, 4, 8))
+def test_a_window_holds_one_gradient_and_leaves_a_shard(ranks: Ranks, stage: int, backwards: int) -> None:
+    for seen in ranks(2).run(_memory, stage, backwards):
         pages = seen["two"] if stage == 3 else 0  # the memory of the page in use and of the next one is used again
         assert seen["inside"] == {seen["gradient"] + pages}
         if stage == 1:

@@ -94,6 +94,42 @@ def test_weights_are_those_of_masters(ranks: Ranks, stage: int, keys: str, scale
     assert ranks(2).run(_trained, stage, keys) == [scales] * 2
 
 
+# ---- windows
+OFFLOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}}
+WINDOWS: dict[str, dict[str, Any]] = {
+    **{keys: KEYS[keys] for keys in ("bf16", "in fp32", "fixed")},
+    "in bf16": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}},
+    "in fp32, offloaded": {**KEYS["in fp32"], **OFFLOAD},
+    "fp16 in fp32": {**KEYS["fixed"], "data_types": {"grad_accum_dtype": "fp32"}},
+}
+
+
+def _in_windows(rank: int, world: int, stage: int, keys: str) -> tuple[list[str], set[int]]:
+    """Two updates, each of four backwards in a window: gradients wait in the dtype that the config says."""
+    engine, _, _, _ = deepspeed.initialize(model=build_with_loss(), config=config(stage, 4, **WINDOWS[keys]))
+    plain = Plain(world, 1, engine.sharded.policy.precision)  # a window is one group, as stage 1 is
+    for step in range(2):
+        parts = tuple(range(4 * step, 4 * step + 4))
+        scale = engine.loss_scale
+        with engine.coalesce_grad_reduction():
+            for part in parts:
+                engine.backward(engine(batch(rank, part)))
+        engine.set_gradient_accumulation_boundary(True)
+        engine.step()
+        plain.update(parts, scale)
+    state = engine.module.state_dict()
+    wrong = [name for name, value in plain.masters.state_dict().items() if not torch.equal(state[name], value)]
+    counts = {engine.sharded.ledger.count("reduce", unit.name) for unit in engine.sharded.units}
+    dist.barrier()
+    return wrong, counts
+
+
+@EACH_STAGE
+@pytest.mark.parametrize("keys", WINDOWS)
+def test_windows_are_those_of_masters(ranks: Ranks, stage: int, keys: str) -> None:
+    assert ranks(2).run(_in_windows, stage, keys) == [([], {2})] * 2
+
+
 def _overflown(rank: int, world: int) -> list[Any]:
     asked = config(3, fp16={"enabled": True, "initial_scale_power": 4, "min_loss_scale": 8})
     engine, _, _, _ = deepspeed.initialize(model=build_with_loss(), config=asked)

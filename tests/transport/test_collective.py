@@ -162,7 +162,7 @@ def _profiled(rank: int, world: int) -> tuple[int, bool]:
 
 
 def test_steps_under_a_profiler(ranks: Ranks) -> None:
-    """A look at a call must not wait for the backend with the interpreter's lock held: of a few dozen steps one hung."""
+    """A look at a call must not wait for the backend with the lock of the interpreter held: some steps hung."""
     assert ranks(2).run(_profiled) == [(60, True)] * 2
 
 

@@ -12,12 +12,25 @@ import torch
 from torch import nn
 
 import retrograde as rg
+import retrograde.deepspeed as deepspeed
+import retrograde.deepspeed.zero
 from retrograde.deepspeed import ConfigError, NotYetError
 from retrograde.deepspeed.utils import set_z3_leaf_modules, z3_leaf_module
 from retrograde.integrations.deepspeed.config import BatchSizes, Config, Section
 from retrograde.integrations.deepspeed.optimizers import make_optimizer
 from retrograde.integrations.deepspeed.schedules import make_scheduler
-from retrograde.integrations.deepspeed.words import MISSING, SYNONYMS, WORDS, Kind, Standing, Word, markdown, missing
+from retrograde.integrations.deepspeed.words import (
+    CALLS,
+    MISSING,
+    SYNONYMS,
+    WORDS,
+    Kind,
+    Standing,
+    Word,
+    calls_markdown,
+    markdown,
+    missing,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "from_deepspeed.md"
 LEAST = {"train_batch_size": 8}
@@ -44,7 +57,21 @@ def test_every_key_is_there_once() -> None:
 
 
 def test_the_table_in_the_docs_is_this_one() -> None:
-    assert markdown() in PAGE.read_text(encoding="utf-8")
+    """`words.markdown()` and `words.calls_markdown()` print what belongs between the marks."""
+    page = PAGE.read_text(encoding="utf-8")
+    for mark, table in (("keys", markdown()), ("calls", calls_markdown())):
+        assert f"<!-- {mark}:begin -->\n{table}\n<!-- {mark}:end -->" in page
+
+
+def test_every_word_of_the_engine_is_in_the_table() -> None:
+    engine = deepspeed.DeepSpeedEngine
+    own = {name for name in vars(engine) if not name.startswith("_")} - {"forward"}
+    named = {call.name for call in CALLS}
+    assert {name for name in named if "." not in name} == own
+    for name in named - own:
+        module, _, function = name.partition(".")
+        assert hasattr(getattr(deepspeed, module), function), name
+    assert all(call.name in call.theirs for call in CALLS)
 
 
 # A value of the right type by which a config asks for something.

@@ -40,7 +40,7 @@ class LossScaler:
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         scaled = self._scaler.scale(loss)
         if scaled.requires_grad:
-            scaled.register_hook(self._note_backward)
+            scaled.register_hook(self._note_backward)  # type: ignore[no-untyped-call]
         return scaled
 
     def _note_backward(self, grad: torch.Tensor) -> None:
@@ -52,7 +52,7 @@ class LossScaler:
         self._in_scaled_backward = False
         for output in _tensors_in(outputs):
             if output.requires_grad:
-                output.register_hook(self._check_backward)
+                output.register_hook(self._check_backward)  # type: ignore[no-untyped-call]
         return outputs
 
     def _check_backward(self, grad: torch.Tensor) -> None:

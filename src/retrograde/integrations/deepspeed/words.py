@@ -1,4 +1,4 @@
-"""The table: DeepSpeed's config keys, and what became of each.
+"""The table: DeepSpeed's words, its config keys and its calls, and what became of each.
 
 A key that is not here is refused, as is a value of another type. To make a key of `Standing.NOT_YET` work, give it
 another standing here, and read it in config.py.
@@ -120,7 +120,7 @@ WORDS: tuple[Word, ...] = (
     _idle(_ZERO + "override_module_apply", Kind.BOOL, "`module.apply()` works as it is"),
     _idle(_ZERO + "log_trace_cache_warnings", Kind.BOOL, _WATCHING),
     _idle(_ZERO + "enable_sanity_checks", Kind.BOOL, "checks are always on"),
-    _idle(_ZERO + "load_from_fp32_weights", Kind.BOOL, "there is one copy of the weights"),
+    _idle(_ZERO + "load_from_fp32_weights", Kind.BOOL, "where there are masters they are saved and loaded, always"),
     _idle(_ZERO + "elastic_checkpoint", Kind.BOOL, "see `save_checkpoint`"),
     _idle(_ZERO + "pipeline_loading_checkpoint", Kind.BOOL, "see `save_checkpoint`"),
     _idle(_ZERO + "stage3_gather_16bit_weights_on_model_save", Kind.BOOL, "see `save_16bit_model`"),
@@ -245,6 +245,90 @@ MISSING: dict[str, tuple[str, str]] = {
     "mesh_param": ("sequence parallelism", "leave it out"),
 }
 
+
+@dataclass(frozen=True)
+class Call:
+    """A call of DeepSpeed's, as programs write it, and the same without its words."""
+
+    name: str  # of the engine's method or attribute; of what is in a module, with it: `zero.Init`
+    theirs: str
+    ours: str
+
+
+_COUNTED = "count by yourself"
+
+CALLS: tuple[Call, ...] = (
+    # ---- backwards and steps
+    Call("backward", "engine.backward(loss, retain_graph=True)", "`loss.backward(retain_graph=True)`"),
+    Call("scale", "engine.scale(loss).backward()", "`loss.backward()`; in fp16 `scaler.scale(loss).backward()`"),
+    Call("loss_scale", "engine.loss_scale", "`scaler.get_scale()`, of torch's `GradScaler`"),
+    Call("no_sync", "with engine.no_sync():", "`with engine.no_sync():`"),
+    Call("coalesce_grad_reduction", "with engine.coalesce_grad_reduction():", "`with engine.coalesce():`"),
+    Call("zero_grad", "engine.zero_grad()", "`model.zero_grad()`"),
+    Call("step", "engine.step()", "`opt.step(); opt.zero_grad()`"),
+    Call("was_step_applied", "engine.was_step_applied()", "known where you step"),
+    Call("get_global_grad_norm", "engine.get_global_grad_norm()", "what `torch.nn.utils.clip_grad_norm_` returns"),
+    # ---- accumulation
+    Call("gradient_accumulation_steps", "engine.gradient_accumulation_steps()", "`engine.gradient_divisor`"),
+    Call("is_gradient_accumulation_boundary", "engine.is_gradient_accumulation_boundary()", "known where you step"),
+    Call("set_gradient_accumulation_boundary", "engine.set_gradient_accumulation_boundary(True)", "step there"),
+    Call("train_batch_size", "engine.train_batch_size()", "your loader's, times accumulation and ranks"),
+    Call("train_micro_batch_size_per_gpu", "engine.train_micro_batch_size_per_gpu()", "your loader's"),
+    Call("set_train_batch_size", "engine.set_train_batch_size(64)", "`engine.gradient_divisor = 64 // ...`"),
+    Call("set_train_micro_batch_size", "engine.set_train_micro_batch_size(4)", "another loader"),
+    # ---- whole parameters
+    Call("zero.Init", "with zero.Init():", '`with torch.device("meta"):` for a model that does not fit'),
+    Call(
+        "zero.GatheredParameters",
+        "with zero.GatheredParameters(params, modifier_rank=0):",
+        "`with engine.full_params(module, writer=0):`",
+    ),
+    Call(
+        "zero.GatheredParameters",
+        "with zero.GatheredParameters(params):",
+        "`with engine.full_params(module, leaves=True):`, or `module.weight`, which is whole",
+    ),
+    Call("utils.safe_get_full_grad", "utils.safe_get_full_grad(p)", "`p.grad.full_tensor()`"),
+    Call("utils.safe_get_full_fp32_param", "utils.safe_get_full_fp32_param(p)", "`p.full_tensor()`"),
+    Call(
+        "utils.safe_set_full_fp32_param",
+        "utils.safe_set_full_fp32_param(p, value)",
+        "`p.copy_(value)` under `torch.no_grad()`",
+    ),
+    Call(
+        "utils.safe_get_full_optimizer_state",
+        'utils.safe_get_full_optimizer_state(p, "exp_avg")',
+        '`opt.state[p]["exp_avg"].full_tensor()`',
+    ),
+    # ---- compiling, files
+    Call("compile", "engine.compile()", "`rg.compile(model)` by units, `model.compile()` without `deepcompile`"),
+    Call("is_compiled", "engine.is_compiled", "known where you compile"),
+    Call(
+        "save_checkpoint",
+        "engine.save_checkpoint(path, tag, client_state)",
+        '`rg.save(f"{path}/{tag}", model, opt, extra=...)`',
+    ),
+    Call("load_checkpoint", "engine.load_checkpoint(path)", "`rg.load(path, model, opt, extra=...)`"),
+    Call("save_16bit_model", "engine.save_16bit_model(path)", "`rg.export(path, model, dtype=torch.bfloat16)`"),
+    Call("module_state_dict", "engine.module_state_dict()", "`model.state_dict()`"),
+    # ---- what is asked
+    Call("get_lr", "engine.get_lr()", '`[group["lr"] for group in opt.param_groups]`'),
+    Call("get_mom", "engine.get_mom()", '`[group["betas"] for group in opt.param_groups]`'),
+    Call("device", "engine.device", "`engine.device`"),
+    Call("zero_optimization_stage", "engine.zero_optimization_stage()", "what you gave `rg.shard(stage=...)`"),
+    Call("gradient_clipping", "engine.gradient_clipping()", "what you clip to"),
+    Call(
+        "zero_gather_16bit_weights_on_model_save",
+        "engine.zero_gather_16bit_weights_on_model_save()",
+        "what the config said; `rg.export` needs no leave",
+    ),
+    Call("global_steps", "engine.global_steps", _COUNTED),
+    Call("global_samples", "engine.global_samples", _COUNTED),
+    Call("micro_steps", "engine.micro_steps", _COUNTED),
+    Call("skipped_steps", "engine.skipped_steps", _COUNTED),
+    Call("destroy", "engine.destroy()", "nothing: what an engine holds goes with the model"),
+)
+
 _WORD_OF = {word.key: word for word in WORDS}
 _PARTS = {key.rpartition(".")[0] for key in _WORD_OF if "." in key}  # sections that are looked into
 
@@ -314,8 +398,14 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def calls_markdown() -> str:
+    """The table of calls for docs/from_deepspeed.md."""
+    lines = ["| DeepSpeed | the same without its words |", "|---|---|"]
+    return "\n".join([*lines, *(f"| `{call.theirs}` | {call.ours} |" for call in CALLS)])
+
+
 def markdown() -> str:
-    """The table for docs/from_deepspeed.md."""
+    """The table of keys for docs/from_deepspeed.md."""
     lines = ["| key | | what became of it |", "|---|---|---|"]
     for word in sorted(WORDS, key=lambda word: list(Standing).index(word.standing)):
         became = word.became
