@@ -16,6 +16,6 @@ def labelled(what: str, name: str) -> contextlib.AbstractContextManager[object]:
     return torch.profiler.record_function(f"retrograde: {what} {name}")
 
 
-def labelled_as(label: str) -> contextlib.AbstractContextManager[object]:
-    """The same, for a label that was made before."""
-    return torch.profiler.record_function(label) if profiling() else _NOTHING
+def labelled_as(*parts: object) -> contextlib.AbstractContextManager[object]:
+    """The same, with a label of these parts and nothing else."""
+    return torch.profiler.record_function("".join(map(str, parts))) if profiling() else _NOTHING

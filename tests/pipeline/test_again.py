@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import retrograde as rg
 from benchmarks.stage_blocks import BATCH, TOKENS, WIDTH, stage
-from retrograde.pipeline.again import Pending
+from retrograde.pipeline.again import Pending, Surroundings
 from retrograde.pipeline.parcel import Parcel
 from retrograde.pipeline.stage import Stage
 from tests.harness import Ranks
@@ -116,6 +117,43 @@ def test_without_a_limit_one_checkpointed_microbatch_has_pairs(recompute: str | 
     assert [flight.repeat is not None for flight in one.flights.values()] == CHECKPOINTS[recompute]
     one.backward_weights(0)
     assert one.pending.held == sum(flight.held for flight in one.flights.values())
+
+
+class Switched(nn.Module):
+    """Checkpoints that are switched on and off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = stage()
+        self.on = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=False) if self.on else self.block(x)
+
+
+def test_what_may_be_computed_again_is_known_from_the_last_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rule 4: how many microbatches of a step F prepares for it, and how many W computes again."""
+    module = Switched()
+    theirs = copy.deepcopy(module)
+    prepared: list[torch.device] = []
+    now = Surroundings.now
+    monkeypatch.setattr(Surroundings, "now", lambda device: prepared.append(device) or now(device))
+    one = Stage(0, module, split=range(MICROBATCHES))
+    found = []
+    for on in (False, False, True, True, False, False):
+        module.on = theirs.on = on
+        inputs, grads = [batch() for _ in range(MICROBATCHES)], [batch() for _ in range(MICROBATCHES)]
+        for number, x in enumerate(inputs):
+            one.forward(number, Parcel.of(x.detach().requires_grad_()).apart(), {})
+        for number, grad in enumerate(grads):
+            one.backward_inputs(number, [grad])
+        found.append((len(prepared), sum(flight.repeat is not None for flight in one.flights.values())))
+        prepared.clear()
+        for number, (x, grad) in enumerate(zip(inputs, grads, strict=True)):
+            one.backward_weights(number)
+            theirs(x).backward(grad)
+    assert found == [(3, 0), (0, 0), (0, 0), (3, 2), (3, 0), (0, 0)]
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(module.parameters(), theirs.parameters(), strict=True))
 
 
 def steps(rank: int, world: int, schedule: str) -> list[str]:

@@ -10,8 +10,11 @@ Rule 1: that backward adds to the gradients that waited the first time and to no
 Rule 2: the same numbers come out: random numbers and autocast are those of F, and the stage's input is unchanged.
 Rule 3: what cannot be repeated keeps its pairs: a stage that changes its input or buffers in forward, whose input needs
         no gradient (the first stage), or in which somebody runs a backward of their own (reentrant checkpoints do).
+Rule 4: without a limit nothing is prepared for that where the stage's last I has computed no activations again. If the
+        next one does, since checkpoints were switched on, microbatches whose F came before it keep their pairs.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -40,6 +43,10 @@ class Pending:
         if self.limit is not None:
             return self.held + nbytes <= self.limit
         return not recomputed or self.held + nbytes <= self.stages * nbytes
+
+    def may_lack_room(self, recomputes: bool | None) -> bool:
+        """Asked in F, of a stage whose last I has computed activations again, or has not; None: there was none."""
+        return recomputes is not False if self.limit is None else self.limit < math.inf
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from retrograde.pipeline.formulas import (
     LeftFactor,
     Linear,
     is_column_major,
+    is_row_major,
 )
 from retrograde.pipeline.inlined import for_each_dimension
 from retrograde.torch_internals import base_of, grouped_mm
@@ -44,12 +45,22 @@ class DeferrableCall:
     dtype: torch.dtype | None = None
 
 
+_PARAMETERS = (nn.Parameter, FullTensor)
+
+
 def parameter_of(tensor: object) -> Tensor | None:
-    """The trained parameter that `tensor` is, or is a view of."""
-    if type(tensor) is not Tensor:
-        return tensor if isinstance(tensor, nn.Parameter | FullTensor) and tensor.requires_grad else None
-    base = base_of(tensor)
-    return base if isinstance(base, nn.Parameter | FullTensor) and tensor.requires_grad else None
+    """The trained parameter that `tensor` is, or is a view of.
+
+    Asked about every argument of every operation, so that most answers come before `isinstance`, which for parameters
+    is a function of torch's in Python."""
+    if type(tensor) is nn.Parameter:
+        return tensor if tensor.requires_grad else None
+    if type(tensor) is Tensor:
+        base = base_of(tensor)
+        return base if base is not None and isinstance(base, _PARAMETERS) and tensor.requires_grad else None
+    if not isinstance(tensor, Tensor) or not isinstance(tensor, _PARAMETERS):
+        return None
+    return tensor if tensor.requires_grad else None
 
 
 def lower_precision(tensor: Tensor) -> torch.dtype | None:
@@ -79,7 +90,7 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> DeferrableCall | None:
     known = _fits(input, weight) and input.dim() >= 2 and weight.dim() == 2
     if not known or not (bias is None or (bias.dim() == 1 and bias.shape[0] == weight.shape[0])):
         return None
-    return _cast_call(Linear(True, is_column_major(weight.t())), input, weight, bias)
+    return _cast_call(Linear(True, is_row_major(weight)), input, weight, bias)
 
 
 def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> DeferrableCall | None:

@@ -251,7 +251,7 @@ class Executor:
         incoming = self._arriving.pop(address, None)
         if incoming is None:
             return self._here.pop(address)
-        with labelled_as(f"{PREFIX}wait for the {address}"):
+        with labelled_as(PREFIX, "wait for the ", address):
             content = incoming()
         self._started = time.perf_counter()  # waiting for others is not this action's work
         return content

@@ -34,6 +34,11 @@ def is_column_major(matrix: Tensor) -> bool:
     return matrix.stride(0) == 1 and matrix.stride(1) == matrix.shape[0]
 
 
+def is_row_major(matrix: Tensor) -> bool:
+    """Is its transpose column-major?"""
+    return matrix.stride(1) == 1 and matrix.stride(0) == matrix.shape[1]
+
+
 def _times_right(grad: Tensor, right: Tensor, left: Tensor) -> Tensor:
     """The gradient of `left` in left @ right."""
     return right.mm(grad.t()).t() if is_column_major(left) else grad.mm(right.t())

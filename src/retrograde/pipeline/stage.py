@@ -69,7 +69,7 @@ class _Made(NamedTuple):
 
 
 class _Computed(NamedTuple):
-    """What a forward has made, with its graph; `wrote` says whether it changed its input or a buffer."""
+    """What a forward has made, with its graph; `wrote`: one that was watched has changed its input or a buffer."""
 
     leaves: list[Tensor | None]
     output: Any
@@ -99,6 +99,7 @@ class Stage:
     device: torch.device = HOST
 
     def __post_init__(self) -> None:
+        self._recomputes: bool | None = None  # did the last I compute activations again?
         self._parameters = StageParameters(self.module)
         parameters = inspect.signature(self.module.forward).parameters.values()
         self._accepts = {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_POSITIONAL}
@@ -195,9 +196,10 @@ class Stage:
         self, microbatch: int, arrived: Parcel, options: Mapping[str, Any], target: WeightedTarget | None = None
     ) -> _Made:
         flight = Flight([], [], self._recorder(microbatch))
-        if flight.split is not None and microbatch in self.split:
+        split_here = flight.split is not None and microbatch in self.split
+        if split_here and self.pending.may_lack_room(self._recomputes):
             flight.repeat = self._repeat(arrived, options, target)
-        computed = self._compute(arrived, options, target, flight.split)
+        computed = self._compute(arrived, options, target, flight.split, watched=flight.repeat is not None)
         flight.leaves = computed.leaves
         if computed.wrote:
             flight.repeat = None
@@ -209,8 +211,9 @@ class Stage:
         options: Mapping[str, Any],
         target: WeightedTarget | None,
         split: SplitBackward | None,
+        watched: bool = False,
     ) -> _Computed:
-        """The forward itself."""
+        """The forward itself; `watched` for what it writes to."""
         leaves: list[Tensor | None] = [None] * len(arrived.tensors)
         if torch.is_grad_enabled():
             leaves = [_leaf(*pair) for pair in zip(arrived.tensors, arrived.layout.tensors, strict=True)]
@@ -218,7 +221,7 @@ class Stage:
         pairs = zip(arrived.tensors, leaves, strict=True)
         entered = [t if leaf is None else alias_without_base(leaf) for t, leaf in pairs]
         args = arrived.tree(entered)
-        written = None if split is None else Writes.watch(self.module, entered)
+        written = Writes.watch(self.module, entered) if watched else None
         del entered, arrived  # the graph and the leaves hold what is needed
         args = args if isinstance(args, tuple) else (args,)
         kwargs = {k: v for k, v in options.items() if self._accepts_all or k in self._accepts}
@@ -242,6 +245,7 @@ class Stage:
     def _hold_less(self, flight: Flight, split: SplitBackward, output_grads: Sequence[Tensor | None]) -> None:
         """Hold the pairs, or what they can be made of again (again.py)."""
         repeat, flight.repeat = flight.repeat, None
+        self._recomputes = split.recomputed
         waiting = split.waiting_bytes
         has_room = self.pending.has_room(waiting, split.recomputed)
         if repeat is not None and split.repeatable and repeat.inputs and not has_room:
