@@ -1,5 +1,6 @@
 """Reading parts of files: checked block by block, never more at a time than a buffer holds."""
 
+import functools
 import io
 import os
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from retrograde.errors import CheckpointError
 from retrograde.torch_internals import StoredTensor
 
 BUFFER = 8 << 20  # bytes that are read at a time
+END = 2048  # bytes of the end of a zip
 
 Holders = Callable[[int, int], str]  # of a range of a file: the names of what is saved there
 
@@ -93,6 +95,7 @@ class FileView(io.RawIOBase):
         self._start = start
         self._size = min(size, file.size - start)
         self._at = 0
+        self._end_begins = max(self._size - END, 0)
 
     def readable(self) -> bool:
         return True
@@ -111,10 +114,20 @@ class FileView(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         memory = memoryview(buffer).cast("B")
         count = max(min(len(memory), self._size - self._at), 0)
-        self._file.check(self._start + self._at, count)
-        self._file.read_into(self._start + self._at, memory[:count])
+        if self._at >= self._end_begins:
+            begin = self._at - self._end_begins
+            memory[:count] = self._end[begin : begin + count]
+        else:
+            self._file.check(self._start + self._at, count)
+            self._file.read_into(self._start + self._at, memory[:count])
         self._at += count
         return count
+
+    @functools.cached_property
+    def _end(self) -> memoryview:
+        """Where a zip has its table, of which readers ask for a few bytes at a time."""
+        self._file.check(self._start + self._end_begins, self._size - self._end_begins)
+        return memoryview(self._file.read(self._start + self._end_begins, self._size - self._end_begins))
 
 
 # ---- elements of a tensor in a file

@@ -1,6 +1,7 @@
 """Where a checkpoint goes: the tensors of a model and of its optimizers, and which parts of them this rank holds."""
 
 import contextlib
+import functools
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -41,17 +42,21 @@ class Fill:
     stored: Stored
     into: torch.Tensor
 
+    @functools.cached_property
+    def _parts(self) -> list[Held]:
+        return held_parts(self.into)
+
     def check(self) -> None:
-        for part in held_parts(self.into):
+        for part in self._parts:
             self.stored.check(part.extent)
 
     @property
     def bytes(self) -> int:
-        return sum(part.extent.numel for part in held_parts(self.into)) * self.into.dtype.itemsize
+        return sum(part.extent.numel * part.memory.dtype.itemsize for part in self._parts)
 
     def apply(self) -> None:
         with torch.no_grad():
-            for part in held_parts(self.into):
+            for part in self._parts:
                 self.stored.read(part.extent, part.memory)
         if isinstance(self.into, ShardedParameter):
             self.into.forget_writes_to_copies()

@@ -10,7 +10,7 @@ import pickle
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from zipfile import BadZipFile
 
 import torch
@@ -76,6 +76,14 @@ class Files:
         return (", ".join(keys[:NAMES_SHOWN]) or "nothing that is known") + more
 
 
+class _Part(NamedTuple):
+    """Where a part of an extent is."""
+
+    place: Location
+    inside: Extent  # of what is there
+    target: Extent  # of the extent
+
+
 class DistributedTensor:
     """A `Stored`, of chunks in several files."""
 
@@ -87,24 +95,30 @@ class DistributedTensor:
         self._files = files
         self._places = places
         self._found: dict[Location, StoredTensor] = {}
+        self._planned: dict[Extent, list[_Part]] = {}
 
     def check(self, extent: Extent) -> None:
         covered = 0
-        for place, inside, _ in self._parts(extent):
+        for place, inside, _ in self._parts_of(extent):
             check_extent(self._files.at(self._key, place), place.offset, self._stored(place), inside)
             covered += inside.numel
         if covered != extent.numel:
             raise CheckpointError(f"the checkpoint has {covered} of {extent.numel} elements of {self._key} ({extent})")
 
     def read(self, extent: Extent, into: torch.Tensor) -> None:
-        for place, inside, target in self._parts(extent):
+        for place, inside, target in self._parts_of(extent):
             part = into
             for dim, (offset, size) in enumerate(zip(*target, strict=True)):
                 part = part.narrow(dim, offset, size)
             read_extent(self._files.at(self._key, place), place.offset, self._stored(place), inside, part)
 
-    def _parts(self, extent: Extent) -> Iterator[tuple[Location, Extent, Extent]]:
-        """Where each part of an extent is: its place, the part of what is there, the part of the extent."""
+    def _parts_of(self, extent: Extent) -> list[_Part]:
+        """Planned when it is checked, for when it is read."""
+        if extent not in self._planned:
+            self._planned[extent] = list(self._plan(extent))
+        return self._planned[extent]
+
+    def _plan(self, extent: Extent) -> Iterator[_Part]:
         wanted = ChunkStorageMetadata(torch.Size(extent.offsets), torch.Size(extent.sizes))
         if extent.numel == 0:
             return
@@ -113,7 +127,7 @@ class DistributedTensor:
             if place is None:
                 raise CheckpointError(f"the checkpoint does not say where it has {item.storage_index}")
             lengths = tuple(item.lengths)
-            yield place, Extent(tuple(item.storage_offsets), lengths), Extent(tuple(item.dest_offsets), lengths)
+            yield _Part(place, Extent(tuple(item.storage_offsets), lengths), Extent(tuple(item.dest_offsets), lengths))
 
     @functools.cached_property
     def _metadata(self) -> TensorStorageMetadata:
