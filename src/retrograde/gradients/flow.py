@@ -26,12 +26,12 @@ Rule 6: what a backward that raised has sent is given up at the next entry. What
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
 from retrograde.gradients.bucket import Bucket, Grads, huge
-from retrograde.gradients.gradient import Gradient, GradientState, uses_of
+from retrograde.gradients.gradient import Delivery, Gradient, GradientState, uses_of
 from retrograde.gradients.keys import Keys, by_key
 from retrograde.gradients.landing import copy_of_sum, land_together, room_for_sum
 from retrograde.gradients.offers import accumulated, due_offers, last_due, without_withdrawn
@@ -44,14 +44,6 @@ from retrograde.torch_internals import at_end_of_backward, current_backward
 from retrograde.transport import Key, Offers, Position, Reason, Transport, Use, Uses
 
 MeetOthers = Callable[[Position], list[Position]]  # wait for every rank's next meeting; everybody's position, by rank
-
-
-class Delivery(NamedTuple):
-    """A reduced gradient that no Pack of this rank waits for, and which parameters it is for."""
-
-    unit: Unit
-    total: torch.Tensor
-    wanted: tuple[bool, ...]
 
 
 class Leaves(Protocol):
@@ -89,8 +81,9 @@ class GradientFlow:
         pool: BufferPool,
         meet: MeetOthers,
         ledger: Ledger,
+        windows: Windows,
     ) -> None:
-        self.windows = Windows()
+        self._windows = windows
         self.divisor: float = 1  # of what backwards add to `.grad`; `torch.autograd.grad` is not divided
         self.fresh = False  # have gradients come since all ranks were last at the same place?
         self._transport = transport
@@ -119,7 +112,7 @@ class GradientFlow:
         """All gradients of `unit` in this backward have arrived. Returns what Pack is to get, if anything.
 
         `uses`: what becomes of those that are there. `fates`: what becomes of any that come from other ranks."""
-        self._pool.streams.refuse_capture("unit {}: its gradients are collected", unit.name)
+        self.streams.refuse_capture("unit {}: its gradients are collected", unit.name)
         self._note(uses)
         if not any(uses):
             return None  # `inputs=` has a parameter of this unit, on which nothing depends
@@ -414,11 +407,11 @@ class GradientFlow:
 
     def _may_wait(self, unit: Unit) -> bool:
         """In a window, or until the step: unless somebody wants to see the gradients in this backward."""
-        return bool(self.windows.open) or (self._policy.until_step and not unit.hooked)
+        return bool(self._windows.open) or (self._policy.until_step and not unit.hooked)
 
     def _make_space(self, unit: Unit) -> bool:
         """Can the gradient of `unit` wait within the budget? Others may have to go first."""
-        early = self.windows.admit(unit.index, self.waiting_bytes(unit), self.held)
+        early = self._windows.admit(unit.index, self.waiting_bytes(unit), self.held)
         if early is None:
             return False
         for index in early:

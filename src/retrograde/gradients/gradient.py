@@ -122,6 +122,14 @@ class Gradient:
         return tuple(wanted and not reached for wanted, reached in zip(self.wanted, self.reached, strict=True))
 
 
+class Delivery(NamedTuple):
+    """A reduced gradient that no Pack of this rank waits for, and which parameters it is for."""
+
+    unit: Unit
+    total: torch.Tensor
+    wanted: tuple[bool, ...]
+
+
 def uses_of(bucket: Bucket) -> Uses:
     """Of a gradient that waited: it goes to `.grad`."""
     return tuple(Use.ACCUMULATED if present else Use.NONE for present in bucket.present)

@@ -190,7 +190,7 @@ class Stage:
         owners = list(self.pages)
         self.pages.clear()
         for owner in owners:
-            owner.pager.retire(owner.unit)
+            owner.retire_page()
 
     def works(self) -> Iterator[WeightWork]:
         """The work of the weight gradients, by use (account.py)."""
