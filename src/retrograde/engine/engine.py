@@ -138,7 +138,7 @@ class Engine:
         """
         limit = math.inf if budget is None else parse_bytes(budget, "coalesce(budget)")
         self.flow.recover()
-        if sum(self.flow.held.values()) > limit:
+        if sum(self.flow.bytes_waiting.values()) > limit:
             self.coordinator.attend(Reason.FLUSH, "the start of coalesce(budget=...)")
         with self._windows.window(limit):
             yield

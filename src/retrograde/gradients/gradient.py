@@ -22,6 +22,8 @@ from retrograde.transport import Key, Use, Uses
 
 
 class GradientState(Enum):
+    """Where a gradient is on its way: the drawing above."""
+
     FILLING = auto()
     SENT = auto()
     SUMMED = auto()
@@ -49,11 +51,13 @@ class Sent(NamedTuple):
 
 
 class Gradient:
+    """One unit's gradient on this rank."""
+
     def __init__(self, unit: Unit, bucket: Bucket) -> None:
         self.unit = unit
         self.bucket = bucket
         self.state = GradientState.FILLING
-        self.made_room = False  # it waited in a window, and had to go early for the sake of others
+        self.went_early = False  # it waited in a window, and had to go for the sake of others
         self.seen_at_once = False  # by who captures it, by a hook, or as part of a graph: not only by who asks `.grad`
         self.reached = (False,) * len(self.unit.leaves)  # the parameters whose .grad this rank's Pack adds to
         self.wanted = self.reached  # when SUMMED: those whose gradients go to .grad, on any rank

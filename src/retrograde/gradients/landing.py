@@ -10,7 +10,7 @@ from retrograde.gradients.gradient import Gradient, GradientState
 from retrograde.pages import Unit
 
 
-def room_for_sum(unit: Unit, streams: Streams) -> torch.Tensor:
+def memory_for_sum(unit: Unit, streams: Streams) -> torch.Tensor:
     """Memory for the reduced gradient of this rank's shard, which the reducing stream writes."""
     empty = streams.empty_for_host if unit.leaves_on_host else streams.empty_for_user
     return empty(unit.shard.numel(), unit.shard.dtype)
@@ -18,7 +18,7 @@ def room_for_sum(unit: Unit, streams: Streams) -> torch.Tensor:
 
 def copy_of_sum(unit: Unit, total: torch.Tensor, streams: Streams) -> torch.Tensor:
     """A second one, for somebody else."""
-    copied = room_for_sum(unit, streams)
+    copied = memory_for_sum(unit, streams)
     streams.reducing.run(lambda: copied.copy_(total))
     streams.current().wait(streams.reducing.record())
     return copied

@@ -23,6 +23,8 @@ T = TypeVar("T")
 
 
 class CastAround(NamedTuple):
+    """In which dtypes a module takes its arguments and gives its results."""
+
     arguments: torch.dtype | None
     results: torch.dtype | None
 

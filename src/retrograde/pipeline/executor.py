@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from retrograde.errors import PipelineError
+from retrograde.labels import PREFIX
 from retrograde.pipeline.parcel import Parcel
 from retrograde.pipeline.schedule import Action, ActionKind, Schedule
 from retrograde.pipeline.stage import Stage, WeightedTarget
@@ -24,7 +25,6 @@ from retrograde.pipeline.transport import ReceiveContent, SenderFailed, StageTra
 from retrograde.transport.messages import Address
 
 # What a profiler shows. A label takes a few microseconds when none is running, an action of a real model milliseconds.
-PREFIX = "retrograde::"
 LABELS = {
     ActionKind.F: "forward",
     ActionKind.I: "backward of inputs",
@@ -41,7 +41,7 @@ LABELS = {
 
 
 def label_of(action: Action) -> str:
-    """An action in a profile: `retrograde::forward, stage 1, microbatch 2`."""
+    """An action in a profile: `retrograde: forward, stage 1, microbatch 2`."""
     label = f"{PREFIX}{LABELS[action.kind]}, stage {action.stage}"
     return label if action.microbatch is None else f"{label}, microbatch {action.microbatch}"
 
@@ -82,6 +82,8 @@ class WeightedLoss(NamedTuple):
 
 @dataclass
 class Outcome:
+    """What came of one rank's part of a step."""
+
     losses: dict[int, WeightedLoss] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
     failure: Failure | None = None

@@ -30,6 +30,8 @@ class TreeLayout:
 
 @dataclass(frozen=True)
 class Parcel:
+    """The tensors of a pytree, and how it is put together again."""
+
     layout: TreeLayout
     tensors: list[Tensor | None]  # None where the leaf is not a tensor
 

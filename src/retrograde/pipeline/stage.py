@@ -43,6 +43,8 @@ class WeightedTarget:
 
 
 class Phase(Enum):
+    """Where a microbatch is in a stage."""
+
     FORWARD = auto()  # F is done
     INPUTS = auto()  # I is done
 
