@@ -6,6 +6,7 @@ import torch
 
 from retrograde.torch_internals import profiling
 
+PREFIX = "retrograde: "  # of every range of ours
 _NOTHING = contextlib.nullcontext()
 
 
@@ -13,7 +14,7 @@ def labelled(what: str, name: str) -> contextlib.AbstractContextManager[object]:
     """A range in the profile, `retrograde: page-in of blocks.0`; costs a question where nobody records."""
     if not profiling():
         return _NOTHING
-    return torch.profiler.record_function(f"retrograde: {what} {name}")
+    return torch.profiler.record_function(f"{PREFIX}{what} {name}")
 
 
 def labelled_as(*parts: object) -> contextlib.AbstractContextManager[object]:

@@ -15,6 +15,8 @@ HISTORY = 100_000
 
 
 class Activity(StrEnum):
+    """What an entry of the ledger is about."""
+
     GATHER = "gather"  # a page was requested from the other ranks
     DROP = "drop"  # a page's memory was given back
     REDUCE = "reduce"  # a unit's gradient was exchanged and summed into the shard
@@ -23,6 +25,8 @@ class Activity(StrEnum):
 
 
 class Entry(NamedTuple):
+    """One thing that happened: what, to which unit, with how many bytes."""
+
     kind: Activity
     unit: str
     bytes: int

@@ -9,6 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import retrograde as rg
+from retrograde.labels import PREFIX
 from tests.harness import RankPool
 from tests.small import BLOCKS, batch, build, loss_of
 from tests.stages import EACH_STAGE
@@ -24,7 +25,7 @@ def _profiled(rank: int, world: int, stage: int) -> Counter[str]:
         loss_of(model, batch(rank)).backward()
         optimizer.step()
     names = [event.name for event in recorded.events()]
-    return Counter(name.removeprefix("retrograde: ") for name in names if name.startswith("retrograde: "))
+    return Counter(name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX))
 
 
 @EACH_STAGE

@@ -173,10 +173,10 @@ class NobodyLeads(Arbiter):
 
 class GrantKeepsNudges(Arbiter):
     def _on_surprise(self, source: int, message: Surprise) -> list[Down]:
-        nudges, settled = dict(self._fold.nudges), self._settled
+        nudges, settled = dict(self._fold.nudges), self._dealt_with
         found = super()._on_surprise(source, message)
         if any(isinstance(each, Grant) for each in found):
-            self._fold.nudges, self._settled = nudges, settled
+            self._fold.nudges, self._dealt_with = nudges, settled
         return found
 
 

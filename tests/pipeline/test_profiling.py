@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import retrograde as rg
+from retrograde.labels import PREFIX
 from retrograde.pipeline import Schedule, generate, lower
-from retrograde.pipeline.executor import PREFIX, label_of
+from retrograde.pipeline.executor import label_of
 from tests.harness import RankPool
 from tests.pipeline.cases import WIDTH, tanhs
 
@@ -74,13 +75,13 @@ def test_labels() -> None:
     text = "schedule mine microbatches=1 placement=0,1\nrank 0: 0F0 0SEND_F0 0I0 0W0 0REDUCE\nrank 1: 1GATHER 1B0\n"
     schedule = Schedule.parse(text)
     assert expected(schedule, 0) == [
-        "retrograde::forward, stage 0, microbatch 0",
-        "retrograde::send output, stage 0, microbatch 0",
-        "retrograde::backward of inputs, stage 0, microbatch 0",
-        "retrograde::backward of weights, stage 0, microbatch 0",
-        "retrograde::reduce gradients, stage 0",
+        "retrograde: forward, stage 0, microbatch 0",
+        "retrograde: send output, stage 0, microbatch 0",
+        "retrograde: backward of inputs, stage 0, microbatch 0",
+        "retrograde: backward of weights, stage 0, microbatch 0",
+        "retrograde: reduce gradients, stage 0",
     ]
     assert expected(schedule, 1) == [
-        "retrograde::gather weights, stage 1",
-        "retrograde::backward, stage 1, microbatch 0",
+        "retrograde: gather weights, stage 1",
+        "retrograde: backward, stage 1, microbatch 0",
     ]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.house import SOURCE, house, modules, room_of
+from tools.class_list import classes, filled, tables
 
 # Each with its reason.
 EXCEPTIONS: dict[str, str] = {}
@@ -122,3 +123,20 @@ def test_the_glossary() -> None:
 )
 def test_a_fault_of_the_glossary_is_found(text: str) -> None:
     assert len(glossary_faults(text, {"pages"})) == 1
+
+
+# Its list of classes.
+
+
+def test_the_glossary_has_every_class() -> None:
+    found = list(classes())
+    assert [each.name for each in found if not each.sentence] == []
+    text = GLOSSARY.read_text(encoding="utf-8")
+    assert filled(text, tables(found)) == text, "python tools/class_list.py"
+
+
+def test_classes_are_listed_with_their_first_sentence(tmp_path: Path) -> None:
+    text = 'class Plan:\n    """What is to be\n    done. And more."""\nclass _Own: ...\nclass Bare: ...\n'
+    found = list(classes(house(tmp_path, {"layout/a.py": text})))
+    assert [(each.name, each.sentence) for each in found] == [("Plan", "What is to be done."), ("Bare", "")]
+    assert "| `Plan` | `layout/a.py` | What is to be done. |" in tables(found)

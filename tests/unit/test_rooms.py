@@ -148,6 +148,86 @@ def place_faults(root: Path) -> list[str]:
     ]
 
 
+# `Any` that crosses rooms all the same, by room or by name, and why.
+OF_USERS = "what users give, of which nothing is known before it is looked at"
+OF_TORCH = "torch's own: it has no narrower type there"
+ANY_ROOMS = {"arguments": OF_USERS, "torch_internals": OF_TORCH, "integrations": OF_USERS}
+ANY_NAMES = {
+    "CastAround.around": OF_USERS,
+    "Engine.__init__": "the memo of copy.deepcopy",
+    "Engine.load_state_dict": OF_TORCH,
+    "Engine.state_dict": OF_TORCH,
+    "Pipeline.evaluate": OF_USERS,
+    "Pipeline.run": OF_USERS,
+    "Pipeline.step": OF_USERS,
+    "ShardedParameter.register_hook": OF_TORCH,
+    "ShardedParameter.register_post_accumulate_grad_hook": OF_TORCH,
+    "ShardedTensor.detach_": OF_TORCH,
+    "ShardedTensor.set_": OF_TORCH,
+    "Watched.numpy": OF_TORCH,
+    "merged_groups": OF_TORCH,
+    "numbered_state": OF_TORCH,
+}
+CALLED_FROM_OUTSIDE = ("__init__", "__call__", "__enter__", "__exit__")
+
+
+def module_of(path: Path, root: Path) -> str:
+    parts = path.relative_to(root.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def crossing(root: Path) -> dict[str, ast.FunctionDef | ast.ClassDef]:
+    """Functions and classes that a room has of another one, by where they are made."""
+    made: dict[str, ast.FunctionDef | ast.ClassDef] = {}
+    shown: dict[str, str] = {}  # by an __init__
+    for path in modules(root):
+        for node in ast.parse(path.read_text(encoding="utf-8"), str(path)).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                made[f"{module_of(path, root)}.{node.name}"] = node
+            elif isinstance(node, ast.ImportFrom) and path.name == "__init__.py" and node.module is not None:
+                shown |= {f"{module_of(path, root)}.{each.name}": f"{node.module}.{each.name}" for each in node.names}
+    found = {}
+    for path in modules(root):
+        here = room_of(path, root)
+        for _, name in imports(path, root):
+            origin = shown.get(name, name)
+            if here != "__init__" and origin in made and origin.split(".")[1] != here:
+                found[origin] = made[origin]
+    return found
+
+
+def signatures(node: ast.FunctionDef | ast.ClassDef) -> Iterator[tuple[str, list[ast.expr | None]]]:
+    """Of a function, or of what a class shows: its methods and fields."""
+    if isinstance(node, ast.FunctionDef):
+        given = node.args
+        each = (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg)
+        yield node.name, [node.returns, *(arg.annotation for arg in each if arg is not None)]
+        return
+    for inside in node.body:
+        if isinstance(inside, ast.FunctionDef):
+            if not inside.name.startswith("_") or inside.name in CALLED_FROM_OUTSIDE:
+                yield from ((f"{node.name}.{name}", types) for name, types in signatures(inside))
+        elif isinstance(inside, ast.AnnAssign) and not ast.unparse(inside.target).startswith("_"):
+            yield f"{node.name}.{ast.unparse(inside.target)}", [inside.annotation]
+
+
+def has_any(annotation: ast.expr | None) -> bool:
+    inside = () if annotation is None else ast.walk(annotation)
+    return any(isinstance(each, ast.Name) and each.id == "Any" for each in inside)
+
+
+def any_faults(root: Path) -> list[tuple[str, str]]:
+    """Rooms and names of what has `Any` in a signature that another room sees."""
+    return sorted(
+        {
+            (origin.split(".")[1], name)
+            for origin, node in crossing(root).items()
+            for name, types in signatures(node)
+            if any(map(has_any, types))
+        }
+    )
+
+
 def test_source_is_there() -> None:
     assert (SOURCE / "__init__.py").is_file()
 
@@ -174,6 +254,13 @@ def test_front_ends_use_the_public_face() -> None:
 
 def test_devices_are_not_named_in_the_middle() -> None:
     assert place_faults(SOURCE) == []
+
+
+def test_no_any_between_rooms() -> None:
+    found = any_faults(SOURCE)
+    assert [name for room, name in found if room not in ANY_ROOMS and name not in ANY_NAMES] == []
+    assert {name for room, name in found if room not in ANY_ROOMS} == set(ANY_NAMES)
+    assert {room for room, _ in found} >= set(ANY_ROOMS)
 
 
 # The rules themselves, on small wrong houses: each check must be able to fail.
@@ -250,3 +337,17 @@ def test_named_devices_are_found(tmp_path: Path) -> None:
     text = 'a = torch.device("cpu")\nb = x.to("cpu")\nc = torch.empty(1, device="cpu")\nd = x.type == "cpu"\n'
     found = place_faults(house(tmp_path, {"pages/a.py": text, "devices/b.py": text}))
     assert [fault.split(" ")[0] for fault in found] == [f"pages/a.py:{line}:" for line in (1, 2, 3)]
+
+
+def test_any_between_rooms_is_found(tmp_path: Path) -> None:
+    text = (
+        "def given(x: Any) -> int: ...\ndef got() -> list[Any]: ...\ndef apart(x: Any) -> None: ...\n"
+        "class Seen:\n    field: dict[str, Any]\n    _own: Any\n    def ask(self, *, x: Any = 1): ...\n"
+        "    def _inside(self, x: Any): ...\n    def fine(self, x: int) -> int: ...\n"
+    )
+    shown = "from retrograde.layout.flat import got, Seen\n"
+    uses = "from retrograde.layout import Seen, got\nfrom retrograde.layout.flat import given\n"
+    beside = "from retrograde.layout.flat import apart\n"
+    files = {"layout/flat.py": text, "layout/__init__.py": shown, "pages/page.py": uses, "layout/grid.py": beside}
+    names = [name for _, name in any_faults(house(tmp_path, files))]
+    assert names == ["Seen.ask", "Seen.field", "given", "got"]

@@ -234,6 +234,7 @@ broken = {
         torch.optim.Optimizer, "register_state_dict_post_hook", lambda self, hook, prepend: handle
     ),
     "the metadata of checkpoints": (checkpoints, "_CLASSES", set()),
+    "tensors that are saved in chunks": (checkpoints.SavedInChunks, "__create_chunk_list__", lambda self: []),
     "how FSDP is made": (wrapping, "_FSDP", "torch.elsewhere"),
     "whether a profiler records": (backward, "profiling", lambda: False),
 }
@@ -462,3 +463,13 @@ def test_the_docstring_is_the_assumption() -> None:
             if text is not None and text.startswith("Assumes: "):
                 said.add(" ".join(text.removeprefix("Assumes: ").split()))
     assert said == {probe.assumption for probe in PROBES}
+
+
+def test_a_torch_that_does_not_ask_for_chunks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the tensor for a plain one: the probe says so."""
+    (chunks,) = [probe for probe in PROBES if "SavedInChunks" in probe.covers]
+    assert chunks.failure() is None
+    for name in ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__"):
+        with monkeypatch.context() as without:
+            without.delattr(torch_internals.SavedInChunks, name)
+            assert chunks.failure() is not None, name

@@ -18,11 +18,15 @@ _VERSION = 2  # 1 had a crc32 of each block
 
 
 class FileSums(msgspec.Struct, frozen=True):
+    """Checksums of one file, block by block."""
+
     size: int
     sums: list[int]  # of each block, the last of which may be shorter
 
 
 class Marker(msgspec.Struct, frozen=True):
+    """What says that a checkpoint is complete, and what its files are."""
+
     saved_at: float  # seconds since 1970
     world: int  # how many ranks have saved it
     files: dict[str, FileSums]

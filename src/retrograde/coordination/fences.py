@@ -97,7 +97,7 @@ class WriteFence:
                 unit.edits.begin(slot, piece)
                 self._written = current.record()  # what undoes it is there
                 current.wait(self._streams.serving.record())  # what others read of it has been read
-        self._streams.crossing.settle()  # what was sent of it to the device has left
+        self._streams.crossing.wait_for_copies()  # what was sent of it to the device has left
         version = version_of(piece)
         try:
             yield
@@ -112,7 +112,7 @@ class WriteFence:
 
     def advance(self, phase: WritePhase) -> None:
         """All ranks have passed a fence, and may write from now on, whatever each came for."""
-        self._streams.crossing.settle()
+        self._streams.crossing.wait_for_copies()
         with self._lock:
             self.clock += 1
             if phase is WritePhase.STEPPED:
@@ -127,7 +127,7 @@ class WriteFence:
     def expose(self) -> None:
         """A piece is given out as a plain tensor: from now on readers ask (Rule 4)."""
         self._exposed = True
-        self._streams.crossing.settle_always()
+        self._streams.crossing.wait_at_once()
 
     def serve_during_step(self) -> None:
         """This step is a row of edits, with reads among them: it has passed the fence that they need."""

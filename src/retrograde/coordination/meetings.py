@@ -8,6 +8,8 @@ from retrograde.transport import Position, Transport
 
 
 class Meetings:
+    """The meetings of one engine, each noted in the ledger and in profiles."""
+
     def __init__(self, transport: Transport, ledger: Ledger) -> None:
         self._transport = transport
         self._ledger = ledger

@@ -28,8 +28,8 @@ and weights go to the device, by copies that streams do while the host goes on:
     host                                   .grad ── update ──> leaf
 
 Rule 1: what crosses lies in pinned memory on the host's side. Otherwise the host would wait for each copy.
-Rule 2: before the host reads what has come, or writes what may still be read, it settles: it waits for all copies that
-        were noted since it last did. So in a step of training it waits once: when the optimizer is about to update, or
+Rule 2: before the host reads what has come, or writes what may still be read, it waits for all copies that were
+        noted since it last did. So in a step of training it waits once: when the optimizer is about to update, or
         when somebody looks at gradients before that. Who only looks at gradients waits for no copy to the device.
 Rule 3: the sum of a gradient that goes to the host lies in memory of the returning stream, the last to read it.
 Rule 4: where somebody has got a piece of a leaf's memory as a plain tensor (`p.local`), nobody knows when he writes
@@ -102,9 +102,9 @@ class Crossing:
         """What was issued there last reads or writes the host's memory."""
         self._noted[stream] = stream.record()
         if self._at_once:
-            self.settle()
+            self.wait_for_copies()
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         """The host waits for what has been noted (Rule 2)."""
         if not self._noted:
             return
@@ -117,12 +117,12 @@ class Crossing:
     def await_returned(self) -> None:
         """The same where the host only touches what comes to it, if something is coming."""
         if self.returning in self._noted:
-            self.settle()
+            self.wait_for_copies()
 
-    def settle_always(self) -> None:
+    def wait_at_once(self) -> None:
         """From now on copies are waited for at once (Rule 4)."""
         self._at_once = True
-        self.settle()
+        self.wait_for_copies()
 
 
 class Streams:

@@ -18,6 +18,7 @@ from retrograde.engine.named_state import named_state, names_of, numbered_state
 from retrograde.engine.units import UnitMemory
 from retrograde.errors import ShardingError
 from retrograde.gradients import CollectiveSum, GradientFlow, OrderedSum, Strategy, UnitGraph
+from retrograde.gradients.window import Windows
 from retrograde.layout import Grid, Policy, parse_bytes
 from retrograde.ledger import Ledger
 from retrograde.pages import BufferPool, PageGathering, Pager, SavedTensors, Unit
@@ -33,6 +34,13 @@ from retrograde.transport.collective import CollectiveTransport
 
 EngineTransport = CollectiveTransport | Transport
 _A_RANK = "a rank of this engine's process group, or None"
+
+
+def _strategy(transport: EngineTransport, grid: Grid, policy: Policy, buckets: BufferPool) -> Strategy:
+    one_by_one = OrderedSum(transport, grid, policy, buckets)
+    if isinstance(transport, CollectiveTransport) and grid.replicas == 1:
+        return CollectiveSum(transport, policy, buckets, one_by_one)
+    return one_by_one
 
 
 class Engine:
@@ -62,15 +70,13 @@ class Engine:
         self.pages = BufferPool(Memory.PAGE, transport, streams, self.ledger)
         self.buckets = BufferPool(Memory.BUCKET, transport, streams, Ledger())  # the user's ledger is about pages
         meetings = Meetings(transport, self.ledger)
-        one_by_one = OrderedSum(transport, grid, policy, self.buckets)
-        strategy: Strategy = one_by_one
-        gathering = None
-        if isinstance(transport, CollectiveTransport):
-            if grid.replicas == 1:
-                strategy = CollectiveSum(transport, policy, self.buckets, one_by_one)
-            gathering = PageGathering(transport, self.pages)
+        strategy = _strategy(transport, grid, policy, self.buckets)
+        gathering = PageGathering(transport, self.pages) if isinstance(transport, CollectiveTransport) else None
         self._buffers = strategy.buffers
-        self.flow = GradientFlow(transport, grid, strategy, policy, self.buckets, meetings.meet, self.ledger)
+        self._windows = Windows()
+        self.flow = GradientFlow(
+            transport, grid, strategy, policy, self.buckets, meetings.meet, self.ledger, self._windows
+        )
         self.pager = Pager(policy, self.pages, self.flow.recover)
         self.coordinator = Coordinator(transport, grid, meetings, fence, self.flow, self.pager, gathering)
         self.saved = SavedTensors(self.pager)
@@ -102,7 +108,7 @@ class Engine:
             made.masters,
         )
         graph = UnitGraph(unit, self.pager, self.flow, self.coordinator)
-        owner = Owner(unit, self.pager, self.flow, self.coordinator, graph)
+        owner = Owner(unit, self.coordinator, self.pager, self.flow, graph)
         self.units.append(unit)
         self.flow.add(unit, graph)
         self.saved.watch(unit)
@@ -120,7 +126,7 @@ class Engine:
     def no_sync(self) -> Iterator[None]:
         """Keep the gradients of the backwards inside; the next backward outside takes them along."""
         self.flow.recover()
-        with self.flow.windows.window(math.inf):
+        with self._windows.window(math.inf):
             yield
 
     @contextlib.contextmanager
@@ -133,12 +139,12 @@ class Engine:
         """
         limit = math.inf if budget is None else parse_bytes(budget, "coalesce(budget)")
         self.flow.recover()
-        if sum(self.flow.held.values()) > limit:
+        if sum(self.flow.bytes_waiting.values()) > limit:
             self.coordinator.attend(Reason.FLUSH, "the start of coalesce(budget=...)")
-        with self.flow.windows.window(limit):
+        with self._windows.window(limit):
             yield
         self.flow.recover()
-        if not self.flow.windows.open and not self.policy.until_step:
+        if not self._windows.open and not self.policy.until_step:
             self.coordinator.attend(Reason.FLUSH, "the end of coalesce()")
 
     @property

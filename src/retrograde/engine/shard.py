@@ -287,7 +287,7 @@ def _enlist(engine: Engine, specs: list[UnitSpec], sources: Mapping[int, Sharded
     """Make units of plain parameters, which are the same on all ranks."""
     at_first = not engine.units
     if specs:
-        with engine.transport.shared_fate("making room for units"):
+        with engine.transport.shared_fate("allocating units"):
             even = isinstance(engine.transport, CollectiveTransport)  # what backends take
             made = allocate(specs, engine.policy, engine.grid, engine.transport, engine.pages, even)
         check_resettable(engine.model, sources)

@@ -31,6 +31,8 @@ class _Producer(NamedTuple):
 
 
 class Bucket:
+    """The gradients of one unit in one flat piece of memory, in the layout of its page."""
+
     def __init__(
         self, name: str, layout: Layout, dtype: torch.dtype, pool: BufferPool, passed: Mapping[int, torch.Tensor]
     ) -> None:

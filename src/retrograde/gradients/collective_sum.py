@@ -29,7 +29,7 @@ import torch
 from retrograde.gradients.bucket import Bucket
 from retrograde.gradients.gradient import Gradient
 from retrograde.gradients.keys import FLUSHED
-from retrograde.gradients.landing import room_for_sum
+from retrograde.gradients.landing import memory_for_sum
 from retrograde.gradients.strategy import Contributors, OrderedSum, RunningSum, SumOfOthers
 from retrograde.labels import labelled
 from retrograde.layout import Policy
@@ -179,7 +179,7 @@ class CollectiveSum:
         if key.turn != FLUSHED:
             return self._one_by_one.total_of_others(unit, key, offers)
         stream = self._streams.reducing
-        own = room_for_sum(unit, self._streams)
+        own = memory_for_sum(unit, self._streams)
         wire = self._policy.on_the_wire(self._policy.waiting(unit.layout.dtype))
         nothing = stream.empty(unit.layout.padded_numel, wire)
         stream.run(nothing.zero_)
@@ -199,7 +199,7 @@ class CollectiveSum:
                 f"ranks use the same ones"
             )
         stream = self._streams.reducing
-        summed = RunningSum(room_for_sum(unit, self._streams), stream)
+        summed = RunningSum(memory_for_sum(unit, self._streams), stream)
         with labelled("sum of gradient of", unit.name):
             summed.add(0, brought.total)
             summed.finish(self._transport.world if self._policy.mean else 1)

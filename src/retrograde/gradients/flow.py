@@ -20,7 +20,7 @@ Rule 5: where a part of a sum may come later (`Strategy.comes_later`), a backwar
         rank knows is delivered, and the rest at the next meeting. What is seen in the backward itself, by a hook or by
         who captures it, is complete there, and may have to be met for.
 Rule 6: what a backward that raised has sent is given up at the next entry. What was added up before is delivered:
-        other ranks have it too. So is what others brought, and what had to make room in a window.
+        other ranks have it too. So is what others brought, and what had to go early in a window.
 """
 
 import math
@@ -31,9 +31,9 @@ from dataclasses import dataclass, field
 import torch
 
 from retrograde.gradients.bucket import Bucket, Grads, huge
-from retrograde.gradients.gradient import Gradient, GradientState, uses_of
+from retrograde.gradients.gradient import Delivery, Gradient, GradientState, Leaves, uses_of
 from retrograde.gradients.keys import Keys, by_key
-from retrograde.gradients.landing import Delivery, Leaves, copy_of_sum, land_together, room_for_sum
+from retrograde.gradients.landing import copy_of_sum, land_together, memory_for_sum
 from retrograde.gradients.offers import accumulated, due_offers, last_due, without_withdrawn
 from retrograde.gradients.strategy import Strategy
 from retrograde.gradients.window import Windows
@@ -74,8 +74,9 @@ class GradientFlow:
         pool: BufferPool,
         meet: MeetOthers,
         ledger: Ledger,
+        windows: Windows,
     ) -> None:
-        self.windows = Windows()
+        self._windows = windows
         self.divisor: float = 1  # of what backwards add to `.grad`; `torch.autograd.grad` is not divided
         self.fresh = False  # have gradients come since all ranks were last at the same place?
         self._transport = transport
@@ -104,7 +105,7 @@ class GradientFlow:
         """All gradients of `unit` in this backward have arrived. Returns what Pack is to get, if anything.
 
         `uses`: what becomes of those that are there. `fates`: what becomes of any that come from other ranks."""
-        self._pool.streams.refuse_capture("unit {}: its gradients are collected", unit.name)
+        self.streams.refuse_capture("unit {}: its gradients are collected", unit.name)
         self._note(uses)
         if not any(uses):
             return None  # `inputs=` has a parameter of this unit, on which nothing depends
@@ -136,11 +137,11 @@ class GradientFlow:
     def _empty(self, unit: Unit, dtype: torch.dtype, passed: Mapping[int, torch.Tensor]) -> Gradient:
         return Gradient(unit, Bucket(unit.name, unit.layout, dtype, self._pool, passed))
 
-    def _send_pending(self, index: int, makes_room: bool = False) -> Gradient:
+    def _send_pending(self, index: int, goes_early: bool = False) -> Gradient:
         """What was kept goes with this backward."""
         gradient = self._pending.pop(index)
-        gradient.made_room = makes_room
-        return self._send(gradient, self._keys.next(gradient.unit, makes_room), uses_of(gradient.bucket))
+        gradient.went_early = goes_early
+        return self._send(gradient, self._keys.next(gradient.unit, goes_early), uses_of(gradient.bucket))
 
     def _send(self, gradient: Gradient, key: Key, uses: Uses) -> Gradient:
         """Within a backward, which ends when it has been added up."""
@@ -154,7 +155,7 @@ class GradientFlow:
         unit = gradient.unit
         if self._strategy.comes_later and not gradient.seen_at_once:
             gradient.seen_at_once = Use.CAPTURED in uses or unit.hooked
-        gradient.send(key, uses, room_for_sum(unit, self.streams))
+        gradient.send(key, uses, memory_for_sum(unit, self.streams))
         gradient.bucket.close(self.streams.reducing)
         self._strategy.launch(gradient)
         elements = unit.layout.padded_numel - unit.shard.numel()
@@ -322,7 +323,7 @@ class GradientFlow:
         backward = self._backwards.get(number)
         if backward is None:
             return  # it raised, and the next entry has cleaned up
-        self._sum_known(backward)  # of what had only to make room no Pack runs
+        self._sum_known(backward)  # of what only had to go early no Pack runs
         needed = [gradient for gradient in backward.unsummed if not self._comes_later(gradient)]
         if needed:
             self._meet_for_all(needed, backward)
@@ -349,7 +350,7 @@ class GradientFlow:
     def _abandon(self, backward: _Backward) -> None:
         self._strategy.finish_sending()
         for gradient in backward.sent:
-            if gradient.state is GradientState.SENT and gradient.made_room:
+            if gradient.state is GradientState.SENT and gradient.went_early:
                 backward.deliveries += self._orphan(gradient)
             elif gradient.state is GradientState.SENT:
                 self._give_up(gradient)
@@ -374,7 +375,7 @@ class GradientFlow:
 
     # ---- pending gradients
     @property
-    def held(self) -> dict[int, int]:
+    def bytes_waiting(self) -> dict[int, int]:
         """Bytes of unreduced gradients that wait, by unit."""
         return {index: self.waiting_bytes(self._units[index]) for index in self._pending}
 
@@ -399,15 +400,15 @@ class GradientFlow:
 
     def _may_wait(self, unit: Unit) -> bool:
         """In a window, or until the step: unless somebody wants to see the gradients in this backward."""
-        return bool(self.windows.open) or (self._policy.until_step and not unit.hooked)
+        return bool(self._windows.open) or (self._policy.until_step and not unit.hooked)
 
     def _make_space(self, unit: Unit) -> bool:
         """Can the gradient of `unit` wait within the budget? Others may have to go first."""
-        early = self.windows.admit(unit.index, self.waiting_bytes(unit), self.held)
+        early = self._windows.admit(unit.index, self.waiting_bytes(unit), self.bytes_waiting)
         if early is None:
             return False
         for index in early:
-            self._send_pending(index, makes_room=True)
+            self._send_pending(index, goes_early=True)
         return True
 
     def keep(self, unit: Unit, grads: Grads, divisor: float = 1) -> None:

@@ -12,7 +12,7 @@ it has sent and nobody has added up yet; what fills a bucket is given up when `.
 """
 
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -22,6 +22,8 @@ from retrograde.transport import Key, Use, Uses
 
 
 class GradientState(Enum):
+    """Where a gradient is on its way: the drawing above."""
+
     FILLING = auto()
     SENT = auto()
     SUMMED = auto()
@@ -49,11 +51,13 @@ class Sent(NamedTuple):
 
 
 class Gradient:
+    """One unit's gradient on this rank."""
+
     def __init__(self, unit: Unit, bucket: Bucket) -> None:
         self.unit = unit
         self.bucket = bucket
         self.state = GradientState.FILLING
-        self.made_room = False  # it waited in a window, and had to go early for the sake of others
+        self.went_early = False  # it waited in a window, and had to go for the sake of others
         self.seen_at_once = False  # by who captures it, by a hook, or as part of a graph: not only by who asks `.grad`
         self.reached = (False,) * len(self.unit.leaves)  # the parameters whose .grad this rank's Pack adds to
         self.wanted = self.reached  # when SUMMED: those whose gradients go to .grad, on any rank
@@ -120,6 +124,21 @@ class Gradient:
     def left_over(self) -> tuple[bool, ...]:
         """What goes to `.grad` though Pack does not add to it: `inputs=` leaves it out here, or it is captured."""
         return tuple(wanted and not reached for wanted, reached in zip(self.wanted, self.reached, strict=True))
+
+
+class Delivery(NamedTuple):
+    """A reduced gradient that no Pack of this rank waits for, and which parameters it is for."""
+
+    unit: Unit
+    total: torch.Tensor
+    wanted: tuple[bool, ...]
+
+
+class Leaves(Protocol):
+    """A unit's way to `.grad` (graph.py)."""
+
+    def deliver(self, total: torch.Tensor, wanted: tuple[bool, ...]) -> None:
+        """Add a reduced gradient to `.grad` of the wanted parameters, as a backward would."""
 
 
 def uses_of(bucket: Bucket) -> Uses:

@@ -11,7 +11,7 @@ FLUSHED = 0  # the turn of what a meeting asks for
 
 class Keys:
     """Turns since the last meeting or the last end of a backward, whichever came later: even ones in their backward,
-    odd ones for what had to make room in a window. Where a backward ends with a meeting, none ends without one."""
+    odd ones for what had to go early in a window. Where a backward ends with a meeting, none ends without one."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -20,15 +20,15 @@ class Keys:
         self.backward = 0  # how many have ended
         self._turns: Counter[tuple[int, bool]] = Counter()
 
-    def next(self, unit: Unit, makes_room: bool = False) -> Key:
+    def next(self, unit: Unit, goes_early: bool = False) -> Key:
         """For a gradient that is sent now."""
         if self._meeting != self._transport.meetings:
             self._meeting = self._transport.meetings
             self._attempt = 0
             self.backward = 0
             self._turns.clear()
-        self._turns[unit.index, makes_room] += 1
-        turn = 2 * self._turns[unit.index, makes_room] + makes_room
+        self._turns[unit.index, goes_early] += 1
+        turn = 2 * self._turns[unit.index, goes_early] + goes_early
         return Key(unit.index, self._meeting, self._attempt, turn, self.backward)
 
     def end_backward(self) -> None:

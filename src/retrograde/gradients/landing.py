@@ -2,7 +2,6 @@
 devices/streams.py."""
 
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol
 
 import torch
 
@@ -11,22 +10,7 @@ from retrograde.gradients.gradient import Gradient, GradientState
 from retrograde.pages import Unit
 
 
-class Delivery(NamedTuple):
-    """A reduced gradient that no Pack of this rank waits for, and which parameters it is for."""
-
-    unit: Unit
-    total: torch.Tensor
-    wanted: tuple[bool, ...]
-
-
-class Leaves(Protocol):
-    """A unit's way to `.grad` (graph.py)."""
-
-    def deliver(self, total: torch.Tensor, wanted: tuple[bool, ...]) -> None:
-        """Add a reduced gradient to `.grad` of the wanted parameters, as a backward would."""
-
-
-def room_for_sum(unit: Unit, streams: Streams) -> torch.Tensor:
+def memory_for_sum(unit: Unit, streams: Streams) -> torch.Tensor:
     """Memory for the reduced gradient of this rank's shard, which the reducing stream writes."""
     empty = streams.empty_for_host if unit.leaves_on_host else streams.empty_for_user
     return empty(unit.shard.numel(), unit.shard.dtype)
@@ -34,7 +18,7 @@ def room_for_sum(unit: Unit, streams: Streams) -> torch.Tensor:
 
 def copy_of_sum(unit: Unit, total: torch.Tensor, streams: Streams) -> torch.Tensor:
     """A second one, for somebody else."""
-    copied = room_for_sum(unit, streams)
+    copied = memory_for_sum(unit, streams)
     streams.reducing.run(lambda: copied.copy_(total))
     streams.current().wait(streams.reducing.record())
     return copied

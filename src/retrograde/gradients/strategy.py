@@ -22,7 +22,7 @@ import torch
 from retrograde.devices import Event, Stream
 from retrograde.gradients.bucket import Bucket
 from retrograde.gradients.gradient import Gradient
-from retrograde.gradients.landing import room_for_sum
+from retrograde.gradients.landing import memory_for_sum
 from retrograde.labels import labelled
 from retrograde.layout import Grid, Policy
 from retrograde.pages import BufferPool, Unit
@@ -40,6 +40,8 @@ class SumOfOthers(NamedTuple):
 
 
 class Strategy(Protocol):
+    """How the ranks' gradients of a unit become one sum."""
+
     passes_through: bool  # may a bucket have gradients that lie where autograd left them?
     buffers: int  # of the size of a bucket, that a gradient under way takes
     # May a part of a sum come to `.grad` later than the rest, at the next meeting, if a rank has strayed? Then who
@@ -271,7 +273,7 @@ class OrderedSum:
 
     def total_of_others(self, unit: Unit, key: Key, offers: Contributors) -> torch.Tensor:
         stream = self._streams.reducing
-        own = room_for_sum(unit, self._streams)
+        own = memory_for_sum(unit, self._streams)
         return self._complete(_ShardSum(unit, key, own, stream), offers)
 
     def _complete(self, shard: _ShardSum, offers: Contributors) -> torch.Tensor:

@@ -1,10 +1,10 @@
 """Windows: which gradients wait in one, and which are reduced early so that its budget holds.
 
 [Note: who is reduced early]
-A loop comes back to its units in the same order. Making room by the oldest would then reduce every unit just before
-its next gradient, and a budget for all units but one would save nothing. So the first to come stay and a unit that
+A loop comes back to its units in the same order. If the oldest went early, every unit would be reduced just before its
+next gradient, and a budget for all units but one would save nothing. So the first to come stay and a unit that
 does not fit is reduced in its own backward, as outside a window: of n units, k that fit are reduced once and the
-others every time. Only a unit that has not come since the new one was last here is cold and makes room, the
+others every time. Only a unit that has not come since the new one was last here is cold and goes early, the
 oldest first.
 """
 
@@ -30,19 +30,19 @@ class Windows:
         finally:
             self.open.pop()
 
-    def admit(self, unit: int, need: int, held: Mapping[int, int]) -> list[int] | None:
-        """Who must be reduced early for `unit` to wait beside what is `held` (bytes by unit); None: it cannot wait."""
+    def admit(self, unit: int, need: int, waiting: Mapping[int, int]) -> list[int] | None:
+        """Who must be reduced early for `unit` to wait beside those `waiting` (bytes by unit); None: it cannot wait."""
         self._gradients += 1
         before = self._came.get(unit, 0)
         self._came[unit] = self._gradients
-        free = min(self.open, default=math.inf) - sum(held.values())
-        if unit in held:
+        free = min(self.open, default=math.inf) - sum(waiting.values())
+        if unit in waiting:
             return []
-        cold = sorted((self._came.get(other, 0), other) for other in held)
+        cold = sorted((self._came.get(other, 0), other) for other in waiting)
         early = []
         for came, other in cold:
             if free >= need or came >= before:
                 break
             early.append(other)
-            free += held[other]
+            free += waiting[other]
         return early if free >= need else None

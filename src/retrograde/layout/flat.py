@@ -107,8 +107,8 @@ class Layout:
         has all of each parameter, in ascending order; None if they are cut."""
         kept = strides or [None] * len(named_shapes)
         step = ALIGNMENT // dtype.itemsize
-        rooms = [-(-shape.numel() // step) * step for _, shape in named_shapes]
-        placed = _cut_up(rooms, world) if shard_of is None else _whole(rooms, shard_of, world, step, even)
+        lengths = [-(-shape.numel() // step) * step for _, shape in named_shapes]
+        placed = _cut_up(lengths, world) if shard_of is None else _whole(lengths, shard_of, world, step, even)
         self.slots = tuple(
             Slot(name, shape, start, start + shape.numel(), memory)
             for (name, shape), start, memory in zip(named_shapes, placed.starts, kept, strict=True)
@@ -187,23 +187,23 @@ class _Placed(NamedTuple):
     sizes: tuple[int, ...]
 
 
-def _cut_up(rooms: Sequence[int], world: int) -> _Placed:
+def _cut_up(lengths: Sequence[int], world: int) -> _Placed:
     """End to end, in equal shards."""
-    *starts, end = itertools.accumulate(rooms, initial=0)
+    *starts, end = itertools.accumulate(lengths, initial=0)
     return _Placed(starts, (-(-end // world),) * world)
 
 
-def _whole(rooms: Sequence[int], shard_of: Sequence[int], world: int, least: int, even: bool) -> _Placed:
+def _whole(lengths: Sequence[int], shard_of: Sequence[int], world: int, least: int, even: bool) -> _Placed:
     """End to end within the shard of each. No shard is empty: to have nothing is not a case of its own elsewhere."""
     sizes = [0] * world
-    for room, shard in zip(rooms, shard_of, strict=True):
-        sizes[shard] += room
+    for length, shard in zip(lengths, shard_of, strict=True):
+        sizes[shard] += length
     sizes = [max(size, least) for size in sizes]
     if even:
         sizes = [max(sizes)] * world
     at = list(itertools.accumulate(sizes, initial=0))
     starts = []
-    for room, shard in zip(rooms, shard_of, strict=True):
+    for length, shard in zip(lengths, shard_of, strict=True):
         starts.append(at[shard])
-        at[shard] += room
+        at[shard] += length
     return _Placed(starts, tuple(sizes))

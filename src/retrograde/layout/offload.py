@@ -1,7 +1,6 @@
 """What of a model that computes on an accelerator lives in the host's memory."""
 
 from enum import Enum
-from typing import Any
 
 from retrograde.arguments import wrong
 
@@ -17,7 +16,7 @@ class Offload(Enum):
     PARAMETERS = "parameters"
 
     @staticmethod
-    def of(value: Any) -> "Offload":
+    def of(value: object) -> "Offload":
         """From what `shard()` was given: None, a short name, or one of these."""
         if value is None:
             return Offload.NOTHING

@@ -2,7 +2,7 @@
 
 import math
 import re
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -27,7 +27,7 @@ def parse_bytes(value: int | float | str, argument: str) -> float:
     return size
 
 
-def check_stage(value: Any) -> int:
+def check_stage(value: object) -> int:
     """Only whole numbers are stages: True is not 1, and 3.0 is not 3."""
     fix = "1, 2 or 3"
     stage = integer(value)
@@ -36,7 +36,7 @@ def check_stage(value: Any) -> int:
     return stage
 
 
-def check_reduce(value: Any) -> str:
+def check_reduce(value: object) -> str:
     return one_of("reduce", value, ("mean", "sum"), '"mean" or "sum"')
 
 

@@ -52,14 +52,15 @@ class Precision:
     def __post_init__(self) -> None:
         for name in ("param", "reduce", "master", "accumulate", "output"):
             _dtype(f"precision.{name}", getattr(self, name))
-        for cls in self.kept_classes:
+        kept: tuple[object, ...] = self.kept_classes
+        for cls in kept:
             if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
                 text = f"precision.keep: {shown(cls)} is not a module class; give classes such as nn.LayerNorm"
                 raise ShardingError(text)
         flag("precision.inputs", self.inputs)
 
     @staticmethod
-    def of(value: Any) -> "Precision":
+    def of(value: object) -> "Precision":
         """From what `shard()` was given: None, a dtype or its short name, or one of these."""
         if value is None:
             return Precision()
@@ -101,7 +102,7 @@ class Precision:
         return (self.page, self.wire, master, self.waiting, classes, bool(self.inputs), self.result)
 
     @property
-    def kept_classes(self) -> tuple[Any, ...]:
+    def kept_classes(self) -> tuple[type[nn.Module], ...]:
         return tuple(self.keep) if isinstance(self.keep, list | tuple) else (self.keep,)
 
     def keeps(self, module: nn.Module) -> bool:

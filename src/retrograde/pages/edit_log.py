@@ -9,6 +9,8 @@ import torch
 
 
 class EditLog:
+    """The edits of one unit's parameters, and what their pieces were before."""
+
     def __init__(self) -> None:
         self.made = 0  # since the last step
         self.fenced = 0  # how many of them come before the last fence

@@ -9,6 +9,8 @@ from retrograde.transport import OrderedTransport, Work
 
 
 class PageGathering:
+    """Pages that all ranks make together, by one call for each."""
+
     def __init__(self, transport: OrderedTransport, pool: BufferPool) -> None:
         self._transport = transport
         self._pool = pool

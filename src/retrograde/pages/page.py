@@ -38,6 +38,8 @@ from retrograde.transport import Work
 
 
 class PageState(Enum):
+    """Where a page is in its life: the drawing above."""
+
     ABSENT = auto()
     LOADING = auto()
     READY = auto()

@@ -39,6 +39,8 @@ class _Masters(NamedTuple):
 
 
 class Pager:
+    """Decides which pages are in memory."""
+
     def __init__(self, policy: Policy, pool: BufferPool, entered: Callable[[], None]) -> None:
         """`entered` is called when code, not autograd, asks for a parameter: a backward that raised has ended then."""
         self._policy = policy

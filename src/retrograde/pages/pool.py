@@ -17,6 +17,8 @@ class Allocator(Protocol):
 
 
 class Loan(NamedTuple):
+    """A buffer, and the event after which it is free."""
+
     data: torch.Tensor
     free: Event  # whoever writes waits for it first: the last reader of the memory recorded it
 
@@ -51,14 +53,14 @@ class BufferPool:
 
     def give(self, buffer: torch.Tensor, free: Event) -> None:
         self._used -= buffer.nbytes
-        if self._held + buffer.nbytes <= self.limit:
+        if self._allocated + buffer.nbytes <= self.limit:
             self._free.append(Loan(buffer, free))
         else:
             self._let_go(Loan(buffer, free))
 
     def trim(self, limit: float = -1) -> None:
-        """Let go of free buffers, the oldest first, until what is held fits in `limit` bytes; of all by default."""
-        while self._free and self._held > limit:
+        """Let go of free buffers, the oldest first, until what is left fits in `limit` bytes; of all by default."""
+        while self._free and self._allocated > limit:
             self._let_go(self._free.pop(0))
 
     def _let_go(self, loan: Loan) -> None:
@@ -72,5 +74,5 @@ class BufferPool:
         return self._used
 
     @property
-    def _held(self) -> int:
+    def _allocated(self) -> int:
         return self._used + sum(loan.data.nbytes for loan in self._free)

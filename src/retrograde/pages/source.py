@@ -33,7 +33,7 @@ class CastCopy:
         """The copy, of masters whose counters are at `version`. For the main thread: it may have to be made."""
         if not self.is_at(version):
             if self._masters.device == self._memory.device:
-                self._streams.crossing.settle()  # a page may still be read from it
+                self._streams.crossing.wait_for_copies()  # a page may still be read from it
                 self._memory.copy_(self._masters)
             else:
                 self._send()

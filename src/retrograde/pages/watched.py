@@ -6,6 +6,8 @@ import torch
 
 
 class Watched(torch.Tensor):
+    """A tensor whose memory is not given out in a way that leaves edits unseen."""
+
     @property
     def data(self) -> torch.Tensor:
         """Shares the version counter, unlike torch's, so that no edit goes unseen."""

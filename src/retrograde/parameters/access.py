@@ -173,7 +173,7 @@ def original_class(cls: type[nn.Module]) -> type[nn.Module]:
 _made: "weakref.WeakValueDictionary[Hashable, type[nn.Module]]" = weakref.WeakValueDictionary()
 
 
-def specialize(module: nn.Module, body: dict[str, Any], *key: Hashable) -> None:
+def specialize(module: nn.Module, body: dict[str, object], *key: Hashable) -> None:
     """Put a subclass with `body` on top of the module's class. Modules that were alike stay alike and share it:
     compiled code is kept by class. A key names what the subclass itself keeps alive, so identities will do."""
     cls = type(module)

@@ -11,7 +11,7 @@ Everything else is the model's own affair, and buffers are never cast. These cas
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -19,8 +19,12 @@ from torch import nn
 from retrograde.layout import Precision
 from retrograde.torch_internals import tree_map_only
 
+T = TypeVar("T")
+
 
 class CastAround(NamedTuple):
+    """In which dtypes a module takes its arguments and gives its results."""
+
     arguments: torch.dtype | None
     results: torch.dtype | None
 
@@ -33,11 +37,12 @@ class CastAround(NamedTuple):
         return cast
 
 
-def in_dtype(tree: Any, dtype: torch.dtype | None) -> Any:
+def in_dtype(tree: T, dtype: torch.dtype | None) -> T:
     """Every floating-point tensor in it; what is of that dtype already stays the object that it is."""
     if dtype is None:
         return tree
-    return tree_map_only(torch.Tensor, lambda found: found.to(dtype) if found.is_floating_point() else found, tree)
+    cast: T = tree_map_only(torch.Tensor, lambda found: found.to(dtype) if found.is_floating_point() else found, tree)
+    return cast
 
 
 def cast_around(module: nn.Module, is_model: bool, precision: Precision) -> CastAround | None:

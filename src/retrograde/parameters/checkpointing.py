@@ -1,4 +1,4 @@
-"""How torch.distributed.checkpoint reads and writes a sharded tensor: its own protocol for classes of others.
+"""How torch.distributed.checkpoint reads and writes a sharded tensor: by the names that it asks for (`SavedInChunks`).
 
 A rank's piece is a few boxes in the tensor's true shape (layout/boxes.py). So a checkpoint has nothing of ours in it:
 it is read at another number of ranks, stage or grouping of units, by plain tensors and by DTensors, and the other way
@@ -7,23 +7,23 @@ round. Ranks that hold the same elements (replicas) offer the same boxes, of whi
 torch's module is imported when it asks: it takes half as long as torch itself.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from retrograde.layout import Box, slot_boxes, view_box
 from retrograde.parameters.part import Part
+from retrograde.torch_internals import SavedInChunks
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
 
-class Checkpointable(Part):
-    """torch's names for what it asks."""
+class Checkpointable(SavedInChunks, Part):
+    """A sharded tensor, as torch.distributed.checkpoint sees it."""
 
-    def __create_write_items__(self, fqn: str, object: Any) -> "list[WriteItem]":
-        """What of this tensor, called `fqn`, this rank writes."""
+    def write_items(self, name: str) -> "list[WriteItem]":
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -31,16 +31,14 @@ class Checkpointable(Part):
         items = []
         for box in self._boxes():
             data = TensorWriteData(chunk=_chunk(box), properties=properties, size=self.shape)
-            items.append(WriteItem(MetadataIndex(fqn, torch.Size(box.offsets)), WriteItemType.SHARD, tensor_data=data))
+            items.append(WriteItem(MetadataIndex(name, torch.Size(box.offsets)), WriteItemType.SHARD, tensor_data=data))
         return items
 
-    def __create_chunk_list__(self) -> "list[ChunkStorageMetadata]":
-        """What of this tensor this rank wants to have read. torch writes it where `__get_tensor_shard__` says."""
+    def chunks_to_read(self) -> "list[ChunkStorageMetadata]":
         self.prepare_to_be_loaded()
         return [_chunk(box) for box in self._boxes()]
 
-    def __get_tensor_shard__(self, index: "MetadataIndex") -> torch.Tensor:
-        """The memory of one of those."""
+    def chunk_memory(self, index: "MetadataIndex") -> torch.Tensor:
         for box in self._boxes():
             if torch.Size(box.offsets) == index.offset:
                 return view_box(self.slot, box, self.piece)

@@ -62,14 +62,12 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
     def whole_masters(self) -> torch.Tensor:
         """A copy of them, in no graph."""
         self.check_copies()
-        owner = self.owner
-        return owner.pager.masters(owner.unit, self.place)
+        return self.owner.masters(self.place)
 
     def shown(self) -> torch.Tensor:
         if self.copies is not None:
             self.copies.check()
-        owner = self.owner
-        return owner.pager.full(owner.unit, self.place)
+        return self.owner.shown(self.place)
 
     def reshaped(self, data: torch.Tensor, shape: torch.Size) -> ParameterView:
         view = become(data, ParameterView, self._owner, self.place, shape)
@@ -121,8 +119,8 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
     @property
     def grad(self) -> torch.Tensor | None:
         owner = self._owner()
-        if owner is not None and not owner.flow.at_rest:
-            owner.coordinator.flush_pending_gradients("p.grad was read")
+        if owner is not None:
+            owner.bring_gradients("p.grad was read")
         with without_torch_function():
             raw = raw_grad(self)
         if raw is not None and owner is not None:
@@ -135,7 +133,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
     def grad(self, value: torch.Tensor | None) -> None:
         if not self.orphaned:
             self.coordinator.catch_up_on_gradients(USED_TOGETHER)
-            self.owner.flow.forget(self.unit, self.place)
+            self.owner.forget_gradient(self.place)
         set_raw_grad(self, value if value is None else self._as_gradient(value))
 
     grad = grad.deleter(lambda self: setattr(self, "grad", None))  # type: ignore[attr-defined]
@@ -172,7 +170,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
 
         def arrived(leaf: torch.Tensor) -> None:
             with with_torch_function():
-                if self.owner.graph.arrived[self.place]:
+                if self.owner.gradient_arrived(self.place):
                     hook(leaf)
 
         with without_torch_function():

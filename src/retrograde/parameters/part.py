@@ -180,7 +180,9 @@ def everybodys(what: str, parts: Sequence[Part], value: Callable[[], V]) -> list
     return parts[0].coordinator.shard_values(label, value)
 
 
-def together(what: str, parts: Sequence[Part], mine: Callable[[], list[Any]]) -> list[torch.Tensor | None]:
+def together(
+    what: str, parts: Sequence[Part], mine: Callable[[], list[torch.Tensor | None]]
+) -> list[torch.Tensor | None]:
     """The wholes of `parts` from everybody's pieces, in one meeting; None where a rank has none.
 
     `mine`: this rank's, plain. Asked for anew if gradients have come while this rank waited."""

@@ -131,11 +131,10 @@ class ParameterView(ShardedTensor):
     def full_tensor(self) -> torch.Tensor:
         if not self.unit.has_masters:
             return self.shown()
-        return self.owner.pager.masters(self.unit, self.place).reshape(self._shape)
+        return self.owner.masters(self.place).reshape(self._shape)
 
     def shown(self) -> torch.Tensor:
-        full = self.owner.pager.full(self.unit, self.place)
-        return full.detach().reshape(self._shape)
+        return self.owner.shown(self.place).detach().reshape(self._shape)
 
     def reshaped(self, data: torch.Tensor, shape: torch.Size) -> ShardedTensor:
         return cast(ShardedTensor, self.unit.leaves[self.place]).reshaped(data, shape)

@@ -64,9 +64,9 @@ def _zeroing(params: list[torch.Tensor]) -> Iterator[None]:
     for coordinator in coordinators_of(owners):
         coordinator.flush_pending_gradients("zero_grad()")
         coordinator.catch_up_on_gradients(USED_TOGETHER)
-    waiting = {owner for owner in owners if owner.flow.has_pending(owner.unit)}
+    waiting = any(owner.has_pending_gradients for owner in owners)
     for leaf in leaves if waiting else ():
-        leaf.owner.flow.forget(leaf.unit, leaf.place)
+        leaf.owner.forget_gradient(leaf.place)
     for owner in owners:
         owner.unit.await_gradients()
     with plain_for_a_while(leaves):

@@ -49,7 +49,7 @@ def regathered(part: Part) -> torch.Tensor:
     """The whole of a gradient that is part of a graph, as part of that graph."""
     with without_torch_function():
         piece = part.as_subclass(torch.Tensor)
-        return part.owner.graph.regather(part.place, piece).reshape(part.shape)
+        return part.owner.regather(part.place, piece).reshape(part.shape)
 
 
 def _in_graph(part: Part) -> bool:

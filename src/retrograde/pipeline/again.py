@@ -82,6 +82,8 @@ class Surroundings:
 
 
 class Recomputed(NamedTuple):
+    """What running a forward again has brought."""
+
     leaves: list[Tensor]
     outputs: list[GradientEdge | None]
 

@@ -30,6 +30,8 @@ from retrograde.torch_internals import tree_flatten, tree_leaves, tree_map_only,
 
 @dataclass(frozen=True)
 class StandIn:
+    """Stands for a tensor of the caller's, and gets its gradient."""
+
     part: Tensor  # of the caller's tensor, with the caller's graph
     leaf: Tensor  # what the stages have
 

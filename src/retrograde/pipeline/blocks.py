@@ -95,6 +95,8 @@ class OwnStages:
 
 @dataclass(frozen=True)
 class Block:
+    """A module that is in one stage as a whole, and its name in the model."""
+
     name: str
     module: nn.Module
 
@@ -219,12 +221,12 @@ def materialize_stages(blocks: Sequence[Block], mine: Collection[nn.Module], dev
     check_resettable(whole, ())
     kept = {id(p) for module in mine for p in module.parameters()}
 
-    def settle(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    def take_in(parameter: nn.Parameter, value: torch.Tensor) -> None:
         if id(parameter) in kept:
             made = nn.Parameter(value.detach().to(device), parameter.requires_grad)
             torch.utils.swap_tensors(parameter, made)  # type: ignore[no-untyped-call]
 
-    materialize(whole, device, settle)
+    materialize(whole, device, take_in)
 
 
 @dataclass(frozen=True)

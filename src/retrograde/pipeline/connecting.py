@@ -21,6 +21,8 @@ class Circle(NamedTuple):
 
 
 class Connected(NamedTuple):
+    """This rank's ways to the others of a pipeline."""
+
     own: PipelineRanks
     circles: list[Circle]  # the pipeline's first
 

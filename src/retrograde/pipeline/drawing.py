@@ -44,23 +44,23 @@ def summary(timeline: Timeline) -> str:
 
 def draw(timeline: Timeline, title: str, width: int = 120) -> RenderableType:
     """A row per rank, time to the right. What is wider than `width` columns goes on below; print it with rich."""
-    room = max(LEAST_WIDTH, width - MARGINS)
-    per_cell = _time_per_cell(timeline, room)
+    cells = max(LEAST_WIDTH, width - MARGINS)
+    per_cell = _time_per_cell(timeline, cells)
     columns = max(1, round(short_length([timeline]) / per_cell))
-    room -= room % columns  # a new block starts where an action may start
+    cells -= cells % columns  # a new block starts where an action may start
     stages = stages_seen(timeline)
     lines = [_line(row, timeline.start, per_cell, columns, stages[rank]) for rank, row in enumerate(timeline.by_rank)]
     longest = max(map(len, lines), default=0)
     parts: list[RenderableType] = [Text(title, style="bold")]
-    for left in range(0, longest, room):
+    for left in range(0, longest, cells):
         table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
         table.add_column("rank", justify="right")
-        table.add_column(f"from {left * per_cell:.4g}", no_wrap=True, width=min(room, longest))
+        table.add_column(f"from {left * per_cell:.4g}", no_wrap=True, width=min(cells, longest))
         table.add_column("idle" if not left else "", justify="right", width=6)
         table.add_column("peak" if not left else "", justify="right", width=6)
         for rank, line in enumerate(lines):
             figures = (f"{timeline.rank_bubble(rank):.0%}", f"{timeline.activations[rank]:g}") if not left else ()
-            table.add_row(str(rank), line[left : left + room] if len(line) > left else "", *figures)
+            table.add_row(str(rank), line[left : left + cells] if len(line) > left else "", *figures)
         parts.append(table)
     return Group(*parts, _legend(timeline), Text(summary(timeline)))
 
@@ -80,13 +80,13 @@ def colour(item: Timed, stages: Sequence[int]) -> str:
     return shades[min(stages.index(item.action.stage), len(shades) - 1)]
 
 
-def _time_per_cell(timeline: Timeline, room: int) -> float:
+def _time_per_cell(timeline: Timeline, cells: int) -> float:
     """The shortest action has place for its label, as long as that needs no more than `BLOCKS` blocks."""
     shortest = short_length([timeline])
     if not shortest:
         return 1.0
     labels = max(len(str(item.action.microbatch)) + 1 for row in timeline.by_rank for item in row)
-    least = timeline.makespan / (BLOCKS * room)
+    least = timeline.makespan / (BLOCKS * cells)
     # A whole number of columns for the shortest action keeps equal actions equally wide.
     columns = min(labels + 1, int(shortest / least + 1e-9))
     return shortest / columns if columns else least

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from retrograde.errors import PipelineError
-from retrograde.labels import labelled_as
+from retrograde.labels import PREFIX, labelled_as
 from retrograde.pipeline.parcel import Parcel
 from retrograde.pipeline.schedule import Action, ActionKind, Schedule
 from retrograde.pipeline.stage import Stage, WeightedTarget
@@ -24,7 +24,6 @@ from retrograde.pipeline.transport import ReceiveContent, SenderFailed, StageTra
 from retrograde.transport.messages import Address
 
 # What a profiler shows.
-PREFIX = "retrograde::"
 LABELS = {
     ActionKind.F: "forward",
     ActionKind.I: "backward of inputs",
@@ -41,7 +40,7 @@ LABELS = {
 
 
 def label_of(action: Action) -> str:
-    """An action in a profile: `retrograde::forward, stage 1, microbatch 2`."""
+    """An action in a profile: `retrograde: forward, stage 1, microbatch 2`."""
     label = f"{PREFIX}{LABELS[action.kind]}, stage {action.stage}"
     return label if action.microbatch is None else f"{label}, microbatch {action.microbatch}"
 
@@ -82,6 +81,8 @@ class WeightedLoss(NamedTuple):
 
 @dataclass
 class Outcome:
+    """What came of one rank's part of a step."""
+
     losses: dict[int, WeightedLoss] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
     failure: Failure | None = None

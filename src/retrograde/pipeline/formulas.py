@@ -14,6 +14,8 @@ from torch import Tensor
 
 
 class ParamGrads(NamedTuple):
+    """Gradients of weight and bias."""
+
     weight: Tensor
     bias: Tensor | None
 
@@ -94,6 +96,8 @@ class Batched:
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
+    """The weight gradient of an embedding."""
+
     rows: int
     padding: int
     by_frequency: bool
@@ -120,6 +124,8 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class Convolution:
+    """The weight gradient of a convolution."""
+
     geometry: Geometry
     weight_size: torch.Size
     weight_stride: tuple[int, ...]

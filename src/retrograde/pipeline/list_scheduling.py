@@ -92,8 +92,8 @@ class InOrder:
 
     def __call__(self, progress: Progress, rank: int, now: float) -> Action | None:
         order = self._orders[rank]
-        room = progress.held[rank] + 1 <= self._limit + EPSILON
-        if order and (room or order[0].kind is not ActionKind.F) and progress.ready(order[0], now):
+        fits = progress.held[rank] + 1 <= self._limit + EPSILON
+        if order and (fits or order[0].kind is not ActionKind.F) and progress.ready(order[0], now):
             return order.popleft()
         return progress.weights[rank][0] if progress.weights[rank] else None
 
@@ -126,6 +126,6 @@ class Greedy:
             return progress.count[ActionKind.W][stage] < inputs
         if kind is ActionKind.I:
             return inputs < forwards and progress.ready(progress.next(kind, stage), now)
-        room = progress.held[progress.placement[stage]] + 1 <= self.limit + EPSILON
+        fits = progress.held[progress.placement[stage]] + 1 <= self.limit + EPSILON
         open_ = forwards < progress.microbatches and forwards - inputs < self.caps[stage]
-        return room and open_ and progress.ready(progress.next(kind, stage), now)
+        return fits and open_ and progress.ready(progress.next(kind, stage), now)

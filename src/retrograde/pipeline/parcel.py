@@ -52,6 +52,8 @@ def _alone(layout: TensorLayout) -> TreeLayout:
 
 @dataclass(frozen=True)
 class Parcel:
+    """The tensors of a pytree, and how it is put together again."""
+
     layout: TreeLayout
     tensors: list[Tensor | None]  # None where the leaf is not a tensor
 

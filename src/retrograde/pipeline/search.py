@@ -50,6 +50,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class Candidate:
+    """A schedule that the search has found, and what it costs."""
+
     schedule: Schedule
     timeline: Timeline
 

@@ -43,6 +43,8 @@ class WeightedTarget:
 
 
 class Phase(Enum):
+    """Where a microbatch is in a stage."""
+
     FORWARD = auto()  # F is done
     INPUTS = auto()  # I is done
 
@@ -179,7 +181,7 @@ class Stage:
         owners = list(self.pages)
         self.pages.clear()
         for owner in owners:
-            owner.pager.retire(owner.unit)
+            owner.retire_page()
 
     def works(self) -> Iterator[WeightWork]:
         """The work of the weight gradients, by use (account.py)."""

@@ -1,4 +1,4 @@
-"""Files of torch: which names a checkpoint's metadata may have, and where the elements of a saved tensor lie.
+"""Checkpoints of torch: what it asks of tensors in chunks, names that metadata may have, where elements of tensors lie.
 
 Nothing in a file is called here. A pickle names what it wants called; `Reading` knows a few names, each with an answer,
 and refuses all others.
@@ -12,11 +12,15 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import PosixPath
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from retrograde.torch_internals.probes import When, expect, find, probe, tiny
+
+if TYPE_CHECKING:  # it takes half as long to import as torch itself
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 Names = Mapping[tuple[str, str], object]
 BinaryFile = io.RawIOBase | io.BytesIO
@@ -46,6 +50,31 @@ class Reading(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> Any:
         """What is said of a storage: ("storage", its type, its file, its device, its size)."""
         return pid
+
+
+# ---- what torch.distributed.checkpoint asks of tensors of other classes
+class SavedInChunks:
+    """A tensor of which this rank writes and reads some chunks. It has torch's names for what torch asks."""
+
+    def write_items(self, name: str) -> "list[WriteItem]":
+        """What of this tensor, which the checkpoint calls so, this rank writes."""
+        raise NotImplementedError
+
+    def chunks_to_read(self) -> "list[ChunkStorageMetadata]":
+        """What of it this rank wants to have read. torch writes it to `chunk_memory`."""
+        raise NotImplementedError
+
+    def chunk_memory(self, index: "MetadataIndex") -> torch.Tensor:
+        raise NotImplementedError
+
+    def __create_write_items__(self, fqn: str, object: Any) -> "list[WriteItem]":
+        return self.write_items(fqn)
+
+    def __create_chunk_list__(self) -> "list[ChunkStorageMetadata]":
+        return self.chunks_to_read()
+
+    def __get_tensor_shard__(self, index: "MetadataIndex") -> torch.Tensor:
+        return self.chunk_memory(index)
 
 
 # ---- the metadata of torch.distributed.checkpoint
@@ -304,3 +333,51 @@ def _metadata_has_known_names() -> None:
         {("a.w", torch.Size([0])): Location("file", 3, 4, ()), ("a.o", None): Location("file", 3, 4, ())},
     )
     expect(read_metadata(io.BytesIO(pickle.dumps(written))), found, "metadata that was written and read")
+
+
+class _Half(SavedInChunks):
+    """Of a tensor of four elements this rank has the last two."""
+
+    def __init__(self) -> None:
+        self.memory: torch.Tensor = tiny()
+
+    def write_items(self, name: str) -> "list[WriteItem]":
+        from torch.distributed.checkpoint import metadata, planner
+
+        properties = metadata.TensorProperties.create_from_tensor(self.memory)
+        data = planner.TensorWriteData(self.chunks_to_read()[0], properties, torch.Size([4]))
+        index = metadata.MetadataIndex(name, torch.Size([2]))
+        return [planner.WriteItem(index, planner.WriteItemType.SHARD, tensor_data=data)]
+
+    def chunks_to_read(self) -> "list[ChunkStorageMetadata]":
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [ChunkStorageMetadata(torch.Size([2]), torch.Size([2]))]
+
+    def chunk_memory(self, index: "MetadataIndex") -> torch.Tensor:
+        return self.memory if index.offset == torch.Size([2]) else torch.empty_like(self.memory)
+
+
+@probe(
+    "tensors that are saved in chunks",
+    "SavedInChunks",
+    needed_for="saving sharded tensors with torch.distributed.checkpoint, and reading into them",
+    otherwise="each rank's piece would be saved as if it were all of the tensor",
+    when=When.DOCTOR,  # it imports a large part of torch
+)
+def _chunks_are_asked_for() -> None:
+    """Assumes: torch.distributed.checkpoint asks a tensor that has them by `__create_write_items__`,
+    `__create_chunk_list__` and `__get_tensor_shard__`, before it looks at what class it is."""
+    from torch.distributed.checkpoint import metadata
+
+    half = _Half()
+    helpers = "torch.distributed.checkpoint.planner_helpers:"
+    (item,) = written = find(helpers + "_create_write_items")("w", half)
+    expect(written, half.write_items("w"), "what is written of a tensor in chunks")
+    whole = metadata.ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))
+    saved = metadata.TensorStorageMetadata(item.tensor_data.properties, torch.Size([4]), [whole])
+    (wanted,) = find(helpers + "_create_read_items")("w", saved, half)
+    read = (tuple(wanted.storage_offsets), tuple(wanted.dest_offsets), tuple(wanted.lengths))
+    expect(read, ((2,), (0,), (2,)), "what is read into a tensor in chunks")
+    found = find("torch.distributed.checkpoint.utils:find_tensor_shard")(half, wanted.dest_index)
+    expect(found is half.memory, True, "that it is read into the memory of the chunk")

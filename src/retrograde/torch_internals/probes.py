@@ -38,6 +38,8 @@ class When(Enum):
 
 @dataclass(frozen=True)
 class Probe:
+    """An assumption about torch or Python, and what tries it."""
+
     name: str
     covers: tuple[str, ...]  # names of this package that rely on the assumption
     assumption: str
@@ -57,6 +59,8 @@ class Probe:
 
 
 class FailedProbe(NamedTuple):
+    """A probe whose assumption does not hold, and how that showed."""
+
     probe: Probe
     found: str
 

@@ -378,7 +378,7 @@ class Connections:
     def _decide(self, cause: Cause, tell: bool = True) -> None:
         """This is what went wrong first, unless something else is known already."""
         with self.changed:
-            if not self._liveness.settle(cause):
+            if not self._liveness.accept(cause):
                 return
             if tell:  # before the main thread can leave because of it
                 for peer in self.peers:

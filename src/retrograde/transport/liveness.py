@@ -53,7 +53,7 @@ class Liveness:
         self.present.discard(peer)
         self._suspicions.append(_Suspicion(time.monotonic() + GRACE, peer))
 
-    def settle(self, cause: Cause) -> bool:
+    def accept(self, cause: Cause) -> bool:
         """This is what went wrong first, unless something else is known already."""
         self._suspicions.clear()
         if self.cause is not None:

@@ -314,6 +314,8 @@ Message = ToReceiver | ToRank
 
 # ---- what ranks tell each other in the group's store
 class UnixAddress(Record, frozen=True, tag="unix"):
+    """Where a rank of the same host is reached."""
+
     name: Annotated[str, Meta(pattern="^@[0-9a-z-]+$")]  # without a file
 
     @property
@@ -322,6 +324,8 @@ class UnixAddress(Record, frozen=True, tag="unix"):
 
 
 class TcpAddress(Record, frozen=True, tag="tcp"):
+    """Where a rank of another host is reached."""
+
     host: Annotated[str, Meta(pattern="^[0-9A-Fa-f.:]+$")]
     port: Annotated[int, Meta(ge=0, le=65535)]
 

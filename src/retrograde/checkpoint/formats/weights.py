@@ -60,6 +60,8 @@ class Weight(NamedTuple):
 
 
 class WeightFile(NamedTuple):
+    """A file of weights, and which tensors are in it."""
+
     name: str
     weights: tuple[Weight, ...]
 

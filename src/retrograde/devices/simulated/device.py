@@ -43,12 +43,16 @@ class Recorded(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Run:
+    """A piece of work on a stream."""
+
     work: Callable[[], object]
     label: str
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
+    """A stream waits for an event."""
+
     event: Recorded
 
 
@@ -59,6 +63,8 @@ class Mark:
 
 @dataclass(eq=False)
 class SimulatedStream(Stream):
+    """A stream whose work is done in any order that events leave open."""
+
     device: "SimulatedDevice"
     name: str
     number: int

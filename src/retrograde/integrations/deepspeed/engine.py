@@ -35,6 +35,8 @@ from retrograde.integrations.deepspeed.refusals import ConfigError, wrong
 
 
 class Scheduler(Protocol):
+    """What the engine needs of a scheduler of learning rates."""
+
     def step(self, **kwargs: Any) -> Any: ...
 
 

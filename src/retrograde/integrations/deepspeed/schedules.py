@@ -27,12 +27,16 @@ def _positive(name: str, value: float) -> None:
 
 
 class RateSchedule(Protocol):
+    """A learning rate as a function of the step."""
+
     def rate(self, iteration: int, group: int, base: float) -> float:
         """The learning rate of a parameter group whose rate was `base` at the beginning."""
 
 
 @dataclass(frozen=True)
 class LRRangeTest:
+    """DeepSpeed's: the rate grows, to find one that is too large."""
+
     lr_range_test_min_lr: PerGroup = 1e-3
     lr_range_test_step_size: int = 2000
     lr_range_test_step_rate: float = 1.0
@@ -123,6 +127,8 @@ def _check_warmup(steps: int, kind: str) -> None:
 
 @dataclass(frozen=True)
 class WarmupLR:
+    """DeepSpeed's: the rate grows to its full value, and stays."""
+
     warmup_min_lr: PerGroup = 0.0
     warmup_max_lr: PerGroup | None = None
     warmup_num_steps: int = 1000
@@ -146,6 +152,8 @@ class WarmupLR:
 
 @dataclass(frozen=True, kw_only=True)
 class WarmupDecayLR(WarmupLR):
+    """DeepSpeed's: it grows, and falls to zero along a line."""
+
     total_num_steps: int
     warmup_max_lr: PerGroup | None = 0.001
 
@@ -155,6 +163,8 @@ class WarmupDecayLR(WarmupLR):
 
 @dataclass(frozen=True)
 class WarmupCosineLR:
+    """DeepSpeed's: it grows, and falls along a cosine."""
+
     total_num_steps: int
     warmup_min_ratio: float = 0.0
     warmup_num_steps: int = 1000

@@ -14,12 +14,16 @@ from retrograde.integrations.deepspeed.refusals import ConfigError, not_yet, wro
 
 
 class Standing(Enum):
+    """What becomes of a key of DeepSpeed's config."""
+
     USED = "used"
     WITHOUT_EFFECT = "no effect"  # taken, and listed once
     NOT_YET = "refused for now"  # unless the config says that it does not want it
 
 
 class Kind(Enum):
+    """What values a key of DeepSpeed's config takes."""
+
     BOOL = "true or false"
     WHOLE = "a whole number, 0 or more"
     NUMBER = "a number, 0 or more"
@@ -30,6 +34,8 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Word:
+    """A key of DeepSpeed's config, and what becomes of it here."""
+
     key: str
     kind: Kind
     standing: Standing

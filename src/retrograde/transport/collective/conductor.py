@@ -135,7 +135,7 @@ class Conductor:
         """All calls of the period have been issued by all ranks: those for the others' sake are done next."""
         self._wait(lambda: self._courtesies.done, what, look_again=POLL)
         with self._changed:
-            self._courtesies.settle()
+            self._courtesies.end_period()
         self._resting = True
         return self._settled.pop()
 

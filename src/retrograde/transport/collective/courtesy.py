@@ -198,7 +198,7 @@ class Courtesies:
         else:
             self._sums.append(CourtesySum(key, label.uses, came))
 
-    def settle(self) -> None:
+    def end_period(self) -> None:
         """All calls of a period are done."""
         self.collect()
         if self._error is not None:

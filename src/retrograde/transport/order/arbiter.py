@@ -47,7 +47,7 @@ class Arbiter:
         self._in_vain = 0  # surprises that were waited for in vain, less those that were granted
         self._closed = False
         self._floor = 0  # a length that ranks which left have reached, whatever they say when they arrive
-        self._settled = 0  # nudges up to this length have been dealt with
+        self._dealt_with = 0  # nudges up to this length have been dealt with
         self._invitation: Invitation | None = None  # that is open
         self._invitations = 0
         self._turn = 0  # of the last invitation in this period
@@ -86,7 +86,7 @@ class Arbiter:
         if not self._is_unanimous(surprise.count):
             return []
         self._in_vain = max(0, self._in_vain - 1)
-        self._settled = surprise.length + 1
+        self._dealt_with = surprise.length + 1
         self._fold.granted()
         return [Grant(self._period, surprise.length, surprise.want)]
 
@@ -99,7 +99,7 @@ class Arbiter:
 
     def _on_nudge(self, source: int, message: Nudge) -> list[Down]:
         """What was dealt with already, by a grant or by a Close, is void."""
-        if message.length > self._settled:
+        if message.length > self._dealt_with:
             self._fold.nudges[source] = message
         return []
 
@@ -129,7 +129,7 @@ class Arbiter:
         nudge = self._fold.nudge
         if nudge is None:
             return []
-        self._settled = nudge.length
+        self._dealt_with = nudge.length
         self._floor = max(self._floor, nudge.until)
         return self._close(nudge.length, nudge.until, lead=self._are_fewer(nudge.count))
 
@@ -170,7 +170,7 @@ class Arbiter:
         self._period += 1
         self._closed = False
         self._floor = 0
-        self._settled = 0
+        self._dealt_with = 0
         self._turn = 0
         self._invitation = None
         self._fold.clear()
@@ -200,9 +200,9 @@ class Arbiter:
         found = []
         if self._fold.surprises:
             seconds = patience.for_surprise(self._steps, self._in_vain)
-            found.append(Alarm(Timer.SURPRISE, (self._period, self._settled), seconds))
+            found.append(Alarm(Timer.SURPRISE, (self._period, self._dealt_with), seconds))
         if self._fold.nudges:
-            found.append(Alarm(Timer.NUDGES, (self._period, self._settled), patience.gathering))
+            found.append(Alarm(Timer.NUDGES, (self._period, self._dealt_with), patience.gathering))
         if self._roll is not None and not self._failed:
             found.append(Alarm(Timer.ROLL_CALL, (), patience.roll_call))
         return found
