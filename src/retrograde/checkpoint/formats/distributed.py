@@ -76,7 +76,7 @@ class Files:
         return (", ".join(keys[:NAMES_SHOWN]) or "nothing that is known") + more
 
 
-class _Part(NamedTuple):
+class _PartOfChunk(NamedTuple):
     """Where a part of an extent is."""
 
     place: Location
@@ -95,7 +95,7 @@ class DistributedTensor:
         self._files = files
         self._places = places
         self._found: dict[Location, StoredTensor] = {}
-        self._planned: dict[Extent, list[_Part]] = {}
+        self._planned: dict[Extent, list[_PartOfChunk]] = {}
 
     def check(self, extent: Extent) -> None:
         covered = 0
@@ -112,13 +112,13 @@ class DistributedTensor:
                 part = part.narrow(dim, offset, size)
             read_extent(self._files.at(self._key, place), place.offset, self._stored(place), inside, part)
 
-    def _parts_of(self, extent: Extent) -> list[_Part]:
+    def _parts_of(self, extent: Extent) -> list[_PartOfChunk]:
         """Planned when it is checked, for when it is read."""
         if extent not in self._planned:
             self._planned[extent] = list(self._plan(extent))
         return self._planned[extent]
 
-    def _plan(self, extent: Extent) -> Iterator[_Part]:
+    def _plan(self, extent: Extent) -> Iterator[_PartOfChunk]:
         wanted = ChunkStorageMetadata(torch.Size(extent.offsets), torch.Size(extent.sizes))
         if extent.numel == 0:
             return
@@ -127,7 +127,9 @@ class DistributedTensor:
             if place is None:
                 raise CheckpointError(f"the checkpoint does not say where it has {item.storage_index}")
             lengths = tuple(item.lengths)
-            yield _Part(place, Extent(tuple(item.storage_offsets), lengths), Extent(tuple(item.dest_offsets), lengths))
+            yield _PartOfChunk(
+                place, Extent(tuple(item.storage_offsets), lengths), Extent(tuple(item.dest_offsets), lengths)
+            )
 
     @functools.cached_property
     def _metadata(self) -> TensorStorageMetadata:
