@@ -253,7 +253,7 @@ MISSING: dict[str, tuple[str, str]] = {
 
 
 @dataclass(frozen=True)
-class Call:
+class TheirCall:
     """A call of DeepSpeed's, as programs write it, and the same without its words."""
 
     name: str  # of the engine's method or attribute; of what is in a module, with it: `zero.Init`
@@ -263,76 +263,78 @@ class Call:
 
 _COUNTED = "count by yourself"
 
-CALLS: tuple[Call, ...] = (
+CALLS: tuple[TheirCall, ...] = (
     # ---- backwards and steps
-    Call("backward", "engine.backward(loss, retain_graph=True)", "`loss.backward(retain_graph=True)`"),
-    Call("scale", "engine.scale(loss).backward()", "`loss.backward()`; in fp16 `scaler.scale(loss).backward()`"),
-    Call("loss_scale", "engine.loss_scale", "`scaler.get_scale()`, of torch's `GradScaler`"),
-    Call("no_sync", "with engine.no_sync():", "`with engine.no_sync():`"),
-    Call("coalesce_grad_reduction", "with engine.coalesce_grad_reduction():", "`with engine.coalesce():`"),
-    Call("zero_grad", "engine.zero_grad()", "`model.zero_grad()`"),
-    Call("step", "engine.step()", "`opt.step(); opt.zero_grad()`"),
-    Call("was_step_applied", "engine.was_step_applied()", "known where you step"),
-    Call("get_global_grad_norm", "engine.get_global_grad_norm()", "what `torch.nn.utils.clip_grad_norm_` returns"),
+    TheirCall("backward", "engine.backward(loss, retain_graph=True)", "`loss.backward(retain_graph=True)`"),
+    TheirCall("scale", "engine.scale(loss).backward()", "`loss.backward()`; in fp16 `scaler.scale(loss).backward()`"),
+    TheirCall("loss_scale", "engine.loss_scale", "`scaler.get_scale()`, of torch's `GradScaler`"),
+    TheirCall("no_sync", "with engine.no_sync():", "`with engine.no_sync():`"),
+    TheirCall("coalesce_grad_reduction", "with engine.coalesce_grad_reduction():", "`with engine.coalesce():`"),
+    TheirCall("zero_grad", "engine.zero_grad()", "`model.zero_grad()`"),
+    TheirCall("step", "engine.step()", "`opt.step(); opt.zero_grad()`"),
+    TheirCall("was_step_applied", "engine.was_step_applied()", "known where you step"),
+    TheirCall("get_global_grad_norm", "engine.get_global_grad_norm()", "what `torch.nn.utils.clip_grad_norm_` returns"),
     # ---- accumulation
-    Call("gradient_accumulation_steps", "engine.gradient_accumulation_steps()", "`engine.gradient_divisor`"),
-    Call("is_gradient_accumulation_boundary", "engine.is_gradient_accumulation_boundary()", "known where you step"),
-    Call("set_gradient_accumulation_boundary", "engine.set_gradient_accumulation_boundary(True)", "step there"),
-    Call("train_batch_size", "engine.train_batch_size()", "your loader's, times accumulation and ranks"),
-    Call("train_micro_batch_size_per_gpu", "engine.train_micro_batch_size_per_gpu()", "your loader's"),
-    Call("set_train_batch_size", "engine.set_train_batch_size(64)", "`engine.gradient_divisor = 64 // ...`"),
-    Call("set_train_micro_batch_size", "engine.set_train_micro_batch_size(4)", "another loader"),
+    TheirCall("gradient_accumulation_steps", "engine.gradient_accumulation_steps()", "`engine.gradient_divisor`"),
+    TheirCall(
+        "is_gradient_accumulation_boundary", "engine.is_gradient_accumulation_boundary()", "known where you step"
+    ),
+    TheirCall("set_gradient_accumulation_boundary", "engine.set_gradient_accumulation_boundary(True)", "step there"),
+    TheirCall("train_batch_size", "engine.train_batch_size()", "your loader's, times accumulation and ranks"),
+    TheirCall("train_micro_batch_size_per_gpu", "engine.train_micro_batch_size_per_gpu()", "your loader's"),
+    TheirCall("set_train_batch_size", "engine.set_train_batch_size(64)", "`engine.gradient_divisor = 64 // ...`"),
+    TheirCall("set_train_micro_batch_size", "engine.set_train_micro_batch_size(4)", "another loader"),
     # ---- whole parameters
-    Call("zero.Init", "with zero.Init():", '`with torch.device("meta"):` for a model that does not fit'),
-    Call(
+    TheirCall("zero.Init", "with zero.Init():", '`with torch.device("meta"):` for a model that does not fit'),
+    TheirCall(
         "zero.GatheredParameters",
         "with zero.GatheredParameters(params, modifier_rank=0):",
         "`with engine.full_params(module, writer=0):`",
     ),
-    Call(
+    TheirCall(
         "zero.GatheredParameters",
         "with zero.GatheredParameters(params):",
         "`with engine.full_params(module, leaves=True):`, or `module.weight`, which is whole",
     ),
-    Call("utils.safe_get_full_grad", "utils.safe_get_full_grad(p)", "`p.grad.full_tensor()`"),
-    Call("utils.safe_get_full_fp32_param", "utils.safe_get_full_fp32_param(p)", "`p.full_tensor()`"),
-    Call(
+    TheirCall("utils.safe_get_full_grad", "utils.safe_get_full_grad(p)", "`p.grad.full_tensor()`"),
+    TheirCall("utils.safe_get_full_fp32_param", "utils.safe_get_full_fp32_param(p)", "`p.full_tensor()`"),
+    TheirCall(
         "utils.safe_set_full_fp32_param",
         "utils.safe_set_full_fp32_param(p, value)",
         "`p.copy_(value)` under `torch.no_grad()`",
     ),
-    Call(
+    TheirCall(
         "utils.safe_get_full_optimizer_state",
         'utils.safe_get_full_optimizer_state(p, "exp_avg")',
         '`opt.state[p]["exp_avg"].full_tensor()`',
     ),
     # ---- compiling, files
-    Call("compile", "engine.compile()", "`rg.compile(model)` by units, `model.compile()` without `deepcompile`"),
-    Call("is_compiled", "engine.is_compiled", "known where you compile"),
-    Call(
+    TheirCall("compile", "engine.compile()", "`rg.compile(model)` by units, `model.compile()` without `deepcompile`"),
+    TheirCall("is_compiled", "engine.is_compiled", "known where you compile"),
+    TheirCall(
         "save_checkpoint",
         "engine.save_checkpoint(path, tag, client_state)",
         '`rg.save(f"{path}/{tag}", model, opt, extra=...)`',
     ),
-    Call("load_checkpoint", "engine.load_checkpoint(path)", "`rg.load(path, model, opt, extra=...)`"),
-    Call("save_16bit_model", "engine.save_16bit_model(path)", "`rg.export(path, model, dtype=torch.bfloat16)`"),
-    Call("module_state_dict", "engine.module_state_dict()", "`model.state_dict()`"),
+    TheirCall("load_checkpoint", "engine.load_checkpoint(path)", "`rg.load(path, model, opt, extra=...)`"),
+    TheirCall("save_16bit_model", "engine.save_16bit_model(path)", "`rg.export(path, model, dtype=torch.bfloat16)`"),
+    TheirCall("module_state_dict", "engine.module_state_dict()", "`model.state_dict()`"),
     # ---- what is asked
-    Call("get_lr", "engine.get_lr()", '`[group["lr"] for group in opt.param_groups]`'),
-    Call("get_mom", "engine.get_mom()", '`[group["betas"] for group in opt.param_groups]`'),
-    Call("device", "engine.device", "`engine.device`"),
-    Call("zero_optimization_stage", "engine.zero_optimization_stage()", "what you gave `rg.shard(stage=...)`"),
-    Call("gradient_clipping", "engine.gradient_clipping()", "what you clip to"),
-    Call(
+    TheirCall("get_lr", "engine.get_lr()", '`[group["lr"] for group in opt.param_groups]`'),
+    TheirCall("get_mom", "engine.get_mom()", '`[group["betas"] for group in opt.param_groups]`'),
+    TheirCall("device", "engine.device", "`engine.device`"),
+    TheirCall("zero_optimization_stage", "engine.zero_optimization_stage()", "what you gave `rg.shard(stage=...)`"),
+    TheirCall("gradient_clipping", "engine.gradient_clipping()", "what you clip to"),
+    TheirCall(
         "zero_gather_16bit_weights_on_model_save",
         "engine.zero_gather_16bit_weights_on_model_save()",
         "what the config said; `rg.export` needs no leave",
     ),
-    Call("global_steps", "engine.global_steps", _COUNTED),
-    Call("global_samples", "engine.global_samples", _COUNTED),
-    Call("micro_steps", "engine.micro_steps", _COUNTED),
-    Call("skipped_steps", "engine.skipped_steps", _COUNTED),
-    Call("destroy", "engine.destroy()", "nothing: what an engine holds goes with the model"),
+    TheirCall("global_steps", "engine.global_steps", _COUNTED),
+    TheirCall("global_samples", "engine.global_samples", _COUNTED),
+    TheirCall("micro_steps", "engine.micro_steps", _COUNTED),
+    TheirCall("skipped_steps", "engine.skipped_steps", _COUNTED),
+    TheirCall("destroy", "engine.destroy()", "nothing: what an engine holds goes with the model"),
 )
 
 _WORD_OF = {word.key: word for word in WORDS}
