@@ -54,15 +54,15 @@ def _constructors_can_be_asked() -> None:
     """Assumes: `torch.tensor`, `torch.as_tensor` and `torch.asarray` are names in torch that can be given to others;
     `as_tensor` returns a tensor that needs no change; and a context of a device still knows what is behind them."""
 
-    class Whole(torch.Tensor):
+    class AskedClass(torch.Tensor):
         @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return func.__name__
 
     before = {name: vars(torch)[name] for name in CONSTRUCTORS}
-    given = tiny().as_subclass(Whole)
+    given = tiny().as_subclass(AskedClass)
     try:
-        ask_in_constructors(Whole)
+        ask_in_constructors(AskedClass)
         asked = [torch.tensor(data=given), torch.as_tensor(given, dtype=torch.double), torch.asarray(given, copy=True)]
         kept = torch.as_tensor(given, device="cpu")
         with torch.device("meta"):

@@ -14,7 +14,6 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -37,19 +36,15 @@ def _flags_length(world: int) -> int:
     return -(-world // _FLAGS) * _FLAGS
 
 
-@dataclass(frozen=True, eq=False, slots=True)
 class Stretch:
     """A part of a rank's arena, mapped into this process."""
 
-    offset: int
-    nbytes: int  # of the data
-    memory: mmap.mmap
-    address: int  # where that is in this process
-
-    @staticmethod
-    def mapped(descriptor: int, offset: int, nbytes: int, length: int) -> "Stretch":
-        memory = mmap.mmap(descriptor, length, offset=offset)
-        return Stretch(offset, nbytes, memory, address_of(memory))
+    def __init__(self, descriptor: int, offset: int, nbytes: int, length: int) -> None:
+        """`nbytes`: of its data. `length`: with the flags before them."""
+        self.offset = offset
+        self.nbytes = nbytes
+        self.memory = mmap.mmap(descriptor, length, offset=offset)
+        self.address = address_of(self.memory)  # in this process
 
 
 class Arena:
@@ -97,7 +92,7 @@ class Arena:
         offset = self._free[length].pop() if self._free[length] else self._end
         os.posix_fallocate(self.descriptor, offset, length)
         self._end = max(self._end, offset + length)
-        return Stretch.mapped(self.descriptor, offset, nbytes, length)
+        return Stretch(self.descriptor, offset, nbytes, length)
 
     def _length(self, nbytes: int) -> int:
         return -(-(self.flags + nbytes) // _PAGE) * _PAGE
@@ -240,7 +235,7 @@ class PeerArena:
             length = self._flags + place.nbytes
             if place.offset % _PAGE or place.offset + length > os.fstat(self._descriptor).st_size:
                 raise OSError(f"there is nothing at {place}")
-            found = self._mapped[at] = Stretch.mapped(self._descriptor, place.offset, place.nbytes, length)
+            found = self._mapped[at] = Stretch(self._descriptor, place.offset, place.nbytes, length)
         return found
 
 
