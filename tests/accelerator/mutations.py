@@ -229,7 +229,7 @@ def two_streams(rank: int, **options: Any) -> list[Tensor]:
 
 def window(rank: int, **options: Any) -> list[Tensor]:
     """More gradients wait than the pool keeps buffers for."""
-    scene = _Scene(rank, **options)
+    scene = _Scene(rank, "gpt", units=nn.Linear, **options)
     scene.step(0)
     with scene.engine.no_sync():
         for number in range(2):
