@@ -1,7 +1,7 @@
 """Weights to transformers and back, on two ranks: `python tools/transformers_round_trip.py`. It needs transformers.
 
-A small Llama with random weights, its embeddings tied and not: `save_pretrained`, `rg.load_pretrained` into a sharded
-model, `rg.export`, `from_pretrained`. Weights and logits are compared bit for bit.
+A small Llama with random weights, its embeddings tied and not: `save_pretrained`, `rg.load_pretrained` into a model
+that was sharded on the meta device, `rg.export`, `from_pretrained`. Weights and logits are compared bit for bit.
 """
 
 import sys
@@ -41,9 +41,9 @@ def _rank(rank: int, port: int, folder: str) -> None:
         if rank == 0:
             theirs.save_pretrained(f"{folder}/theirs-{tied}", max_shard_size=SIZE)
         dist.barrier()
-        torch.manual_seed(1)
-        model = LlamaForCausalLM(config)
-        rg.shard(model, 3)
+        with torch.device("meta"):
+            model = LlamaForCausalLM(config)
+        rg.shard(model, 3, init=model._init_weights)
         rg.load_pretrained(model, f"{folder}/theirs-{tied}")
         _same(theirs, model)
         rg.export(f"{folder}/ours-{tied}", model, file_size=SIZE)

@@ -61,7 +61,51 @@ class Shared(nn.Module):
         self.again, self.last = self.first, nn.Linear(6, 6)
 
 
-MODELS = {"small": Small, "tied": Tied, "net": Net, "frozen": Frozen, "shared": Shared}
+class Parent(nn.Module):
+    """Its reset knows its children's shapes and sets some of them, as GPT's scaled initialisation does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 40)
+        self.scale = nn.Parameter(torch.empty(3))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.trunc_normal_(self.second.weight, std=0.02)
+        self.first.bias.data.zero_()
+        nn.init.normal_(self.scale, std=self.second.weight.shape[0] ** -0.5)
+
+
+class Container(nn.Module):
+    """It has no parameters of its own, and draws those of its children again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 7) for _ in range(3))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for layer in self.layers:
+            layer.reset_parameters()  # type: ignore[operator]
+
+
+class Transformer(nn.Transformer):
+    """torch's own, whose reset goes over all parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 2, 1, 1, dim_feedforward=12)
+
+
+MODELS = {
+    "small": Small,
+    "tied": Tied,
+    "net": Net,
+    "frozen": Frozen,
+    "shared": Shared,
+    "parent": Parent,
+    "container": Container,
+    "transformer": Transformer,
+}
 
 
 def _materialized(rank: int, world: int, name: str, stage: int) -> None:
@@ -92,41 +136,113 @@ def test_equal_to_the_unsharded_model(ranks: Ranks, name: str, stage: int, world
     ranks(world).run(_materialized, name, stage)
 
 
-class Parent(nn.Module):
-    """Its reset reaches into its children, as GPT's scaled initialisation does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.scale = nn.Parameter(torch.empty(3))
-        self.reset_parameters()
-
+class Reading(Parent):
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.second.weight, std=0.02)
+        self.second.weight.data.mul_(0.5)
         nn.init.ones_(self.scale)
 
 
-def _reaching(rank: int, world: int) -> str:
-    torch.manual_seed(SEED)
-    expected = Parent().state_dict()
+def _reading(rank: int, world: int) -> str:
     with torch.device("meta"):
-        model = Parent()
-    torch.manual_seed(SEED)
-    try:
+        model = Reading()
+    with pytest.raises(rg.ShardingError) as caught:
         rg.shard(model, 3)
-    except rg.ShardingError as error:
-        return str(error)
+    return str(caught.value)
+
+
+def test_a_reset_that_needs_values_of_its_children_is_refused(ranks: Ranks) -> None:
+    """Of them a rank has only its part by then."""
+    for text in ranks(2).run(_reading):
+        assert "second.weight" in text and "Reading" in text and "after rg.shard()" in text, text
+
+
+# ---- by a function of the user's
+class Scale(nn.Module):
+    """As transformers' norms and rotary embeddings: no reset, a weight, and a buffer that is not saved."""
+
+    frequencies: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+        self.register_buffer("frequencies", torch.arange(6.0), persistent=False)
+
+
+class Unresettable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), Scale()) for _ in range(3))
+
+
+def _init(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.normal_(module.weight, std=0.02)
+        nn.init.zeros_(module.bias)
+    if isinstance(module, nn.Sequential):  # as GPT's scaled initialisation
+        nn.init.normal_(module[0].weight, std=0.001)
+    if isinstance(module, Scale):
+        nn.init.uniform_(module.weight)
+        module.frequencies.copy_(torch.arange(6.0))
+
+
+def _made_by_init(rank: int, world: int, stage: int) -> None:
+    expected = Unresettable()
+    torch.manual_seed(SEED)
+    expected.apply(_init)
+    after = torch.get_rng_state()
+    with torch.device("meta"):
+        model = Unresettable()
+    torch.manual_seed(SEED)
+    rg.shard(model, stage, init=_init)
+    assert torch.equal(torch.get_rng_state(), after), "the state of the random numbers is another one"
     state = model.state_dict()
-    assert all(torch.equal(state[key], value) for key, value in expected.items()), "silently another model"
+    assert all(torch.equal(state[key], value) for key, value in expected.state_dict().items())
+    for (name, made), wanted in zip(model.named_buffers(), expected.buffers(), strict=True):
+        assert torch.equal(made, wanted), name
     dist.barrier()
-    return "equal"
 
 
-def test_a_reset_that_reaches_into_children(ranks: Ranks) -> None:
-    """Equal, or refused by name."""
-    for world in (1, 2):
-        for text in ranks(world).run(_reaching):
-            assert text == "equal" or "second.weight" in text, text
+@EACH_WORLD
+@OPPOSITE_STAGES
+def test_init_gives_what_apply_gives(ranks: Ranks, stage: int, world: int) -> None:
+    ranks(world).run(_made_by_init, stage)
+
+
+def _made_by_nobody(rank: int, world: int) -> None:
+    with torch.device("meta"):
+        model = Unresettable()
+    rg.shard(model, 3, init=lambda module: None)
+    assert all(value.isnan().all() for value in model.state_dict().values())
+    dist.barrier()
+
+
+def test_what_init_leaves_out_is_not_a_number(ranks: Ranks) -> None:
+    ranks(2).run(_made_by_nobody)
+
+
+def _init_on_one_rank(rank: int, world: int) -> str:
+    with torch.device("meta"):
+        model = Unresettable()
+    with pytest.raises(rg.RetrogradeError) as caught:
+        rg.shard(model, 3, init=_init if rank == 0 else None)
+    return str(caught.value)
+
+
+def test_a_rank_without_init(ranks: Ranks) -> None:
+    """It says what it lacks, and nobody waits for it."""
+    for text in ranks(2).run(_init_on_one_rank):
+        assert "layers.0.1 (Scale)" in text and "init=" in text, text
+
+
+def test_init_that_is_no_function(ranks: Ranks) -> None:
+    for text in ranks(1).run(_wrong_init):
+        assert text.startswith("init='zeros' cannot be called; give a function of a module"), text
+
+
+def _wrong_init(rank: int, world: int) -> str:
+    with pytest.raises(rg.ShardingError) as caught:
+        rg.shard(nn.Linear(2, 2), init="zeros")  # type: ignore[arg-type]
+    return str(caught.value)
 
 
 # ---- memory

@@ -146,14 +146,39 @@ def test_without_a_loss_function_the_output_is_the_loss(ranks: Ranks) -> None:
     assert ranks(2).run(output_is_the_loss) == [True, True]
 
 
-def on_meta(rank: int, world: int) -> tuple[bool, bool]:
+class _Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up = nn.Embedding(11, 8), lin()
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.up(self.embed(words))  # type: ignore[no-any-return]
+
+
+def _words_to_words() -> nn.Sequential:
+    return nn.Sequential(_Words(), nn.LayerNorm(8), lin(), lin(8, 11))
+
+
+def _draw(module: nn.Module) -> None:
+    """As it is given to `apply`: the first block sets what is in it again."""
+    if isinstance(module, _Words):
+        nn.init.normal_(module.up.weight, std=0.5)
+    for param in module.parameters(recurse=False):
+        nn.init.uniform_(param)
+
+
+def on_meta(rank: int, world: int, init: Callable[[nn.Module], None] | None) -> tuple[bool, bool]:
     """Each rank makes only its own stages, with the values of a model built whole with the same seed."""
     with torch.device("meta"):
-        model = nn.Sequential(nn.Sequential(nn.Embedding(11, 8), lin()), nn.LayerNorm(8), lin(), lin(8, 11))
+        model = _words_to_words()
     torch.manual_seed(3)
-    pipe = rg.Pipeline(model, schedule="zb-h1", microbatches=2, loss=CASES["transformer"].loss)
+    pipe = rg.Pipeline(model, schedule="zb-h1", microbatches=2, loss=CASES["transformer"].loss, init=init)
     torch.manual_seed(3)
-    whole = nn.Sequential(nn.Sequential(nn.Embedding(11, 8), lin()), nn.LayerNorm(8), lin(), lin(8, 11))
+    whole = _words_to_words()
+    if init is not None:
+        torch.manual_seed(3)
+        for block in whole:
+            block.apply(init)
     mine = dict(pipe.named_parameters())
     values = dict(whole.named_parameters())
     others = [p for name, p in model.named_parameters() if name not in mine]
@@ -162,8 +187,9 @@ def on_meta(rank: int, world: int) -> tuple[bool, bool]:
     return all(torch.equal(p, values[n]) for n, p in mine.items()), all(p.device.type == "meta" for p in others)
 
 
-def test_meta_models(ranks: Ranks) -> None:
-    assert ranks(2).run(on_meta) == [(True, True), (True, True)]
+@pytest.mark.parametrize("init", (None, _draw))
+def test_meta_models(ranks: Ranks, init: Callable[[nn.Module], None] | None) -> None:
+    assert ranks(2).run(on_meta, init) == [(True, True), (True, True)]
 
 
 def cut_by(rank: int, world: int) -> tuple[list[str], list[str]]:

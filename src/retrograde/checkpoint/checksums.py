@@ -38,7 +38,7 @@ class BlockSum:
 
     def _fold(self, rows: bytes | memoryview) -> None:
         words = numpy.frombuffer(rows, _WORD).reshape(-1, _COLUMNS)
-        self._columns = self._columns ^ numpy.bitwise_xor.reduce(words, axis=0)
+        self._columns ^= numpy.bitwise_xor.reduce(words, axis=0, out=numpy.empty_like(self._columns))
         # einsum, since `@` would copy words that do not lie at multiples of eight bytes.
         self._rows = zlib.crc32(numpy.einsum("rc,c->r", words, _FACTORS).tobytes(), self._rows)
         self._left -= len(words)

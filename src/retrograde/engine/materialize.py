@@ -1,49 +1,170 @@
 """Models on the meta device: made real one module at a time, so that no rank ever holds the whole.
 
 Modules are reset in the order in which constructing them would have drawn random numbers (children before
-parents), so with the same seed the values are those of the model built on a real device, at any world size.
+parents), so with the same seed the values are those of the model built on a real device, at any world size. Where the
+user says how (`init`), they are those that `model.apply(init)` gives it there. A module that is reset after those in it
+may set their parameters again: one at a time is made whole for it.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from retrograde.errors import ShardingError
-from retrograde.torch_internals import forget_weight_references, own_buffers, own_parameters, reset_of
+from retrograde.torch_internals import (
+    forget_weight_references,
+    own_buffers,
+    own_parameters,
+    reset_of,
+    tree_leaves,
+    tree_map_only,
+)
+
+Initializer = Callable[[nn.Module], object]  # gives a module's own parameters and buffers their first values
+MoveIn = Callable[[nn.Parameter, torch.Tensor], None]
 
 
-def materialize(model: nn.Module, device: torch.device, move_in: Callable[[nn.Parameter, torch.Tensor], None]) -> None:
-    """Reset every module that has parameters on the meta device; `move_in` makes each real with its first value."""
-    shapes = {id(p): torch.empty_like(p) for p in model.parameters() if p.device.type == "meta"}
+def materialize(model: nn.Module, device: torch.device, move_in: MoveIn, init: Initializer | None = None) -> None:
+    """Reset every module that has parameters on the meta device, or in which all were; `move_in` makes a parameter real
+    with its first value, and may be called again with another."""
+    given = _Given(model, device, move_in)
     for module in dict.fromkeys(_construction_order(model)):  # a shared one is made once
-        own = {key: p for key, p in own_parameters(module).items() if p is not None and id(p) in shapes}
-        buffers = {key: b for key, b in own_buffers(module).items() if b is not None and b.device.type == "meta"}
-        if not own and not buffers:
+        own = {key: p for key, p in own_parameters(module).items() if p is not None and given.here(p)}
+        buffers = {key: b for key, b in own_buffers(module).items() if b is not None and _is_meta(b)}
+        reset = _reset_of(module, init)
+        if reset is None or not (own or buffers or given.all_of(module)):
             continue
         forget_weight_references(module)  # access.py serves them
         for key, buffer in buffers.items():
-            own_buffers(module)[key] = torch.empty_like(buffer, device=device)
+            own_buffers(module)[key] = _undefined(buffer, device)
         for key, param in own.items():
             # A scratch parameter: a tied weight draws its random numbers as it would have, and is discarded.
-            scratch = torch.empty_like(shapes[id(param)], device=device)
-            own_parameters(module)[key] = nn.Parameter(scratch, param.requires_grad)
-        with torch.no_grad():
-            _reset_of(module)()
+            own_parameters(module)[key] = given.scratch(param)
+        with torch.no_grad(), given.shown_below(module):
+            reset()
         for key, param in own.items():
             made, own_parameters(module)[key] = own_parameters(module)[key], param
-            if made is not None and param.device.type == "meta":
+            if made is not None and _is_meta(param):
                 move_in(param, made)
             del made  # before the next module is made
 
 
-def check_resettable(model: nn.Module, elsewhere: Collection[int]) -> None:
+class _Given:
+    """The parameters that began on the meta device. Of those that are real by now this rank has only its part."""
+
+    def __init__(self, model: nn.Module, device: torch.device, move_in: MoveIn) -> None:
+        named = [(name, param) for name, param in model.named_parameters() if _is_meta(param)]
+        self._shapes = {id(param): torch.empty_like(param) for _, param in named}
+        self._names = {id(param): name for name, param in named}
+        self._device = device
+        self._move_in = move_in
+        self._whole: _Whole | None = None  # one at a time
+
+    def here(self, param: nn.Parameter) -> bool:
+        return id(param) in self._shapes
+
+    def all_of(self, module: nn.Module) -> bool:
+        """Nothing that was real before is in it, or in what it contains."""
+        params = list(module.parameters())
+        return bool(params) and all(map(self.here, params))
+
+    def scratch(self, param: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(_undefined(self._shapes[id(param)], self._device), param.requires_grad)
+
+    @contextmanager
+    def shown_below(self, module: nn.Module) -> Iterator[None]:
+        """While a module is reset, parameters of those in it are whole when it looks."""
+        below = [
+            (table, key, param)
+            for table in (own_parameters(each) for each in module.modules() if each is not module)
+            for key, param in table.items()
+            if param is not None and self.here(param)
+        ]
+        for table, key, param in below:
+            table[key] = _Below.of(self._shapes[id(param)], param.requires_grad, partial(self._whole_of, module, param))
+        try:
+            yield
+            self._settle()
+        finally:
+            self._whole = None
+            for table, key, param in below:
+                table[key] = param
+
+    def _whole_of(self, module: nn.Module, param: nn.Parameter) -> "_Whole":
+        if self._whole is None or self._whole.param is not param:
+            self._settle()
+            self._whole = _Whole(module, param, self.scratch(param))
+        return self._whole
+
+    def _settle(self) -> None:
+        """It has been looked at: if it was set, this rank's part is what it became."""
+        whole, self._whole = self._whole, None
+        if whole is None or not whole.used:
+            return
+        if whole.value.isnan().any():
+            raise ShardingError(
+                f"parameter {self._names[id(whole.param)]} of the model on the meta device: the reset of "
+                f"{type(whole.module).__name__}, which contains it, reads it or sets a part of it, and a rank has only "
+                f"its own part by then; do so after rg.shard(), where nn.init and other edits are those of one device"
+            )
+        self._move_in(whole.param, whole.value)
+
+
+class _Whole:
+    """A parameter as the reset of a module around it sees it."""
+
+    def __init__(self, module: nn.Module, param: nn.Parameter, value: nn.Parameter) -> None:
+        self.module = module
+        self.param = param
+        self.value = value
+        self.used = False  # for more than its shape
+
+
+class _Below(nn.Parameter):
+    """In the place of a parameter: every function gets the whole, whose elements are nan until they are set."""
+
+    _whole: Callable[[], _Whole]
+
+    @staticmethod
+    def of(shape: torch.Tensor, requires_grad: bool, whole: Callable[[], _Whole]) -> "_Below":
+        made = _Below(shape, requires_grad)
+        made._whole = whole
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = [each for each in tree_leaves((args, kwargs)) if isinstance(each, _Below)]
+        args, kwargs = tree_map_only(_Below, lambda below: below._whole().value, (args, kwargs or {}))
+        result = func(*args, **kwargs)
+        if any(isinstance(each, torch.Tensor) for each in tree_leaves(result)):
+            for below in found:
+                below._whole().used = True
+        return result
+
+
+def check_resettable(model: nn.Module, elsewhere: Collection[int], init: Initializer | None = None) -> None:
     """Refuse before anything is changed. `elsewhere`: the identities of parameters that get their values there."""
     for name, module in model.named_modules():
         own = [param for param in own_parameters(module).values() if param is not None and _is_meta(param)]
         buffers = [buffer for buffer in own_buffers(module).values() if buffer is not None and _is_meta(buffer)]
-        if buffers or any(id(param) not in elsewhere for param in own):
-            _reset_of(module, name)
+        needed = buffers or any(id(param) not in elsewhere for param in own)
+        if needed and _reset_of(module, init) is None:
+            raise ShardingError(
+                f"module {name or '(root)'} ({type(module).__name__}) has parameters or buffers on the meta device but "
+                f"no reset_parameters(); give it one, say how with init= (a function of a module, for transformers "
+                f"init=model._init_weights), or build the model on a real device"
+            )
+
+
+def _undefined(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """What nobody sets is seen: it is no number, where the dtype has that."""
+    made = torch.empty_like(like, device=device)
+    return made.fill_(math.nan) if made.is_floating_point() or made.is_complex() else made.zero_()
 
 
 def _is_meta(tensor: torch.Tensor) -> bool:
@@ -56,11 +177,5 @@ def _construction_order(module: nn.Module) -> Iterator[nn.Module]:
     yield module
 
 
-def _reset_of(module: nn.Module, name: str = "") -> Callable[..., object]:
-    reset = reset_of(module)
-    if reset is not None:
-        return reset
-    raise ShardingError(
-        f"module {name or '(root)'} ({type(module).__name__}) has parameters or buffers on the meta device but no "
-        f"reset_parameters(); give it one, or build the model on a real device"
-    )
+def _reset_of(module: nn.Module, init: Initializer | None) -> Callable[[], object] | None:
+    return reset_of(module) if init is None else partial(init, module)

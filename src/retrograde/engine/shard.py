@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from retrograde.arguments import Said, check_module, differences, flag, instance, one_of, said, seconds
+from retrograde.arguments import Said, check_module, differences, flag, function, instance, one_of, said, seconds
 from retrograde.compiling import Services, mark_regions
 from retrograde.coordination import WriteFence
 from retrograde.devices import HOST, Streams, can_compute, device_of, streams_of
 from retrograde.engine.copying import copied
 from retrograde.engine.ddp_and_fsdp import check_no_dtensors, check_unwrapped, refuse_ddp_and_fsdp
 from retrograde.engine.engine import Engine, EngineTransport
-from retrograde.engine.materialize import check_resettable
+from retrograde.engine.materialize import Initializer, check_resettable
 from retrograde.engine.parametrizing import refuse_parametrizations
 from retrograde.engine.units import UnitMemory, allocate, fill, make_same
 from retrograde.errors import ShardingError
@@ -73,26 +73,26 @@ def shard(
     transport: str = "auto",
     timeout: float = 60.0,
     whole: Whole = None,
+    init: Initializer | None = None,
 ) -> Engine:
     """Shard `model` over the ranks of a process group, in place. Collective: every rank calls it.
 
     `units`: "auto" (repeated blocks), module classes, or a predicate; `join`: those of fewer bytes become one unit with
     the next. `precision`: "bf16" or "fp16" (modules compute in it, the optimizer updates fp32 masters), or an
     `rg.Precision`. `exact=False`, the default on accelerators: collectives bring gradients, and there the backend adds
-    them up in its own order (on the host it costs and gives what `exact=True` does). `transport`: "collective", the
-    default on accelerators and with `exact=False`: by collectives of torch.distributed, but for what only some ranks
-    do; "one-sided": without them. `resident`: bytes of pages that may stay at stage 3 beyond the one in use and the one
-    being prefetched. `offload`, of a model on an accelerator: "optimizer" keeps leaves, gradients and optimizer state
-    in the host's memory; "parameters" at stage 3 also pages' sources. `mesh`: of one dimension, or of two, (replicate,
-    shard). `timeout`: seconds after which waiting for a rank that never comes becomes a `DivergenceError`. `whole`:
-    parameters that are not cut, for optimizers that need matrices (Muon): each is held by one rank, with gradient and
-    state: "matrices", "all", a list of parameters, modules or names, or a predicate of (name, parameter).
-    `overlap=False`, for looking for faults: everything is done on the current stream.
-    """
+    them up in its own order. `transport`: "collective", the default on accelerators and with `exact=False`: by
+    collectives of torch.distributed, but for what only some ranks do; "one-sided": without them. `resident`: bytes of
+    pages that may stay at stage 3 beyond the one in use and the one being prefetched. `offload`, of a model on an
+    accelerator: "optimizer" keeps leaves, gradients and optimizer state in the host's memory; "parameters" at stage 3
+    also pages' sources. `mesh`: of one dimension, or of two, (replicate, shard). `timeout`: seconds until a rank that
+    never comes becomes a `DivergenceError`. `whole`: parameters that are not cut, for optimizers that need matrices
+    (Muon): each is held by one rank, with gradient and state: "matrices", "all", a list of parameters, modules or
+    names, or a predicate of (name, parameter). `init`: a function that gives modules on the meta device their values,
+    as `model.apply(init)` would, for `reset_parameters()`. `overlap=False`: all on the current stream."""
     group = _group(process_group, mesh)
     ranks = ProcessRanks(group, _connecting_time(timeout))
     how = (stage, units, join, precision, reduce, exact, resident, prefetch, overlap, transport, timeout)
-    options = Options(*how, whole, offload)
+    options = Options(*how, whole, offload, init)
     grid = None if mesh is None or mesh.ndim == 1 else grid_of(mesh, group)
     return shard_over(ranks, model, options, grid)
 
@@ -113,12 +113,15 @@ class Options(NamedTuple):
     timeout: float = 60.0
     whole: Whole = None
     offload: Offload | str | None = None
+    init: Initializer | None = None
 
     def policy(self, on_host: bool, replicas: int) -> Policy:
         by_backend = not on_host and replicas == 1 and self.by_collectives(on_host, replicas)
         exact = not by_backend if self.exact is None else self.exact
         flag("overlap", self.overlap)
         one_of("transport", self.transport, TRANSPORTS, '"auto", "collective" or "one-sided"')
+        if self.init is not None:
+            function("init", self.init, "a function of a module, or None")
         return Policy.of(self.stage, self.resident, self.reduce, self.prefetch, self.precision, exact, self.offload)
 
     @property
@@ -191,10 +194,10 @@ def shard_over(
         start.open(grid.rows),
         grid,
         fence,
-        lambda engine: _grow(engine, added()),
+        lambda engine: _grow(engine, added(), options.init),
         lambda memo: copied(model, memo, policy.precision, shard_copy),
     )
-    _enlist(engine, specs, sources)
+    _enlist(engine, specs, sources, options.init)
     return engine
 
 
@@ -275,26 +278,28 @@ def _connecting_time(timeout: float) -> float:
         return WAIT_FOR_ARGUMENTS
 
 
-def _grow(engine: Engine, added: list[UnitSpec]) -> None:
+def _grow(engine: Engine, added: list[UnitSpec], init: Initializer | None) -> None:
     """Nothing of the model is touched before all ranks agree that they may."""
     if added:
         told = engine.coordinator.values("shard()", lambda: _description(added, ()))
         _check_same(engine.transport.rank, told)
-    _enlist(engine, added, MappingProxyType({}))
+    _enlist(engine, added, MappingProxyType({}), init)
 
 
-def _enlist(engine: Engine, specs: list[UnitSpec], sources: Mapping[int, ShardedParameter]) -> None:
+def _enlist(
+    engine: Engine, specs: list[UnitSpec], sources: Mapping[int, ShardedParameter], init: Initializer | None
+) -> None:
     """Make units of plain parameters, which are the same on all ranks."""
     at_first = not engine.units
     if specs:
         with engine.transport.shared_fate("allocating units"):
+            check_resettable(engine.model, sources, init)
             even = isinstance(engine.transport, CollectiveTransport)  # what backends take
             made = allocate(specs, engine.policy, engine.grid, engine.transport, engine.pages, even)
-        check_resettable(engine.model, sources)
         _make_same_values(engine, specs, with_buffers=at_first)
         with engine.transport.shared_fate("making shards of parameters"):
             drawn = [unit for unit in made if any(param.device.type == "meta" for _, param in unit.spec.params)]
-            fill(engine.model, made, engine.grid.shard, engine.device, sources)
+            fill(engine.model, made, engine.grid.shard, engine.device, sources, init)
         _make_same_replicas(engine, drawn)
         engine.enlist(made)
     for module in engine.model.modules():

@@ -10,7 +10,7 @@ from torch import nn
 
 from retrograde.coordination import Coordinator
 from retrograde.devices import Streams
-from retrograde.engine.materialize import materialize
+from retrograde.engine.materialize import Initializer, materialize
 from retrograde.errors import ShardingError, UnsupportedError
 from retrograde.layout import Grid, Layout, Offload, Policy, UnitSpec, strides_of
 from retrograde.pages import BufferPool
@@ -86,28 +86,35 @@ def fill(
     shard: int,
     device: torch.device,
     sources: Mapping[int, ShardedParameter],
+    init: Initializer | None,
 ) -> None:
-    """Copy each parameter's piece into its shard and point the parameter there, a parameter at a time."""
+    """Copy each parameter's piece into its shard and point the parameter there, a parameter at a time.
+
+    Those on the meta device get the values of `sources`, or first ones (`init`)."""
     places = {id(param): (unit, place) for unit in made for place, (_, param) in enumerate(unit.spec.params)}
+    moved = set()
 
     def move_in(param: nn.Parameter, value: torch.Tensor) -> None:
         unit, place = places[id(param)]
         slot = unit.layout.slots[place]
         piece = unit.piece(place, shard)
         piece.copy_(slot.flatten(value.detach())[unit.layout.within(slot, shard)])
-        _point(param, slot.name, piece)
+        if id(param) not in moved:
+            _point(param, slot.name, piece)
+            moved.add(id(param))
 
     params = [param for unit in made for _, param in unit.spec.params]
+    real = [param for param in params if param.device.type != "meta"]
     if any(unit.shard(shard).device != device for unit in made):
         for module in model.modules():
             forget_weight_references(module)  # they would keep parameters where they are; access.py serves them
     for param in params:
         if id(param) in sources:
             move_in(param, sources[id(param)].full_tensor())
-        elif param.device.type != "meta":
-            move_in(param, param)
     if any(param.device.type == "meta" for param in params):
-        materialize(model, device, move_in)
+        materialize(model, device, move_in, init)
+    for param in real:
+        move_in(param, param)
 
 
 def _point(param: nn.Parameter, name: str, piece: torch.Tensor) -> None:

@@ -469,24 +469,25 @@ class GradientFlow:
         under_way: deque[tuple[Gradient, Mapping[int, Uses]]] = deque()
         for key, ranks in by_key(offers).items():
             mine = ranks.get(self._transport.rank)
-            if mine is not None:
-                gradient = self._pending.pop(key.unit)
-                self._launch(gradient, key, mine)
-                under_way.append((gradient, ranks))
-            while len(under_way) > (1 if mine is not None else 0):
-                self._finish_flushed(*under_way.popleft())
             if mine is None:
+                self._finish_flushed(under_way, left=0)
                 unit = self._units[key.unit]
                 self._deliver(Delivery(unit, self._sum_of_others(unit, key, ranks), accumulated(ranks)))
-        for each in under_way:
-            self._finish_flushed(*each)
+                continue
+            gradient = self._pending.pop(key.unit)
+            self._launch(gradient, key, mine)
+            under_way.append((gradient, ranks))
+            self._finish_flushed(under_way, left=1)
+        self._finish_flushed(under_way, left=0)
         self._strategy.finish_sending()
 
-    def _finish_flushed(self, gradient: Gradient, ranks: Mapping[int, Uses]) -> None:
-        total = self._strategy.total(gradient, ranks)
-        gradient.sum_up(accumulated(ranks))
-        gradient.deliver()
-        self._deliver(Delivery(gradient.unit, total, gradient.wanted))
+    def _finish_flushed(self, under_way: deque[tuple[Gradient, Mapping[int, Uses]]], left: int) -> None:
+        while len(under_way) > left:
+            gradient, ranks = under_way.popleft()
+            total = self._strategy.total(gradient, ranks)
+            gradient.sum_up(accumulated(ranks))
+            gradient.deliver()
+            self._deliver(Delivery(gradient.unit, total, gradient.wanted))
 
     def pass_step(self) -> None:
         """All ranks are at a step, and everything has been added up."""

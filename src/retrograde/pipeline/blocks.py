@@ -17,7 +17,7 @@ from torch import nn
 
 from retrograde.arguments import instance, wrong
 from retrograde.devices import can_compute, device_of
-from retrograde.engine.materialize import check_resettable, materialize
+from retrograde.engine.materialize import Initializer, check_resettable, materialize
 from retrograde.errors import PipelineError
 from retrograde.layout import Precision
 from retrograde.parameters.casting import in_dtype
@@ -209,7 +209,9 @@ def _wait_for(chain: Chain) -> None:
         torch.accelerator.synchronize(device)
 
 
-def materialize_stages(blocks: Sequence[Block], mine: Collection[nn.Module], device: torch.device) -> None:
+def materialize_stages(
+    blocks: Sequence[Block], mine: Collection[nn.Module], device: torch.device, init: Initializer | None
+) -> None:
     """Make the modules in `mine` real if they are on the meta device.
 
     All modules are drawn, one at a time, in the order of their construction: with the same seed a model has the same
@@ -218,7 +220,7 @@ def materialize_stages(blocks: Sequence[Block], mine: Collection[nn.Module], dev
     whole = nn.ModuleList(block.module for block in blocks)
     if not any(p.device.type == "meta" for p in whole.parameters()):
         return
-    check_resettable(whole, ())
+    check_resettable(whole, (), init)
     kept = {id(p) for module in mine for p in module.parameters()}
 
     def take_in(parameter: nn.Parameter, value: torch.Tensor) -> None:
@@ -226,7 +228,7 @@ def materialize_stages(blocks: Sequence[Block], mine: Collection[nn.Module], dev
             made = nn.Parameter(value.detach().to(device), parameter.requires_grad)
             torch.utils.swap_tensors(parameter, made)  # type: ignore[no-untyped-call]
 
-    materialize(whole, device, take_in)
+    materialize(whole, device, take_in, init)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from retrograde.arguments import Said, flag, function, instance, one_of, said, shown, whole_number, wrong
 from retrograde.devices import streams_of
 from retrograde.engine import Engine, shard
+from retrograde.engine.materialize import Initializer
 from retrograde.errors import PipelineError, RetrogradeError
 from retrograde.layout import Precision, parse_bytes
 from retrograde.pipeline.account import table
@@ -104,6 +105,7 @@ class Pipeline:
         zero: Zero | None = None,
         cut: Cut | None = None,
         pending: float | str | None = None,
+        init: Initializer | None = None,
     ) -> None:
         """Every rank of `mesh` gives the same model; each keeps its own stages (`parameters()`).
 
@@ -112,14 +114,14 @@ class Pipeline:
         `loss_reduction="sum"` it is a sum: losses and gradients of microbatches add up. Without `loss` the output is
         the loss. `pending` limits the bytes between I and W on a rank ("64MiB"): of microbatches beyond it, and unless
         it is given of all but one of a checkpointed stage, input and output gradient are kept, and W repeats them.
-        """
+        `init` is as for `rg.shard`, of the modules of each block."""
         own = self._connect(mesh, zero)
         self.rank = own.rank
         self.trace = []
         with together(self._transports, "Pipeline()") as arguments:
             check_before_first_use()
             count = whole_number("microbatches", microbatches, 1, "a whole number, 1 or more", PipelineError)
-            self._check_parts(loss, zero, cut)
+            self._check_parts(loss, zero, cut, init)
             self._loss_reduction = _checked_reduction(loss_reduction)
             self._pending = Pending(None if pending is None else parse_bytes(pending, "pending"))
             self.schedule = schedule_for(_named(schedule), own.world, count)
@@ -129,7 +131,7 @@ class Pipeline:
             arguments += self._own_arguments(loss_reduction, pending)
             arguments += _arguments(schedule, self.schedule, zero, cut)
         self._open(own)
-        self._take_stages(blocks, self._divide(model, blocks, cut, costs), loss, zero)
+        self._take_stages(blocks, self._divide(model, blocks, cut, costs), loss, zero, init)
         exchange(self._transports[0], "Pipeline() is done", None)  # messages come when everybody can receive them
 
     @classmethod
@@ -271,7 +273,9 @@ class Pipeline:
             said("model", f"on {self.device.type}", self.device.type),
         ]
 
-    def _check_parts(self, loss: Any, zero: Any, cut: Any) -> None:
+    def _check_parts(self, loss: Any, zero: Any, cut: Any, init: Any) -> None:
+        if init is not None:
+            function("init", init, "a function of a module, or None", PipelineError)
         if loss is not None:
             function("loss", loss, "a function of output and target, or None", PipelineError)
         if zero is not None:
@@ -300,7 +304,12 @@ class Pipeline:
         return by_stage
 
     def _take_stages(
-        self, blocks: list[Block], by_stage: list[list[Block]], loss: Loss | None, zero: Zero | None
+        self,
+        blocks: list[Block],
+        by_stage: list[list[Block]],
+        loss: Loss | None,
+        zero: Zero | None,
+        init: Initializer | None,
     ) -> None:
         """Make this rank's stages real, shard them, and make what runs them."""
         mine = {stage: by_stage[stage] for stage in self.schedule.stages_of(self.rank)}
@@ -309,7 +318,7 @@ class Pipeline:
         self._accepted = accepted([block.module for block in blocks]) if everywhere else None
         precision = Precision.of(None if zero is None else zero.precision)
         self._ties = self._tie_sums(by_stage, precision)
-        materialize_stages(blocks, [block.module for block in own], self.device)
+        materialize_stages(blocks, [block.module for block in own], self.device, init)
         self._blocks = own
         self._names = dict(_names(own))
         last = self.schedule.last_stage
