@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -64,3 +65,10 @@ def test_all_memory_comes_from_the_transport() -> None:
     allocated = ranks.transports[0].allocated
     assert all(allocated[memory] > 0 for memory in Memory)
     assert engine.ledger.peak <= allocated[Memory.PAGE]
+
+
+@pytest.mark.parametrize("options", ({"exact": False}, {"transport": "collective"}))
+def test_collectives_are_between_processes(options: dict[str, Any]) -> None:
+    """Refused by name, not served in another way."""
+    with pytest.raises(rg.ShardingError, match="cannot be used over FakeRanks: collectives are between processes"):
+        shard_over(FakeRanks(world=2), build(), Options(**options))

@@ -180,7 +180,7 @@ def shard_over(
         first.timeout = seconds("timeout", options.timeout)
         policy = options.policy(streams.on_host, grid.replicas)
         arguments = options.said(policy, grid)
-        _check_sums(options, grid)
+        _check_sums(options, ranks, grid)
         find = _finding(model, options, policy, grid)
         specs = _units_of(model, find, streams.device)
         _prepare_torch()
@@ -349,8 +349,13 @@ def _group(process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> 
     return process_group_of(ranks, "mesh", "mesh['dp']", ShardingError)
 
 
-def _check_sums(options: Options, grid: Grid) -> None:
-    """Can the backend add up, if it is asked to?"""
+def _check_sums(options: Options, ranks: Ranks, grid: Grid) -> None:
+    """Can there be collectives, and can the backend add up, if they are asked for?"""
+    if (options.asks_backend or options.transport == "collective") and not isinstance(ranks, ProcessRanks):
+        raise ShardingError(
+            f"exact=False and transport='collective' cannot be used over {type(ranks).__name__}: collectives are "
+            f"between processes; give neither"
+        )
     if not options.asks_backend:
         return
     if options.transport == "one-sided":

@@ -23,7 +23,7 @@ class Progress:
         self.costs = costs
         self.count = {kind: [0] * len(placement) for kind in (ActionKind.F, ActionKind.I, ActionKind.W)}
         self.weights: list[deque[Action]] = [deque() for _ in range(max(placement) + 1)]  # I done, W not yet
-        self.held = [0.0] * (max(placement) + 1)
+        self.kept = [0.0] * (max(placement) + 1)  # activations, of microbatches, on each rank
         self._dependencies = Dependencies(placement, lowered=False)
         self._done: dict[Action, float] = {}
 
@@ -42,12 +42,12 @@ class Progress:
         rank = self.placement[action.stage]
         match action.kind:
             case ActionKind.F:
-                self.held[rank] += 1
+                self.kept[rank] += 1
             case ActionKind.I:
-                self.held[rank] += self.costs.pending - 1
+                self.kept[rank] += self.costs.pending - 1
                 self.weights[rank].append(Action(ActionKind.W, action.stage, action.microbatch))
             case ActionKind.W:
-                self.held[rank] -= self.costs.pending
+                self.kept[rank] -= self.costs.pending
                 self.weights[rank].remove(action)
         self.count[action.kind][action.stage] += 1
         self._done[action] = now + self.costs.of(action)
@@ -92,7 +92,7 @@ class InOrder:
 
     def __call__(self, progress: Progress, rank: int, now: float) -> Action | None:
         order = self._orders[rank]
-        fits = progress.held[rank] + 1 <= self._limit + EPSILON
+        fits = progress.kept[rank] + 1 <= self._limit + EPSILON
         if order and (fits or order[0].kind is not ActionKind.F) and progress.ready(order[0], now):
             return order.popleft()
         return progress.weights[rank][0] if progress.weights[rank] else None
@@ -126,6 +126,6 @@ class Greedy:
             return progress.count[ActionKind.W][stage] < inputs
         if kind is ActionKind.I:
             return inputs < forwards and progress.ready(progress.next(kind, stage), now)
-        fits = progress.held[progress.placement[stage]] + 1 <= self.limit + EPSILON
+        fits = progress.kept[progress.placement[stage]] + 1 <= self.limit + EPSILON
         open_ = forwards < progress.microbatches and forwards - inputs < self.caps[stage]
         return fits and open_ and progress.ready(progress.next(kind, stage), now)
