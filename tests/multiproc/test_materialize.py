@@ -234,17 +234,6 @@ def test_a_rank_without_init(ranks: Ranks) -> None:
         assert "layers.0.1 (Scale)" in text and "init=" in text, text
 
 
-def test_init_that_is_no_function(ranks: Ranks) -> None:
-    for text in ranks(1).run(_wrong_init):
-        assert text.startswith("init='zeros' cannot be called; give a function of a module"), text
-
-
-def _wrong_init(rank: int, world: int) -> str:
-    with pytest.raises(rg.ShardingError) as caught:
-        rg.shard(nn.Linear(2, 2), init="zeros")  # type: ignore[arg-type]
-    return str(caught.value)
-
-
 # ---- memory
 class Wide(nn.Module):
     def __init__(self) -> None:
