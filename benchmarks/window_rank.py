@@ -155,27 +155,28 @@ class WindowRank(Member):
     def _time(self, command: Time) -> Timed:
         dist.barrier()
         start, cpu = time.perf_counter(), time.process_time()
-        self._run(command.case)
-        self._engine.step()
+        self._whole_step(command.case)
         return Timed(time.perf_counter() - start, time.process_time() - cpu)
 
     def _look(self, command: Look) -> Seen:
+        """Memory in one step, calls in another: a profiler's own memory, which stays, would lie between the step's."""
         seen: dict[str, int] = {}
+        before = _resident()
+        _restart_peak()
+        self._run(command.case, lambda: seen.update(waiting=_resident() - before))
+        seen["peak"] = meters.memory_bytes("VmHWM") - before
+        seen["after"] = _resident() - before
+        self._engine.step()
         counts = self._exchanges()
         sent = self._sent()
-
-        def step() -> None:
-            before = _resident()
-            _restart_peak()
-            self._run(command.case, lambda: seen.update(waiting=_resident() - before))
-            seen["peak"] = meters.memory_bytes("VmHWM") - before
-            seen["after"] = _resident() - before
-            self._engine.step()
-
-        calls = meters.collectives_during(step)
+        calls = meters.collectives_during(lambda: self._whole_step(command.case))
         dist.barrier()
         exchanges = dict(Counter(self._exchanges()) - Counter(counts))
         return Seen(**seen, sent=self._sent() - sent, calls=calls, exchanges=exchanges)
+
+    def _whole_step(self, case: Case) -> None:
+        self._run(case)
+        self._engine.step()
 
     def _run(self, case: Case, at_end_of_window: Callable[[], object] = lambda: None) -> None:
         inside = case.backwards - (case.manner is Manner.NO_SYNC)
