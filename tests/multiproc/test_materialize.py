@@ -142,18 +142,25 @@ class Reading(Parent):
         nn.init.ones_(self.scale)
 
 
-def _reading(rank: int, world: int) -> str:
+class Replacing(Parent):
+    def reset_parameters(self) -> None:
+        self.second.weight = nn.Parameter(torch.zeros(40, 6))
+        nn.init.ones_(self.scale)
+
+
+def _refused(rank: int, world: int, kind: type[Parent]) -> str:
     with torch.device("meta"):
-        model = Reading()
-    with pytest.raises(rg.ShardingError) as caught:
+        model = kind()
+    with pytest.raises(rg.RetrogradeError) as caught:  # its own error, or the other rank's if that came first
         rg.shard(model, 3)
     return str(caught.value)
 
 
-def test_a_reset_that_needs_values_of_its_children_is_refused(ranks: Ranks) -> None:
+@pytest.mark.parametrize("kind", (Reading, Replacing))
+def test_a_reset_that_needs_its_children_is_refused(ranks: Ranks, kind: type[Parent]) -> None:
     """Of them a rank has only its part by then."""
-    for text in ranks(2).run(_reading):
-        assert "second.weight" in text and "Reading" in text and "after rg.shard()" in text, text
+    for text in ranks(2).run(_refused, kind):
+        assert "second.weight" in text and kind.__name__ in text and "after rg.shard()" in text, text
 
 
 # ---- by a function of the user's

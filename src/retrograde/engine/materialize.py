@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -79,17 +79,20 @@ class _Given:
     @contextmanager
     def shown_below(self, module: nn.Module) -> Iterator[None]:
         """While a module is reset, parameters of those in it are whole when it looks."""
-        below = [
-            (table, key, param)
-            for table in (own_parameters(each) for each in module.modules() if each is not module)
-            for key, param in table.items()
-            if param is not None and self.here(param)
+        tables = [own_parameters(each) for each in module.modules() if each is not module]
+        below = [(table, key, p) for table in tables for key, p in table.items() if p is not None and self.here(p)]
+        shown = [
+            _Below.of(self._shapes[id(param)], param.requires_grad, partial(self._whole_of, module, param))
+            for _, _, param in below
         ]
-        for table, key, param in below:
-            table[key] = _Below.of(self._shapes[id(param)], param.requires_grad, partial(self._whole_of, module, param))
+        for (table, key, _), shape in zip(below, shown, strict=True):
+            table[key] = shape
         try:
             yield
             self._settle()
+            for (table, key, param), shape in zip(below, shown, strict=True):
+                if table[key] is not shape:
+                    self._refuse(module, param)
         finally:
             self._whole = None
             for table, key, param in below:
@@ -106,13 +109,16 @@ class _Given:
         whole, self._whole = self._whole, None
         if whole is None or not whole.used:
             return
-        if whole.value.isnan().any():
-            raise ShardingError(
-                f"parameter {self._names[id(whole.param)]} of the model on the meta device: the reset of "
-                f"{type(whole.module).__name__}, which contains it, reads it or sets a part of it, and a rank has only "
-                f"its own part by then; do so after rg.shard(), where nn.init and other edits are those of one device"
-            )
+        if not _can_be_nan(whole.value) or whole.value.isnan().any():
+            self._refuse(whole.module, whole.param)
         self._move_in(whole.param, whole.value)
+
+    def _refuse(self, module: nn.Module, param: nn.Parameter) -> NoReturn:
+        raise ShardingError(
+            f"parameter {self._names[id(param)]} of a model on the meta device: the reset of {type(module).__name__}, "
+            f"which contains it, reads it, sets a part of it or puts another in its place, and a rank has only its own "
+            f"part by then; do so after rg.shard(), where nn.init and other edits are those of one device"
+        )
 
 
 class _Whole:
@@ -164,7 +170,11 @@ def check_resettable(model: nn.Module, elsewhere: Collection[int], init: Initial
 def _undefined(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     """What nobody sets is seen: it is no number, where the dtype has that."""
     made = torch.empty_like(like, device=device)
-    return made.fill_(math.nan) if made.is_floating_point() or made.is_complex() else made.zero_()
+    return made.fill_(math.nan) if _can_be_nan(made) else made.zero_()
+
+
+def _can_be_nan(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _is_meta(tensor: torch.Tensor) -> bool:
