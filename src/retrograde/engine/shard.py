@@ -183,6 +183,7 @@ def shard_over(
         _check_sums(options, ranks, grid)
         find = _finding(model, options, policy, grid)
         specs = _units_of(model, find, streams.device)
+        check_resettable(model, sources, options.init)
         _prepare_torch()
         added = partial(_added, model, find, streams.device)
         shard_copy = partial(_shard_copy, ranks, _for_copies(options, model), grid)
@@ -281,6 +282,7 @@ def _connecting_time(timeout: float) -> float:
 def _grow(engine: Engine, added: list[UnitSpec], init: Initializer | None) -> None:
     """Nothing of the model is touched before all ranks agree that they may."""
     if added:
+        check_resettable(engine.model, (), init)
         told = engine.coordinator.values("shard()", lambda: _description(added, ()))
         _check_same(engine.transport.rank, told)
     _enlist(engine, added, MappingProxyType({}), init)
@@ -293,7 +295,6 @@ def _enlist(
     at_first = not engine.units
     if specs:
         with engine.transport.shared_fate("allocating units"):
-            check_resettable(engine.model, sources, init)
             even = isinstance(engine.transport, CollectiveTransport)  # what backends take
             made = allocate(specs, engine.policy, engine.grid, engine.transport, engine.pages, even)
         _make_same_values(engine, specs, with_buffers=at_first)
