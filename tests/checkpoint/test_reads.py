@@ -13,6 +13,7 @@ import retrograde as rg
 from benchmarks.live import Live
 from retrograde.checkpoint.checksums import BLOCK
 from retrograde.checkpoint.reading import BUFFER, CheckedFile
+from retrograde.torch_internals import check_before_first_use
 from tests.harness import Ranks
 from tests.live import live_bytes
 from tests.stages import WITH_OTHERS
@@ -127,6 +128,7 @@ def _wide() -> nn.Module:
 
 def _filled(rank: int, world: int, file: str) -> list[torch.Tensor]:
     """Everything that is made, from the model on the meta device on."""
+    check_before_first_use()  # its probes are not looked at
     with Memory(Path(file)) as live:
         with torch.device("meta"):
             model = _wide()
