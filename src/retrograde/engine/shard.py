@@ -88,7 +88,7 @@ def shard(
     never comes becomes a `DivergenceError`. `whole`: parameters that are not cut, for optimizers that need matrices
     (Muon): each is held by one rank, with gradient and state: "matrices", "all", a list of parameters, modules or
     names, or a predicate of (name, parameter). `init`: a function that gives modules on the meta device their values,
-    as `model.apply(init)` would, for `reset_parameters()`. `overlap=False`: all on the current stream."""
+    as `model.apply(init)` would, instead of `reset_parameters()`. `overlap=False`: all on the current stream."""
     group = _group(process_group, mesh)
     ranks = ProcessRanks(group, _connecting_time(timeout))
     how = (stage, units, join, precision, reduce, exact, resident, prefetch, overlap, transport, timeout)
