@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import retrograde as rg
+from retrograde.gradients import bucket
 from retrograde.transport.collective import CollectiveTransport
 from tests.fuzz import oracle
 from tests.fuzz.models import build, units_of
@@ -22,6 +23,7 @@ from tests.fuzz.touches import Toucher
 from tests.fuzz.traces import Reduced, Trace, copies, differences, miscounted
 from tests.harness import RankError, Ranks, RankTimeout
 from tests.meshes import mesh_of
+from tests.thresholds import kept
 from tests.transport.delays import delayed
 from tests.transport.hosts import over_connections
 
@@ -150,11 +152,16 @@ def play(recipe: Recipe, rank: int) -> Trace:
     return Trace(grads, weights, side.records, side.faults, reductions=reductions)
 
 
+def kept_from(recipe: Recipe) -> int:
+    """Bytes from which on gradients wait where they are: in half of the programs all may."""
+    return 1 if recipe.seed // 2 % 2 else bucket.LARGE
+
+
 def _run(rank: int, world: int, recipes: Sequence[Recipe], delay: int | None) -> list[Trace]:
     traces = []
     for recipe in recipes:
         late = nothing() if delay is None else delayed(1000 * delay + recipe.seed + rank, chance=0.2)
-        with late, nothing() if recipe.seed % 3 else over_connections():
+        with late, kept(kept_from(recipe)), nothing() if recipe.seed % 3 else over_connections():
             traces.append(play(recipe, rank))
     return traces
 

@@ -185,6 +185,21 @@ def kept(device: SimulatedDevice) -> Check:
     return rank.check
 
 
+def kept_in_place(device: SimulatedDevice) -> Check:
+    """Another stream adds to a gradient that waits where it is. Its memory is used again when it has been sent."""
+    rank = Rank(device, 2, 1)
+    first, second = device.stream("producer 0"), device.stream("producer 1")
+    grads = [rank.gradient(first, 0, 1.0), rank.gradient(second, 0, 2.0)]
+    bucket = rank.bucket({0: grads[0]})
+    for stream, grad in zip((first, second), grads, strict=True):
+        with device.on(stream):
+            bucket.add([grad, None, None])
+    rank.reduce(rank.units[1], bucket, (3.0, 0.0, 0.0), 1)
+    rank.strategy.finish_sending()
+    first.run(lambda: grads[0].fill_(-1.0))
+    return rank.check
+
+
 def pages_of_two_streams(device: SimulatedDevice) -> Check:
     """A page is used and dropped on one stream, and its memory fetched into for another."""
     rank = Rank(device, 2, 0)

@@ -9,8 +9,8 @@ import pytest
 
 import retrograde
 from retrograde.devices.simulated import Corrupted, SimulatedDevice, Site, explore, replay, sample
-from retrograde.gradients import bucket as buckets
-from tests.streams.programs import Check, kept, pages_of_two_streams, producers
+from tests.streams.programs import Check, kept, kept_in_place, pages_of_two_streams, producers
+from tests.thresholds import passed_through
 
 Program = Callable[[SimulatedDevice], Check]
 CASES: dict[str, Program] = {
@@ -21,6 +21,7 @@ CASES: dict[str, Program] = {
     "3 prefetched pages": producers(1, 0, 3),
     "3 producers, 2 buckets, 3 prefetched pages": producers(3, 2, 3),
     "a bucket that waits and one that is forgotten": kept,
+    "a gradient that waits in its place": kept_in_place,
     "pages of two streams": pages_of_two_streams,
 }
 SOURCES = {path.name for room in ("gradients", "pages") for path in Path(retrograde.__path__[0], room).glob("*.py")}
@@ -28,9 +29,8 @@ SOURCES = {path.name for room in ("gradients", "pages") for path in Path(retrogr
 
 @pytest.fixture(autouse=True)
 def huge() -> Iterator[None]:
-    before, buckets.HUGE = buckets.HUGE, 4 * 47
-    yield
-    buckets.HUGE = before
+    with passed_through(4 * 47):
+        yield
 
 
 def sites(program: Program) -> set[Site]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,18 +18,10 @@ from tests.harness import RankPool
 from tests.reference import mean, same
 from tests.small import batch, build, loss_of
 from tests.stages import EACH_STAGE, EACH_WORLD, OPPOSITE_STAGES, REDUCING_STAGES, WITH_OTHERS
+from tests.thresholds import kept, passed_through
 from tests.transport.hosts import group_over_tcp
 
 WIDE = 64
-
-
-@contextlib.contextmanager
-def huge(nbytes: int) -> Iterator[None]:
-    before, buckets.HUGE = buckets.HUGE, nbytes
-    try:
-        yield
-    finally:
-        buckets.HUGE = before
 
 
 class Uneven(nn.Module):
@@ -70,7 +62,7 @@ def _passed(rank: int, world: int, stage: int, limit: int) -> dict[str, Any]:
 
     transport.put, buckets.Bucket.add = watched_put, watched_add  # type: ignore[method-assign]
     try:
-        with huge(limit):
+        with passed_through(limit), kept(limit):
             model(_x(rank)).backward()
             grads = engine.full_grads()
     finally:
@@ -96,17 +88,82 @@ def test_huge_gradients_are_sent_from_where_they_are(ranks: Callable[[int], Rank
         assert seen["wrong"] == [] and seen["own"] == 0 and seen["all"] <= 1
 
 
-def test_gradients_that_wait_are_copied(ranks: Callable[[int], RankPool]) -> None:
-    """Stage 1 keeps them beyond the backward, and their owner may change them then."""
+def test_gradients_that_wait_do_so_where_they_are(ranks: Callable[[int], RankPool]) -> None:
+    """Stage 1 keeps them beyond the backward. That of `big` is made for its parameter alone; that of `last` too, where
+    autograd added up its two uses."""
     for seen in ranks(2).run(_passed, 1, WIDE * 4):
-        assert seen["wrong"] == [] and seen["own"] == 0
+        assert seen["wrong"] == [] and 1 <= seen["own"] <= 2 and seen["own"] == seen["all"] - 1
+    for seen in ranks(2).run(_passed, 1, 2**40):
+        assert seen["wrong"] == [] and seen["own"] == 0 and seen["all"] <= 1
+
+
+class Keeps(torch.autograd.Function):
+    """Has its gradient before it is asked for it, as fused losses do."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(torch.ones_like(weight))
+        return weight.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (made,) = ctx.saved_tensors
+        return made  # type: ignore[no-any-return]
+
+
+class Shows(torch.autograd.Function):
+    """Shows its gradient to somebody."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, show: Callable[[Tensor], None]) -> Tensor:
+        ctx.show, ctx.size = show, weight.shape
+        return weight.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        made = grad.expand(ctx.size).clone()
+        ctx.show(made)
+        return made, None
+
+
+def _seen_by_others(rank: int, world: int, stage: int) -> dict[str, Any]:
+    """Two backwards in a window over gradients that somebody else has too, and two over one that nobody has."""
+    model = Uneven()
+    engine = rg.shard(model, stage)
+    shown: list[Tensor] = []
+    bases: list[Tensor] = []
+    with kept(4), engine.coalesce():
+        for factor in (1.0, 10.0):
+            flat = model.big.view(-1)
+            flat.register_hook(bases.append)
+            (Shows.apply(model.last, shown.append) * factor + (flat * factor).sum()).backward()
+        once = Keeps.apply(model.unused)
+        once.backward(retain_graph=True)
+        once.backward()
+        (model.a * 2).sum().backward()
+        (model.a * 3).sum().backward()
+    grads = engine.full_grads()
+    dist.barrier()
+    return {"shown": shown[0], "base": bases[0], "grads": grads}
+
+
+@EACH_STAGE
+def test_a_gradient_that_others_have_does_not_change(ranks: Callable[[int], RankPool], stage: int) -> None:
+    for seen in ranks(2).run(_seen_by_others, stage):
+        assert torch.equal(seen["shown"], torch.ones(WIDE * 2))
+        assert torch.equal(seen["base"], torch.ones(WIDE * 5)), "the gradient is a view of it"
+        grads = seen["grads"]
+        assert torch.equal(grads["last"], torch.full((WIDE * 2,), 11.0))
+        assert torch.equal(grads["big"], torch.full((WIDE, 5), 11.0))
+        assert torch.equal(grads["unused"], torch.full((WIDE * 3,), 2.0)), "the second must not add to the first's"
+        assert torch.equal(grads["a"], torch.full((3,), 5.0))
 
 
 def _changed_by_its_owner(rank: int, world: int, stage: int) -> Tensor | None:
     model = Uneven()
     engine = rg.shard(model, stage)
     mine = torch.ones(WIDE * 2)
-    with huge(4), engine.coalesce():
+    with passed_through(4), kept(4), engine.coalesce():
         model.last.backward(mine)
         mine.fill_(100.0)
     grad = engine.full_grad("last")
@@ -120,6 +177,33 @@ def test_a_gradient_that_its_owner_changes_later_is_not_changed_here(
 ) -> None:
     for grad in ranks(2).run(_changed_by_its_owner, stage):
         assert torch.equal(grad, torch.ones(WIDE * 2))
+
+
+def _set_while_it_waits(rank: int, world: int, stage: int, again: int) -> dict[str, Tensor | None]:
+    model = Uneven()
+    engine = rg.shard(model, stage)
+    with kept(4), engine.coalesce():
+        ((model.last * 2).sum() + (model.big * 2).sum()).backward()
+        model.get_parameter("last").grad = None
+        if rank < again:
+            (model.last * 3).sum().backward()
+    grads = engine.full_grads()
+    dist.barrier()
+    return grads
+
+
+@OPPOSITE_STAGES
+@pytest.mark.parametrize(("again", "expected"), [(0, None), (1, 1.5), (2, 3.0)])
+def test_a_gradient_that_is_set_while_it_waits(
+    ranks: Callable[[int], RankPool], stage: int, again: int, expected: float | None
+) -> None:
+    """What waits for it is forgotten. `again`: how many ranks have another one after that."""
+    for grads in ranks(2).run(_set_while_it_waits, stage, again):
+        assert torch.equal(grads["big"], torch.full((WIDE, 5), 2.0))
+        if expected is None:
+            assert grads["last"] is None
+        else:
+            assert torch.equal(grads["last"], torch.full((WIDE * 2,), expected))
 
 
 def _allocations(rank: int, world: int) -> list[int]:

@@ -121,6 +121,11 @@ BROKEN: dict[str, list[Break]] = {
     "the file of a tensor": [becomes(checkpoints, "_STORAGES", {})],
     "the identity of memory": [becomes(memory, "storage_id", id), becomes(memory, "storage_id", lambda tensor: 1)],
     "users of memory": [becomes(memory, "_users", lambda number: 2), becomes(memory, "_ASKING", 0)],
+    "who has a gradient": [
+        becomes(memory, "_references", lambda tensor: 1),
+        becomes(memory, "_owners", lambda tensor: 1),
+        becomes(memory, "_holders_of_base", lambda view: memory._Holders(0, 0)),
+    ],
     "references to a tensor": [
         becomes(memory, "_references", lambda tensor: 2),  # Python counts otherwise
         becomes(memory, "_owners", lambda tensor: 1),  # torch does

@@ -1,9 +1,13 @@
 """A bucket: one unit's unreduced gradient on this rank, each part of it written once by each backward that has one.
 
-The unit is the bucket: its gradient is a flat store in the unit's layout, taken from a pool and used again. A gradient
-of `HUGE` bytes or more that is sent at once has no place in the store: it is *passed through*, sent from where autograd
-left it. What waits for other backwards is copied, since its owner may change it. What the streams of a device have to
-wait for is in [Note: producers] of devices/streams.py.
+The unit is the bucket: its gradient is a flat store in the unit's layout, taken from a pool and used again. Some
+gradients have no place in the store, and are sent from where autograd left them:
+
+- one of `HUGE` bytes or more that is sent at once is *passed through*;
+- one of `LARGE` bytes or more that waits for other backwards is *kept*, if nobody else has its memory: those backwards
+  add to it. If somebody has, it is copied, since its owner may change it, or see it change.
+
+What the streams of a device have to wait for is in [Note: producers] of devices/streams.py.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,13 +19,32 @@ from retrograde.devices import Event, Stream
 from retrograde.labels import labelled
 from retrograde.layout import Layout
 from retrograde.pages import BufferPool
+from retrograde.torch_internals import lone_gradients
 
 HUGE = 2**22
+LARGE = 2**16
 Grads = Sequence[torch.Tensor | None]
+Arrived = tuple[torch.Tensor | None, ...]  # with which a backward was called: that tuple itself
+Lone = Sequence[int]  # the places of gradients whose memory nobody else has
 
 
 def huge(grads: Grads) -> dict[int, torch.Tensor]:
     return {i: grad for i, grad in enumerate(grads) if grad is not None and grad.nbytes >= HUGE}
+
+
+def lone(grads: Arrived) -> Lone:
+    """Those that are large enough to be kept, and may be, as far as others have nothing to do with their memory."""
+    return lone_gradients(grads, LARGE)
+
+
+def keepable(grads: Grads, lone: Lone, layout: Layout, dtype: torch.dtype) -> dict[int, torch.Tensor]:
+    """Those that may wait where they are."""
+    found = {}
+    for index in lone:
+        grad = grads[index]
+        if grad is not None and grad.dtype == dtype and layout.slots[index].lies_like(grad):
+            found[index] = grad
+    return found
 
 
 class _Producer(NamedTuple):
@@ -37,13 +60,14 @@ class Bucket:
         self, name: str, layout: Layout, dtype: torch.dtype, pool: BufferPool, passed: Mapping[int, torch.Tensor]
     ) -> None:
         """`name`: the unit's. `dtype`: in which gradients lie, and are added up, in it. `passed`: gradients that are
-        sent from where they are, by slot."""
+        sent from where they are, by slot; the first to add to their slots bring them."""
         self.dtype = dtype
         self.present = [False] * len(layout.slots)
         self._name = name
         self._layout = layout
         self._pool = pool
         self._passed = {index: layout.slots[index].flatten(grad) for index, grad in sorted(passed.items())}
+        self._to_come = set(passed)  # of those, what nobody has brought yet
         self._producers: list[_Producer] = []
         numel = layout.padded_numel - sum(grad.numel() for grad in passed.values())
         loan = pool.take(numel, dtype)
@@ -70,19 +94,20 @@ class Bucket:
         self._producers.append(_Producer(stream, stream.record(), frozenset(mine)))
 
     def _write(self, index: int, grad: torch.Tensor, divisor: float, stream: Stream) -> None:
-        if index in self._passed:
-            return  # it is sent from where it is
         place = self._layout.slots[index].full(self.place(index))
-        if not self.present[index]:
-            stream.run(lambda: place.copy_(grad))
-            if divisor != 1:
-                stream.run(lambda: place.div_(divisor))
-        elif divisor != 1:
-            stream.run(lambda: place.add_(grad / divisor))
+        if self.present[index]:
+            stream.run(lambda: place.add_(grad if divisor == 1 else grad / divisor))
+            return
+        if index in self._to_come:
+            self._to_come.remove(index)  # it is in its place
         else:
-            stream.run(lambda: place.add_(grad))
+            stream.run(lambda: place.copy_(grad))
+        if divisor != 1:
+            stream.run(lambda: place.div_(divisor))
 
     def place(self, index: int) -> torch.Tensor:
+        if index in self._passed:
+            return self._passed[index]
         slot = self._layout.slots[index]
         start = slot.offset - sum(grad.numel() for other, grad in self._passed.items() if other < index)
         return self.store[start : start + slot.numel]
@@ -91,6 +116,9 @@ class Bucket:
         """The last producer has come, and `stream` reads from now on. What nobody wrote travels as zeros."""
         for producer in self._producers:
             stream.wait(producer.event)
+        for index, grad in self._passed.items():
+            if not self.present[index]:
+                stream.run(grad.zero_)
         written = [
             self.place(index) for index, present in enumerate(self.present) if present and index not in self._passed
         ]

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from retrograde.gradients.bucket import Bucket, Grads, huge
+from retrograde.gradients.bucket import Bucket, Grads, Lone, huge, keepable
 from retrograde.gradients.gradient import Delivery, Gradient, GradientState, Leaves, uses_of
 from retrograde.gradients.keys import Keys, by_key
 from retrograde.gradients.landing import copy_of_sum, land_together, memory_for_sum
@@ -101,7 +101,7 @@ class GradientFlow:
         self._leaves.append(leaves)
 
     # ---- from a unit's gradients to its sum
-    def collect(self, unit: Unit, grads: Grads, uses: Uses, fates: Uses) -> torch.Tensor | None:
+    def collect(self, unit: Unit, grads: Grads, uses: Uses, fates: Uses, lone: Lone = ()) -> torch.Tensor | None:
         """All gradients of `unit` in this backward have arrived. Returns what Pack is to get, if anything.
 
         `uses`: what becomes of those that are there. `fates`: what becomes of any that come from other ranks."""
@@ -115,7 +115,7 @@ class GradientFlow:
         if waits:
             waits = self._make_space(unit)  # others may have to go for it, or it does not fit
         if waits:
-            self.keep(unit, grads, self.divisor)
+            self.keep(unit, grads, self.divisor, lone)
             return None
         if unit.index in self._pending:
             self.keep(unit, grads, self.divisor)  # the first backward after `no_sync()` takes along what was kept
@@ -411,11 +411,13 @@ class GradientFlow:
             self._send_pending(index, goes_early=True)
         return True
 
-    def keep(self, unit: Unit, grads: Grads, divisor: float = 1) -> None:
+    def keep(self, unit: Unit, grads: Grads, divisor: float = 1, lone: Lone = ()) -> None:
         """Add to what waits for this unit."""
         if unit.index not in self._pending:
             self._strategy.finish_sending()  # its memory is free before more is taken
-            self._pending[unit.index] = self._empty(unit, self._policy.waiting(unit.layout.dtype), {})
+            dtype = self._policy.waiting(unit.layout.dtype)
+            kept = keepable(grads, lone, unit.layout, dtype) if self._strategy.passes_through else {}
+            self._pending[unit.index] = self._empty(unit, dtype, kept)
         self._pending[unit.index].bucket.add(grads, divisor)
 
     def waiting_for(self, unit: Unit, slot: int) -> torch.Tensor | None:

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 
 from retrograde.errors import UnsupportedError
-from retrograde.gradients.bucket import Grads
+from retrograde.gradients.bucket import Arrived, Grads, lone
 from retrograde.gradients.flow import GradientFlow
 from retrograde.gradients.landing import landed
 from retrograde.pages import FullTensor, Pager, Unit, alive
@@ -88,16 +88,17 @@ class UnitGraph:
                 set_requires_grad(leaf, False)
 
     # ---- a backward
-    def gathered(self, grads: Grads) -> torch.Tensor | None:
+    def gathered(self, grads: Arrived) -> torch.Tensor | None:
         """All gradients of the unit in this backward have arrived."""
         unit = self.unit
+        alone = lone(grads)  # before anybody here refers to them
         self._pager.retire(unit)
         fates = tuple(self._use_of(slot, grad) for slot, grad in enumerate(grads))
         uses = tuple(Use.NONE if grad is None else fate for fate, grad in zip(fates, grads, strict=True))
         dense = [grad.to_dense() if grad is not None and use else None for grad, use in zip(grads, uses, strict=True)]
         if torch.is_grad_enabled():
             return _Reduce.apply(self, uses, fates, *self._divided(dense, uses))  # type: ignore[no-any-return, no-untyped-call]
-        return self.flow.collect(unit, dense, uses, fates)
+        return self.flow.collect(unit, dense, uses, fates, alone)
 
     def _divided(self, grads: Grads, uses: Uses) -> Grads:
         """As part of the graph: what `.grad` gets is divided, what `torch.autograd.grad` returns is not."""

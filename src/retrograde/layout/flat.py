@@ -58,6 +58,12 @@ class Slot(NamedTuple):
             return flat.view(self.shape)
         return flat.as_strided(self.shape, self.strides, int(flat.storage_offset()))
 
+    def lies_like(self, full: torch.Tensor) -> bool:
+        """Does a tensor in the parameter's shape lie in memory as the parameter does, so that `flatten` is a view?"""
+        if self.strides is None:
+            return full.is_contiguous()
+        return tuple(full.stride()) == self.strides
+
     def flatten(self, full: torch.Tensor) -> torch.Tensor:
         """The elements of a tensor in the parameter's shape, in memory order. A view where that is possible."""
         if self.strides is None:

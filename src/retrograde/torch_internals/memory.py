@@ -1,13 +1,16 @@
 """Memory: which tensors share it, who refers to it, and whether it was written to."""
 
+import functools
 import operator
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from retrograde.torch_internals.probes import expect, find, measured, probe, tiny
+from retrograde.torch_internals.probes import When, expect, find, measured, probe, tiny
+
+_T = TypeVar("_T")
 
 # ---- whose memory it is
 
@@ -108,6 +111,137 @@ def _references_are_counted() -> None:
     expect(held_elsewhere(tensors), True, "whether a tensor is held that a graph has")
     del graph
     expect(held_elsewhere(tensors), False, "whether tensors are held when all else is gone")
+
+
+# ---- who has the memory of a gradient
+_Arrived = tuple[torch.Tensor | None, ...]
+"""The gradients that a node's backward was called with: that tuple itself, since others refer to what is in it too."""
+
+
+def lone_gradients(grads: _Arrived, least: int) -> list[int]:
+    """The places of gradients of at least `least` bytes whose memory nobody else refers to, now or after the backward.
+    Whoever keeps one may write to it."""
+    return [place for place in range(len(grads)) if _has_memory(grads[place], least) and _is_lone(grads, place)]
+
+
+def _has_memory(grad: torch.Tensor | None, least: int) -> bool:
+    """Memory of its own, and no more than it needs. Its base has it too, if it is a view: a product's, transposed."""
+    if type(grad) is not torch.Tensor or grad.nbytes < least or grad.layout is not torch.strided:
+        return False
+    users = storage_users(grad)
+    if is_view(grad) and _holders_of_base(grad).at_most(_holders_of_a_lone_base()):
+        users -= 1
+    return users == 1 and grad.untyped_storage().nbytes() == grad.nbytes
+
+
+def _is_lone(grads: _Arrived, place: int) -> bool:
+    return _holders(grads, place).at_most(_holders_of_a_lone_one())
+
+
+class _Holders(NamedTuple):
+    references: int
+    owners: int
+
+    def at_most(self, other: "_Holders") -> bool:
+        return self.references <= other.references and self.owners <= other.owners
+
+
+def _holders(grads: _Arrived, place: int) -> _Holders:
+    grad = grads[place]
+    assert grad is not None
+    return _Holders(_references(grad), _owners(grad))
+
+
+def _holders_of_base(view: torch.Tensor) -> _Holders:
+    base = base_of(view)
+    assert base is not None
+    return _Holders(_references(base), _owners(base))
+
+
+@functools.cache
+def _holders_of_a_lone_base() -> _Holders:
+    """Of one that only its view has."""
+    return _holders_of_base(tiny()[:])
+
+
+@functools.cache
+def _holders_of_a_lone_one() -> _Holders:
+    """Those that the engine adds, which calls a backward with it."""
+    (found,) = _look_at_gradients(lambda tensor: tensor * 2, lambda grads: _holders(grads, 0))
+    return found
+
+
+def _look_at_gradients(use: Callable[[Any], Any], look: Callable[[_Arrived], _T]) -> list[_T]:
+    """What `look` says of the gradients of a node whose result is used so."""
+    found: list[_T] = []
+    with torch.enable_grad():  # a backward may ask
+        (result,) = _Node.apply(lambda grads: found.append(look(grads)), tiny(requires_grad=True))  # type: ignore[no-untyped-call]
+        use(result).sum().backward(retain_graph=True)
+    return found
+
+
+class _Node(torch.autograd.Function):
+    """Made as the nodes of a unit are (gradients/graph.py)."""
+
+    @staticmethod
+    def forward(ctx: Any, look: Callable[[_Arrived], None], *tensors: torch.Tensor) -> Any:
+        ctx.look = look
+        return tuple(tensor.clone() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        ctx.look(grads)
+        return (None,) * (1 + len(grads))
+
+
+@probe(
+    "who has a gradient",
+    "lone_gradients",
+    needed_for="letting a gradient wait for other backwards where it is, instead of a copy of it",
+    otherwise="a gradient that a hook or a graph has changes with the next backward",
+    when=When.FIRST_USE,
+)
+def _holders_of_gradients_are_counted() -> None:
+    """Assumes: gradients with which a backward is called have as many references and owners as the engine adds, if
+    nobody else has them, and more if a hook, a view, another node or a graph does."""
+    kept: list[Any] = []
+
+    def hooked(tensor: Any, keep: Callable[[Any], Any]) -> Any:
+        tensor.register_hook(lambda grad: kept.append(keep(grad)))
+        return tensor * 2
+
+    other = tiny(requires_grad=True) * 2  # whose node, made earlier, runs later
+    uses: dict[str, Callable[[Any], Any]] = {
+        "a hook has": lambda tensor: hooked(tensor, lambda grad: grad),
+        "a hook has as a base": lambda tensor: hooked(tensor.view(2, 1), lambda grad: grad),
+        "a hook has a view of": lambda tensor: hooked(tensor, lambda grad: grad[1:]),
+        "a hook has an alias of": lambda tensor: hooked(tensor, lambda grad: grad.detach()),
+        "another node gets": lambda tensor: (tensor + other) * 2,
+        "a node keeps": _Keeping.apply,
+        "a node keeps as a base": lambda tensor: _Keeping.apply(tensor.view(2, 1)),  # type: ignore[no-untyped-call]
+    }
+    expect(_look_at_gradients(lambda tensor: tensor * 2, _places), [[0]], "which gradients nobody else has")
+    expect(_look_at_gradients(lambda tensor: tensor.view(2, 1) * 2, _places), [[0]], "which views nobody else has")
+    for who, use in uses.items():
+        expect(_look_at_gradients(use, _places), [[]], f"which gradients nobody else has of one that {who}")
+
+
+def _places(grads: _Arrived) -> list[int]:
+    return lone_gradients(grads, least=1)
+
+
+class _Keeping(torch.autograd.Function):
+    """Has computed its gradient in forward, and keeps it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(tensor * 2)
+        return tensor * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (made,) = ctx.saved_tensors
+        return made  # type: ignore[no-any-return]
 
 
 # ---- whether it was written to
