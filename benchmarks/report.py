@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.model import Workload
-from benchmarks.stats import LIMIT, Record, Spread, bars, check_losses, limit_of
+from benchmarks.stats import LIMIT, Record, Spread, bars, ceilings, check_losses, limit_of
 
 _QUIET_ENOUGH = 0.05  # share of the machine that others may use before the figures are doubted
 _AWAKE = 0.01  # share of a core a contender may use while it is not its turn
@@ -52,7 +52,7 @@ class Grid:
 
 
 def grids(results: Results) -> list[Grid]:
-    found = [_overview(results), _against_peers(results), _promises(results)]
+    found = [_overview(results), _against_peers(results), _promises(results), _ceilings(results)]
     return [grid for grid in found if grid.rows]
 
 
@@ -88,6 +88,15 @@ def _promises(results: Results) -> Grid:
     kept = bars(results.records)
     rows = [(bar.claim, f"{bar.ours:.0f}", f"{bar.theirs:.0f}", "yes" if bar.met else "NO") for bar in kept]
     return Grid("Promises (ms, MiB)", ("claim", "ours", "theirs", "kept"), rows)
+
+
+def _ceilings(results: Results) -> Grid:
+    rows = [
+        (each.name, f"{each.ceiling:.2f}", ranged(each.ratio), "yes" if each.met else "NO")
+        for each in ceilings(results.records)
+    ]
+    columns = ("engine", "at most", "median (its interval)", "kept")
+    return Grid("Step ÷ alone, with the interval of the median (95%)", columns, rows)
 
 
 def ranged(spread: Spread) -> str:

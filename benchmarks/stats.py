@@ -3,6 +3,7 @@ machine that slows down for a while slows both sides of a ratio."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -25,6 +26,21 @@ class Spread:
     def of(cls, values: list[float]) -> Spread:
         return cls(median(values), min(values), max(values))
 
+    @classmethod
+    def of_median(cls, values: list[float]) -> Spread:
+        """With the interval in which the true median lies, 19 times of 20: all values but the outermost, as many on
+        each side as may be left out. With less than 6 values it is all of them, and less sure."""
+        ordered, number = sorted(values), len(values)
+        outside = 0
+        while _chance_to_miss(number, outside + 1) <= 0.05:
+            outside += 1
+        return cls(median(values), ordered[outside], ordered[number - 1 - outside])
+
+
+def _chance_to_miss(number: int, outside: int) -> float:
+    """That at most `outside` of so many values are above the true median, or below it."""
+    return 2 * sum(math.comb(number, each) for each in range(outside + 1)) / 2**number
+
 
 @dataclass
 class Record:
@@ -46,8 +62,12 @@ class Record:
 
     def over(self, other: Record) -> Spread:
         """How many times longer a step takes than the other's."""
+        return Spread.of(self.ratios(other))
+
+    def ratios(self, other: Record) -> list[float]:
+        """The same, in each repeat."""
         pairs = zip(self.turn_seconds(), other.turn_seconds(), strict=False)
-        return Spread.of([mine / theirs for mine, theirs in pairs])
+        return [mine / theirs for mine, theirs in pairs]
 
     def losses(self) -> list[float]:
         """The loss of every step, averaged over ranks."""
@@ -91,6 +111,30 @@ class Bar:
         return self.ours < self.theirs
 
 
+@dataclass(frozen=True)
+class Ceiling:
+    """A step may take so many times as long as the limit's."""
+
+    name: str
+    ceiling: float
+    ratio: Spread  # of the median
+
+    @property
+    def met(self) -> bool:
+        """A ceiling within the interval counts only if that is narrow."""
+        narrow = self.ratio.high - self.ratio.low < _NARROW
+        return self.ratio.high <= self.ceiling or (narrow and self.ratio.low <= self.ceiling)
+
+
+_NARROW = 0.04
+_AT_MOST = {
+    "retrograde-1": 1.06,
+    "retrograde-2": 1.06,
+    "retrograde-3": 1.10,
+    "retrograde-1-gloo": 1.2,
+    "retrograde-2-gloo": 1.2,
+    "retrograde-3-gloo": 1.4,
+}
 _FASTER_THAN = {
     "retrograde-1": ("ddp",),
     "retrograde-2": ("ddp", "fsdp2", "deepspeed-2"),
@@ -108,6 +152,15 @@ _SMALLER_THAN = {
 
 def limit_of(records: dict[str, Record]) -> Record | None:
     return next((record for name, record in records.items() if name.startswith(LIMIT)), None)
+
+
+def ceilings(records: dict[str, Record]) -> list[Ceiling]:
+    """What a step may take, for the contenders that ran."""
+    limit = limit_of(records)
+    if limit is None:
+        return []
+    ran = {name: most for name, most in _AT_MOST.items() if name in records}
+    return [Ceiling(name, most, Spread.of_median(records[name].ratios(limit))) for name, most in ran.items()]
 
 
 def bars(records: dict[str, Record]) -> list[Bar]:

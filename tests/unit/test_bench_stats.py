@@ -11,7 +11,7 @@ from benchmarks.model import FULL, TINY, Batches, build
 from benchmarks.protocol import Counted, Ready, TurnTaken
 from benchmarks.report import Results, as_json, markdown, notes
 from benchmarks.run import arguments
-from benchmarks.stats import Record, Spread, bars, check_losses
+from benchmarks.stats import Ceiling, Record, Spread, bars, ceilings, check_losses
 
 MIB = 2**20
 
@@ -50,6 +50,28 @@ def test_a_step_ends_with_its_slowest_rank() -> None:
 def test_a_ratio_pairs_turns_of_the_same_repeat() -> None:
     # The machine was half as fast in the second repeat: both contenders felt it, the ratio does not.
     assert record("a", [3.0, 6.0]).over(record("b", [2.0, 4.0])) == Spread(1.5, 1.5, 1.5)
+
+
+@pytest.mark.parametrize(("number", "outside"), [(1, 0), (5, 0), (8, 0), (9, 1), (11, 1), (12, 2), (21, 5)])
+def test_the_interval_of_a_median(number: int, outside: int) -> None:
+    """As tables of the sign test have it."""
+    found = Spread.of_median([float(each) for each in reversed(range(number))])
+    assert found == Spread((number - 1) / 2, outside, number - 1 - outside)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "met"),
+    [(1.03, 1.05, True), (1.0, 1.06, True), (1.04, 1.07, True), (1.03, 1.08, False), (1.07, 1.08, False)],
+)
+def test_a_ceiling_within_a_wide_interval_is_not_kept(low: float, high: float, met: bool) -> None:
+    assert Ceiling("an engine", 1.06, Spread((low + high) / 2, low, high)).met == met
+
+
+def test_ceilings_are_of_what_ran() -> None:
+    ran = {each.name: each for each in (record("alone", [1.0, 2.0]), record("retrograde-3", [1.1, 2.4]))}
+    (found,) = ceilings(ran)
+    assert (found.name, found.ceiling, found.met) == ("retrograde-3", 1.10, False)
+    assert ceilings({"retrograde-3": ran["retrograde-3"]}) == []
 
 
 def test_memory_is_told_with_and_without_the_base() -> None:
