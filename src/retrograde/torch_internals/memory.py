@@ -126,7 +126,7 @@ def lone_gradients(grads: _Arrived, least: int) -> list[int]:
 
 def _has_memory(grad: torch.Tensor | None, least: int) -> bool:
     """Memory of its own, and no more than it needs. Its base has it too, if it is a view: a product's, transposed."""
-    if type(grad) is not torch.Tensor or grad.nbytes < least or grad.layout is not torch.strided:
+    if type(grad) is not torch.Tensor or grad.layout is not torch.strided or grad.nbytes < least:
         return False
     users = storage_users(grad)
     if is_view(grad) and _holders_of_base(grad).at_most(_holders_of_a_lone_base()):
