@@ -126,6 +126,20 @@ class Shows(torch.autograd.Function):
         return made, None
 
 
+class Reuses(torch.autograd.Function):
+    """Computes its gradient in the same array of NumPy's each time."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, array: Any) -> Tensor:
+        ctx.array = array
+        return weight.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.array[:] = grad.item()
+        return torch.from_numpy(ctx.array), None
+
+
 def _seen_by_others(rank: int, world: int, stage: int) -> dict[str, Any]:
     """Two backwards in a window over gradients that somebody else has too, and two over one that nobody has."""
     model = Uneven()
@@ -140,8 +154,10 @@ def _seen_by_others(rank: int, world: int, stage: int) -> dict[str, Any]:
         once = Keeps.apply(model.unused)
         once.backward(retain_graph=True)
         once.backward()
-        (model.a * 2).sum().backward()
-        (model.a * 3).sum().backward()
+        array = torch.zeros(5).numpy()
+        for factor in (2.0, 3.0):
+            (model.a * factor).sum().backward()
+            (Reuses.apply(model.b, array) * factor).backward()
     grads = engine.full_grads()
     dist.barrier()
     return {"shown": shown[0], "base": bases[0], "grads": grads}
@@ -157,6 +173,7 @@ def test_a_gradient_that_others_have_does_not_change(ranks: Callable[[int], Rank
         assert torch.equal(grads["big"], torch.full((WIDE, 5), 11.0))
         assert torch.equal(grads["unused"], torch.full((WIDE * 3,), 2.0)), "the second must not add to the first's"
         assert torch.equal(grads["a"], torch.full((3,), 5.0))
+        assert torch.equal(grads["b"], torch.full((5,), 5.0)), "an array of NumPy's that is used again"
 
 
 def _changed_by_its_owner(rank: int, world: int, stage: int) -> Tensor | None:

@@ -125,13 +125,15 @@ def lone_gradients(grads: _Arrived, least: int) -> list[int]:
 
 
 def _has_memory(grad: torch.Tensor | None, least: int) -> bool:
-    """Memory of its own, and no more than it needs. Its base has it too, if it is a view: a product's, transposed."""
+    """Memory of its own, from torch's allocator, and no more than it needs. If it is a view (a product's, transposed),
+    its base has it too."""
     if type(grad) is not torch.Tensor or grad.layout is not torch.strided or grad.nbytes < least:
         return False
     users = storage_users(grad)
     if is_view(grad) and _holders_of_base(grad).at_most(_holders_of_a_lone_base()):
         users -= 1
-    return users == 1 and grad.untyped_storage().nbytes() == grad.nbytes
+    storage = grad.untyped_storage()
+    return users == 1 and storage.nbytes() == grad.nbytes and storage.resizable()  # no array of NumPy's
 
 
 def _is_lone(grads: _Arrived, place: int) -> bool:
@@ -203,7 +205,8 @@ class _Node(torch.autograd.Function):
 )
 def _holders_of_gradients_are_counted() -> None:
     """Assumes: gradients with which a backward is called have as many references and owners as the engine adds, if
-    nobody else has them, and more if a hook, a view, another node or a graph does."""
+    nobody else has them, and more if a hook, a view, another node or a graph does; memory that is not torch's is not
+    resizable."""
     kept: list[Any] = []
 
     def hooked(tensor: Any, keep: Callable[[Any], Any]) -> Any:
@@ -217,6 +220,7 @@ def _holders_of_gradients_are_counted() -> None:
         "a hook has a view of": lambda tensor: hooked(tensor, lambda grad: grad[1:]),
         "a hook has an alias of": lambda tensor: hooked(tensor, lambda grad: grad.detach()),
         "another node gets": lambda tensor: (tensor + other) * 2,
+        "a buffer of Python's has": _Borrowing.apply,
         "a node keeps": _Keeping.apply,
         "a node keeps as a base": lambda tensor: _Keeping.apply(tensor.view(2, 1)),  # type: ignore[no-untyped-call]
     }
@@ -228,6 +232,18 @@ def _holders_of_gradients_are_counted() -> None:
 
 def _places(grads: _Arrived) -> list[int]:
     return lone_gradients(grads, least=1)
+
+
+class _Borrowing(torch.autograd.Function):
+    """Computes its gradient in memory that is not torch's."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return torch.frombuffer(bytearray(grad.nbytes), dtype=grad.dtype)
 
 
 class _Keeping(torch.autograd.Function):
