@@ -17,6 +17,7 @@ from tests.harness import Pools, Ranks
 from tests.pipeline.cases import CASES, SCHEDULES, Case, backward_order, reductions, replicas_step
 from tests.reference import Grads
 from tests.stages import EACH_STAGE, STAGES
+from tests.thresholds import kept
 
 MICROBATCHES = 4
 NAMES = [name for name, case in CASES.items() if not case.compiled]
@@ -24,6 +25,8 @@ SHARE = 10  # of the cases, for each schedule and stage in the suite
 
 
 def steps(rank: int, world: int, schedule: str, stage: int, names: list[str], pending: str | None = None) -> list[str]:
+    """What is wrong after two steps of each case. A step is a window; at two of the stages all gradients may wait where
+    they are, though these are small."""
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("pp", "dp"))
     wrong = []
     for name in names:
@@ -48,7 +51,7 @@ def steps(rank: int, world: int, schedule: str, stage: int, names: list[str], pe
             torch.manual_seed(10 * number + mesh["dp"].get_local_rank())
             data = case.data()
             pipe.engine.ledger.clear()
-            with case.around():
+            with case.around(), kept(2**40 if stage == 2 else 1):
                 pipe.step(*copy.deepcopy(data.args), target=data.target, **data.options)
             wrong += [f"{name}, step {number}: {text}" for text in compare(pipe, wanted, case)]
             wrong += [f"{name}, step {number}: {text}" for text in reductions(pipe)]
