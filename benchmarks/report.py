@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.model import Workload
-from benchmarks.stats import LIMIT, Record, Spread, bars, ceilings, check_losses, limit_of
+from benchmarks.stats import LIMIT, Record, Spread, bars, ceilings, check_losses
 
 _QUIET_ENOUGH = 0.05  # share of the machine that others may use before the figures are doubted
 _AWAKE = 0.01  # share of a core a contender may use while it is not its turn
@@ -57,10 +57,9 @@ def grids(results: Results) -> list[Grid]:
 
 
 def _overview(results: Results) -> Grid:
-    limit = limit_of(results.records)
     rows = []
     for record in results.records.values():
-        ratio = ranged(record.over(limit)) if limit and record is not limit else "1.00"
+        ratio = ranged(Spread.of(record.over_limit)) if record.over_limit else "1.00"
         rows.append(
             (
                 record.name,
@@ -144,13 +143,13 @@ def _setting(results: Results) -> str:
     work = results.work
     machine = results.machine
     parameters = next((record.ready[0].parameters for record in results.records.values()), 0)
-    repeats = max((len(record.turns) for record in results.records.values()), default=0)
+    repeats = max((len(record.over_limit) for record in results.records.values()), default=0)
     versions = ", ".join(f"{name} {version}" for name, version in results.versions.items())
     cpu = f"{machine['cores']} cores ({machine['cpu']})"
     return (
         f"GPT of {parameters / 1e6:.1f}M parameters, batch {work.batch}×{work.context} per rank, "
         f"fused AdamW, {results.world} ranks (peers over gloo), {cpu}, {versions}; "
-        f"{repeats} interleaved repeats of {results.steps} steps."
+        f"{repeats} interleaved repeats of {results.steps} steps, each just after as many of alone."
     )
 
 
@@ -173,7 +172,6 @@ def markdown(results: Results) -> str:
 
 
 def as_json(results: Results) -> str:
-    limit = limit_of(results.records)
     return json.dumps(
         {
             "date": results.date,
@@ -182,7 +180,7 @@ def as_json(results: Results) -> str:
             "workload": asdict(results.work),
             "world": results.world,
             "other_load": [round(share, 4) for share in results.other_load],
-            "contenders": {name: _plain(record, limit) for name, record in results.records.items()},
+            "contenders": {name: _plain(record) for name, record in results.records.items()},
             "bars": [{**asdict(bar), "met": bar.met} for bar in bars(results.records)],
             "absent": results.absent,
             "failed": sorted(results.failed),
@@ -191,10 +189,11 @@ def as_json(results: Results) -> str:
     )
 
 
-def _plain(record: Record, limit: Record | None) -> dict[str, Any]:
+def _plain(record: Record) -> dict[str, Any]:
     return {
         "step_seconds": asdict(record.step_seconds()),
-        "over_alone": asdict(record.over(limit)) if limit else None,
+        "over_alone": asdict(Spread.of(record.over_limit)) if record.over_limit else None,
+        "over_alone_by_repeat": record.over_limit,
         "calls_per_step": record.calls(),
         "exchanges_per_step": record.exchanges(),
         "sent_bytes_per_step": record.sent_bytes(),

@@ -21,7 +21,7 @@ from benchmarks import meters, report
 from benchmarks.contenders import CONTENDERS, FIELDS
 from benchmarks.crew import ENVIRONMENT, Crew, CrewError
 from benchmarks.model import FULL, TINY
-from benchmarks.protocol import Count, Turn
+from benchmarks.protocol import Count, Turn, TurnTaken
 from benchmarks.report import Results
 from benchmarks.stats import LIMIT, Record, check_losses
 
@@ -53,6 +53,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         if unknown:
             parser.error(f"unknown contenders: {', '.join(unknown)}; there are {', '.join(options.names)}")
         options.names = [name for name in options.names if name.startswith(LIMIT) or name in asked]
+        if len(options.names) == 1:
+            parser.error(f"{options.contenders} is what others are compared with: name at least one of them")
     options.work = TINY if options.tiny else FULL
     if options.tiny:
         options.repeats = min(options.repeats, 2)
@@ -60,12 +62,14 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 class Tournament:
-    """All crews alive at once, one of them awake. A crew that fails leaves; the others go on."""
+    """All crews alive at once, one of them awake. A crew that fails leaves; the others go on, but not without the
+    limit, which has a turn before each of theirs."""
 
     def __init__(self, options: argparse.Namespace, results: Results, console: Console) -> None:
         self._options = options
         self._results = results
         self._console = console
+        self._limit = options.names[0]
         self._crews: dict[str, Crew] = {}
         self._records: dict[str, Record] = {}
 
@@ -76,14 +80,15 @@ class Tournament:
             for name in self._options.names:
                 self._admit(name, logs, stack)
             with self._progress() as progress:
-                work = progress.add_task("repeats", total=self._options.repeats * len(self._crews))
+                work = progress.add_task("repeats", total=self._options.repeats * (len(self._crews) - 1))
                 for repeat in range(self._options.repeats):
                     if time.monotonic() - began > self._options.limit:
                         self._say(f"stopped after {repeat} repeats: the time limit is reached")
                         break
                     for name in self._order(repeat):
                         progress.update(work, description=f"repeat {repeat + 1}: {name}")
-                        self._attempt(name, self._timed_turn)
+                        self._records[self._limit].turns.append(self._turn(self._limit))
+                        self._attempt(name, self._follow_limit)
                         progress.advance(work)
             for name in list(self._crews):
                 self._attempt(name, self._count)
@@ -115,20 +120,23 @@ class Tournament:
         return f"{free / 2**30:.1f} GiB of memory are free and {needed / 2**30:.1f} needed"
 
     def _order(self, repeat: int) -> list[str]:
-        names = list(self._crews)
+        names = [name for name in self._crews if name != self._limit]
         random.Random(repeat).shuffle(names)
         return names
 
-    def _timed_turn(self, name: str) -> None:
+    def _follow_limit(self, name: str) -> None:
+        self._records[name].follow(self._records[self._limit], self._turn(name))
+
+    def _turn(self, name: str) -> list[TurnTaken]:
         busy_before = meters.machine_busy_seconds()
         began = time.perf_counter()
-        taken = self._crews[name].ask(Turn(self._options.steps, self._options.settle))
+        taken: list[TurnTaken] = self._crews[name].ask(Turn(self._options.steps, self._options.settle))
         busy = meters.machine_busy_seconds() - busy_before
         wall = time.perf_counter() - began
         others = busy - sum(rank.cpu_seconds for rank in taken)
         if wall > _SHORTEST_TELLING:
             self._results.other_load.append(max(0.0, others / (wall * (os.cpu_count() or 1))))
-        self._records[name].turns.append(taken)
+        return taken
 
     def _count(self, name: str) -> None:
         """The last thing a crew does: the profiler takes memory, which must not count as the engine's."""

@@ -1,5 +1,5 @@
-"""From turns to figures. Ratios are taken between turns of the same repeat, minutes at most apart, so a
-machine that slows down for a while slows both sides of a ratio."""
+"""From turns to figures. A machine that slows down for a while slows both sides of a ratio: those to the limit are
+taken between turns that follow each other, those between engines within a repeat, a few minutes at most apart."""
 
 from __future__ import annotations
 
@@ -44,30 +44,31 @@ def _chance_to_miss(number: int, outside: int) -> float:
 
 @dataclass
 class Record:
-    """Everything one contender's ranks reported; `turns` is indexed by repeat, then rank."""
+    """Everything one contender's ranks reported; `turns` is indexed by repeat, then rank. The limit has one before
+    every turn of another contender."""
 
     name: str
     ready: list[Ready]
     turns: list[list[TurnTaken]] = field(default_factory=list)
     counted: list[Counted] = field(default_factory=list)
+    over_limit: list[float] = field(default_factory=list)  # by repeat: how many times longer than the limit's before it
 
     def turn_seconds(self) -> list[float]:
         """The median step of each repeat. A step ends when its last rank ends it."""
-        return [
-            median(max(ranks) for ranks in zip(*(rank.seconds for rank in turn), strict=True)) for turn in self.turns
-        ]
+        return [_median_step(turn) for turn in self.turns]
+
+    def follow(self, limit: Record, turn: list[TurnTaken]) -> None:
+        """A turn, just after one of the limit."""
+        self.turns.append(turn)
+        self.over_limit.append(_median_step(turn) / _median_step(limit.turns[-1]))
 
     def step_seconds(self) -> Spread:
         return Spread.of(self.turn_seconds())
 
     def over(self, other: Record) -> Spread:
         """How many times longer a step takes than the other's."""
-        return Spread.of(self.ratios(other))
-
-    def ratios(self, other: Record) -> list[float]:
-        """The same, in each repeat."""
         pairs = zip(self.turn_seconds(), other.turn_seconds(), strict=False)
-        return [mine / theirs for mine, theirs in pairs]
+        return Spread.of([mine / theirs for mine, theirs in pairs])
 
     def losses(self) -> list[float]:
         """The loss of every step, averaged over ranks."""
@@ -98,6 +99,10 @@ class Record:
         later = [rank for turn in self.turns[1:] for rank in turn]
         idle = sum(rank.idle_seconds for rank in later)
         return sum(rank.idle_cpu_seconds for rank in later) / idle if idle > _LONG_ENOUGH else 0.0
+
+
+def _median_step(turn: list[TurnTaken]) -> float:
+    return median(max(ranks) for ranks in zip(*(rank.seconds for rank in turn), strict=True))
 
 
 @dataclass(frozen=True)
@@ -150,17 +155,10 @@ _SMALLER_THAN = {
 }
 
 
-def limit_of(records: dict[str, Record]) -> Record | None:
-    return next((record for name, record in records.items() if name.startswith(LIMIT)), None)
-
-
 def ceilings(records: dict[str, Record]) -> list[Ceiling]:
     """What a step may take, for the contenders that ran."""
-    limit = limit_of(records)
-    if limit is None:
-        return []
-    ran = {name: most for name, most in _AT_MOST.items() if name in records}
-    return [Ceiling(name, most, Spread.of_median(records[name].ratios(limit))) for name, most in ran.items()]
+    ratios = {name: records[name].over_limit for name in _AT_MOST if name in records}
+    return [Ceiling(name, _AT_MOST[name], Spread.of_median(found)) for name, found in ratios.items() if found]
 
 
 def bars(records: dict[str, Record]) -> list[Bar]:

@@ -37,7 +37,7 @@ def program(device: SimulatedDevice) -> MemoryCheck:
     producers = [device.stream(f"producer {number}") for number in range(3)]
     grads = [device.memory(SIZE) for _ in VALUES]
     pool = BufferPool(Memory.BUCKET, Host(), device, Ledger())
-    bucket = Bucket("block", layout, layout.dtype, pool, passed={2: grads[2]})
+    bucket = Bucket("block", layout, layout.dtype, pool, kept={2: grads[2]})
     for slot, (stream, grad, value) in enumerate(zip(producers, grads, VALUES, strict=True)):
         stream.run(lambda grad=grad, value=value: grad.fill_(value))
         with device.on(stream):

@@ -10,14 +10,7 @@ from retrograde.gradients import bucket
 
 
 @contextlib.contextmanager
-def passed_through(least: int) -> Iterator[None]:
-    """Gradients that are sent at once, of so many bytes, are sent from where they are."""
-    with mock.patch.object(bucket, "HUGE", least):
-        yield
-
-
-@contextlib.contextmanager
 def kept(least: int) -> Iterator[None]:
-    """Gradients that wait, of so many bytes, wait where they are, if nobody else has them."""
+    """Gradients of so many bytes stay where they are, if nobody else has them."""
     with mock.patch.object(bucket, "LARGE", least):
         yield

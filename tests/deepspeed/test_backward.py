@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import retrograde.deepspeed as deepspeed
-from retrograde.gradients.bucket import HUGE
+from retrograde.gradients.bucket import LARGE
 from tests.deepspeed.models import checkpointed_models, inputs, two_layers
 from tests.deepspeed.pair import Pair, build_with_loss, config
 from tests.harness import Ranks
@@ -213,16 +213,16 @@ def test_gradients_that_are_asked_for_are_not_divided(ranks: Ranks, stage: int) 
 
 def _wide() -> nn.Module:
     torch.manual_seed(5)
-    return nn.Linear(HUGE // 4096, 1024, bias=False)
+    return nn.Linear(LARGE // 4096, 1024, bias=False)
 
 
 def _large(rank: int, world: int, stage: int) -> list[str]:
-    """A gradient that is sent from where autograd left it, were it not divided."""
+    """A gradient that is sent from where autograd left it, divided."""
     pair = Pair(rank, world, config(stage, 2), make=_wide)
 
     def program(model: Any, rank: int) -> None:
         for part in range(2):
-            x = torch.randn(2, HUGE // 4096, generator=torch.Generator().manual_seed(10 * part + rank))
+            x = torch.randn(2, LARGE // 4096, generator=torch.Generator().manual_seed(10 * part + rank))
             model(x).square().mean().backward()
 
     program(pair.engine, rank)

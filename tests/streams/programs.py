@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from retrograde.devices import Stream
 from retrograde.devices.simulated import SimulatedDevice, SimulatedStream
-from retrograde.gradients import bucket as buckets
 from retrograde.gradients.bucket import Bucket
 from retrograde.gradients.gradient import Gradient
 from retrograde.gradients.strategy import OrderedSum
@@ -81,8 +80,8 @@ class Rank:
         leaves = [nn.Parameter(shard[self.layout.piece(slot, 0)]) for slot in self.layout.slots]
         return Unit(index, f"unit {index}", self.layout, leaves, shard, self.grid, self.pages, self.peer)  # type: ignore[arg-type]
 
-    def bucket(self, passed: dict[int, Tensor]) -> Bucket:
-        return Bucket("a unit", self.layout, self.layout.dtype, self.pool, passed)
+    def bucket(self, kept: dict[int, Tensor]) -> Bucket:
+        return Bucket("a unit", self.layout, self.layout.dtype, self.pool, kept)
 
     def gradient(self, stream: SimulatedStream, slot: int, value: float) -> Tensor:
         """Computed on `stream`."""
@@ -113,7 +112,7 @@ class Rank:
         return [text for fault in self.faults if (text := fault()) is not None]
 
 
-def producers(streams: int, reductions: int, pages: int, passing: bool = True) -> Callable[[SimulatedDevice], Check]:
+def producers(streams: int, reductions: int, pages: int, keeping: bool = True) -> Callable[[SimulatedDevice], Check]:
     """Gradients from up to three streams go into buckets that share their memory, one after the other, while pages are
     fetched into memory that they share too."""
 
@@ -126,7 +125,7 @@ def producers(streams: int, reductions: int, pages: int, passing: bool = True) -
             if 1 < number <= pages:
                 _use(rank, number - 1)  # while the one after it is on its way
             if number <= reductions:
-                _reduction(rank, sources, number, passing)
+                _reduction(rank, sources, number, keeping)
         if pages:
             _use(rank, pages)
         return rank.check
@@ -134,14 +133,12 @@ def producers(streams: int, reductions: int, pages: int, passing: bool = True) -
     return program
 
 
-def _reduction(rank: Rank, sources: list[SimulatedStream], number: int, passing: bool) -> None:
+def _reduction(rank: Rank, sources: list[SimulatedStream], number: int, keeping: bool) -> None:
     device, values = rank.device, (number + 1.0, number + 2.0, number + 3.0)
     chosen = [sources[slot % len(sources)] for slot in range(3)]
     grads = [rank.gradient(stream, slot, values[slot]) for slot, stream in enumerate(chosen)]
-    passed = buckets.huge(grads)
-    assert list(passed) == [2]
     unit = rank.units[number - 1]
-    bucket = rank.bucket(passed if passing else {})
+    bucket = rank.bucket({2: grads[2]} if keeping else {})
     for slot, stream in enumerate(chosen):
         with device.on(stream):
             bucket.add([grad if index == slot else None for index, grad in enumerate(grads)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,14 +10,13 @@ import pytest
 import retrograde
 from retrograde.devices.simulated import Corrupted, SimulatedDevice, Site, explore, replay, sample
 from tests.streams.programs import Check, kept, kept_in_place, pages_of_two_streams, producers
-from tests.thresholds import passed_through
 
 Program = Callable[[SimulatedDevice], Check]
 CASES: dict[str, Program] = {
     "1 producer, 2 buckets": producers(1, 2, 0),
     "2 producers, 2 buckets": producers(2, 2, 0),
     "3 producers, 2 buckets": producers(3, 2, 0),
-    "3 producers, 2 buckets, all copied": producers(3, 2, 0, passing=False),
+    "3 producers, 2 buckets, all copied": producers(3, 2, 0, keeping=False),
     "3 prefetched pages": producers(1, 0, 3),
     "3 producers, 2 buckets, 3 prefetched pages": producers(3, 2, 3),
     "a bucket that waits and one that is forgotten": kept,
@@ -25,12 +24,6 @@ CASES: dict[str, Program] = {
     "pages of two streams": pages_of_two_streams,
 }
 SOURCES = {path.name for room in ("gradients", "pages") for path in Path(retrograde.__path__[0], room).glob("*.py")}
-
-
-@pytest.fixture(autouse=True)
-def huge() -> Iterator[None]:
-    with passed_through(4 * 47):
-        yield
 
 
 def sites(program: Program) -> set[Site]:
@@ -60,7 +53,7 @@ def test_every_wait_and_event_is_needed(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_every_producer_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each of the three, in both buckets, the one whose gradient is passed through (the third) as well."""
+    """Each of the three, in both buckets, the one whose gradient is kept in its place (the third) as well."""
     passing, copying = CASES["3 producers, 2 buckets"], CASES["3 producers, 2 buckets, all copied"]
     device = SimulatedDevice()
     passing(device)

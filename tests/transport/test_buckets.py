@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -18,10 +19,11 @@ from tests.harness import RankPool
 from tests.reference import mean, same
 from tests.small import batch, build, loss_of
 from tests.stages import EACH_STAGE, EACH_WORLD, OPPOSITE_STAGES, REDUCING_STAGES, WITH_OTHERS
-from tests.thresholds import kept, passed_through
-from tests.transport.hosts import group_over_tcp
+from tests.thresholds import kept
+from tests.transport.hosts import group_over_tcp, over_connections
 
 WIDE = 64
+NUMEL = 2**20  # of a gradient that is sent while the backward goes on
 
 
 class Uneven(nn.Module):
@@ -62,7 +64,7 @@ def _passed(rank: int, world: int, stage: int, limit: int) -> dict[str, Any]:
 
     transport.put, buckets.Bucket.add = watched_put, watched_add  # type: ignore[method-assign]
     try:
-        with passed_through(limit), kept(limit):
+        with kept(limit):
             model(_x(rank)).backward()
             grads = engine.full_grads()
     finally:
@@ -78,7 +80,7 @@ def _passed(rank: int, world: int, stage: int, limit: int) -> dict[str, Any]:
 
 @EACH_WORLD
 @REDUCING_STAGES
-def test_huge_gradients_are_sent_from_where_they_are(ranks: Callable[[int], RankPool], stage: int, world: int) -> None:
+def test_large_gradients_are_sent_from_where_they_are(ranks: Callable[[int], RankPool], stage: int, world: int) -> None:
     for seen in ranks(world).run(_passed, stage, WIDE * 4):
         assert seen["wrong"] == []
         if world > 1:
@@ -180,7 +182,7 @@ def _changed_by_its_owner(rank: int, world: int, stage: int) -> Tensor | None:
     model = Uneven()
     engine = rg.shard(model, stage)
     mine = torch.ones(WIDE * 2)
-    with passed_through(4), kept(4), engine.coalesce():
+    with kept(4), engine.coalesce():
         model.last.backward(mine)
         mine.fill_(100.0)
     grad = engine.full_grad("last")
@@ -194,6 +196,32 @@ def test_a_gradient_that_its_owner_changes_later_is_not_changed_here(
 ) -> None:
     for grad in ranks(2).run(_changed_by_its_owner, stage):
         assert torch.equal(grad, torch.ones(WIDE * 2))
+
+
+class Weight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(NUMEL))
+
+
+def _in_one_array(rank: int, world: int, connections: bool) -> list[Tensor]:
+    """One backward, in which the huge gradients of four units are computed in the same memory."""
+    model = nn.Sequential(*(Weight() for _ in range(4)))
+    with over_connections() if connections else nullcontext():
+        engine = rg.shard(model, 3, units=Weight)
+    array = torch.zeros(NUMEL).numpy()
+    sum(Reuses.apply(each.weight, array) * factor for factor, each in enumerate(model, 1)).backward()
+    grads = [engine.full_grad(f"{number}.weight") for number in range(4)]
+    dist.barrier()
+    return grads
+
+
+@pytest.mark.parametrize("connections", [False, True])
+def test_memory_that_is_used_again_within_a_backward(ranks: Callable[[int], RankPool], connections: bool) -> None:
+    """What is sent is read while the backward goes on."""
+    for grads in ranks(2).run(_in_one_array, connections):
+        for number, grad in enumerate(grads, 1):
+            assert torch.equal(grad, torch.full_like(grad, number)), f"of unit {number - 1}"
 
 
 def _set_while_it_waits(rank: int, world: int, stage: int, again: int) -> dict[str, Tensor | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -28,11 +29,24 @@ def taken(seconds: list[float], loss: float = 2.0, peak: int = 500 * MIB, sent: 
     )
 
 
+def turn(seconds: float, loss: float = 2.0, peak: int = 500 * MIB) -> list[TurnTaken]:
+    """Of two ranks, one step."""
+    return [taken([seconds], loss, peak), taken([seconds / 2], loss, peak)]
+
+
 def record(name: str, seconds: list[float], loss: float = 2.0, peak: int = 500 * MIB) -> Record:
     """Two ranks, one step of the given length in each repeat."""
-    turns = [[taken([each], loss, peak), taken([each / 2], loss, peak)] for each in seconds]
     ready = [Ready(parameters=10, base_rss=200 * MIB, setup_peak=300 * MIB)] * 2
+    turns = [turn(each, loss, peak) for each in seconds]
     return Record(name, ready, turns, [Counted({"all-gather": 3}, {})] * 2)
+
+
+def beside(limit: Record, name: str, seconds: list[float]) -> Record:
+    """The same, each just after a turn of the limit."""
+    found = record(name, [])
+    for number, each in enumerate(seconds):
+        found.follow(replace(limit, turns=limit.turns[: number + 1]), turn(each))
+    return found
 
 
 def results(*records: Record) -> Results:
@@ -52,6 +66,15 @@ def test_a_ratio_pairs_turns_of_the_same_repeat() -> None:
     assert record("a", [3.0, 6.0]).over(record("b", [2.0, 4.0])) == Spread(1.5, 1.5, 1.5)
 
 
+def test_a_ratio_to_the_limit_is_to_its_turn_just_before() -> None:
+    limit = record("alone", [1.0])
+    ours, peer = record("retrograde-3", []), record("ddp", [])
+    ours.follow(limit, turn(1.1))
+    limit.turns.append(turn(2.0))  # the machine is half as fast now
+    peer.follow(limit, turn(2.4))
+    assert (ours.over_limit, peer.over_limit) == ([1.1], [1.2])
+
+
 @pytest.mark.parametrize(("number", "outside"), [(1, 0), (5, 0), (8, 0), (9, 1), (11, 1), (12, 2), (21, 5)])
 def test_the_interval_of_a_median(number: int, outside: int) -> None:
     """As tables of the sign test have it."""
@@ -68,10 +91,10 @@ def test_a_ceiling_within_a_wide_interval_is_not_kept(low: float, high: float, m
 
 
 def test_ceilings_are_of_what_ran() -> None:
-    ran = {each.name: each for each in (record("alone", [1.0, 2.0]), record("retrograde-3", [1.1, 2.4]))}
-    (found,) = ceilings(ran)
+    limit = record("alone", [1.0, 2.0])
+    (found,) = ceilings({"alone": limit, "retrograde-3": beside(limit, "retrograde-3", [1.1, 2.4])})
     assert (found.name, found.ceiling, found.met) == ("retrograde-3", 1.10, False)
-    assert ceilings({"retrograde-3": ran["retrograde-3"]}) == []
+    assert ceilings({"alone": limit, "retrograde-3": record("retrograde-3", [1.1])}) == []
 
 
 def test_memory_is_told_with_and_without_the_base() -> None:
@@ -108,7 +131,8 @@ def test_a_busy_machine_is_mentioned() -> None:
 
 
 def test_results_are_written_as_a_table_and_as_json() -> None:
-    found = results(record("alone", [2.0]), record("retrograde-3", [3.0]), record("deepspeed-3", [6.0]))
+    limit = record("alone", [2.0])
+    found = results(limit, beside(limit, "retrograde-3", [3.0]), beside(limit, "deepspeed-3", [6.0]))
     found.absent = {"deepspeed-1": "not installed", "deepspeed-2": "not installed"}
     text = markdown(found)
     assert "| retrograde-3 | 3000 | 1.50 (1.50 to 1.50) | 3 all-gather | 0.0 | 500 | 300 |" in text

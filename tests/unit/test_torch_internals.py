@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -208,8 +208,21 @@ BROKEN: dict[str, list[Break]] = {
 CASES = [(name, number) for name, breaks in BROKEN.items() for number in range(len(breaks))]
 
 
+@pytest.fixture
+def nothing_measured() -> Iterator[None]:
+    """What is measured once in a process is not measured while something is broken, nor kept from then."""
+    measurements = (memory._holders_of_a_lone_base, memory._holders_of_a_lone_one)
+    for each in measurements:
+        each.cache_clear()
+    yield
+    for each in measurements:
+        each.cache_clear()
+
+
 @pytest.mark.parametrize(("name", "number"), CASES)
-def test_a_broken_assumption_is_found(name: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_assumption_is_found(
+    name: str, number: int, monkeypatch: pytest.MonkeyPatch, nothing_measured: None
+) -> None:
     probe = named(name)
     BROKEN[name][number](monkeypatch)
     assert probe.failure() is not None

@@ -1,11 +1,9 @@
 """A bucket: one unit's unreduced gradient on this rank, each part of it written once by each backward that has one.
 
-The unit is the bucket: its gradient is a flat store in the unit's layout, taken from a pool and used again. Some
-gradients have no place in the store, and are sent from where autograd left them:
-
-- one of `HUGE` bytes or more that is sent at once is *passed through*;
-- one of `LARGE` bytes or more that waits for other backwards is *kept*, if nobody else has its memory: those backwards
-  add to it. If somebody has, it is copied, since its owner may change it, or see it change.
+The unit is the bucket: its gradient is a flat store in the unit's layout, taken from a pool and used again. A
+parameter's gradient of `LARGE` bytes or more has no place in the store: it is *kept* where autograd left it, and sent
+from there; other backwards add to it. But if somebody else has its memory, it is copied: he may change it before it
+has been read, or see it change.
 
 What the streams of a device have to wait for is in [Note: producers] of devices/streams.py.
 """
@@ -21,15 +19,10 @@ from retrograde.layout import Layout
 from retrograde.pages import BufferPool
 from retrograde.torch_internals import lone_gradients
 
-HUGE = 2**22
 LARGE = 2**16
 Grads = Sequence[torch.Tensor | None]
 Arrived = tuple[torch.Tensor | None, ...]  # with which a backward was called: that tuple itself
 Lone = Sequence[int]  # the places of gradients whose memory nobody else has
-
-
-def huge(grads: Grads) -> dict[int, torch.Tensor]:
-    return {i: grad for i, grad in enumerate(grads) if grad is not None and grad.nbytes >= HUGE}
 
 
 def lone(grads: Arrived) -> Lone:
@@ -38,7 +31,7 @@ def lone(grads: Arrived) -> Lone:
 
 
 def keepable(grads: Grads, lone: Lone, layout: Layout, dtype: torch.dtype) -> dict[int, torch.Tensor]:
-    """Those that may wait where they are."""
+    """Those that may stay where they are."""
     found = {}
     for index in lone:
         grad = grads[index]
@@ -57,19 +50,19 @@ class Bucket:
     """The gradients of one unit in one flat piece of memory, in the layout of its page."""
 
     def __init__(
-        self, name: str, layout: Layout, dtype: torch.dtype, pool: BufferPool, passed: Mapping[int, torch.Tensor]
+        self, name: str, layout: Layout, dtype: torch.dtype, pool: BufferPool, kept: Mapping[int, torch.Tensor]
     ) -> None:
-        """`name`: the unit's. `dtype`: in which gradients lie, and are added up, in it. `passed`: gradients that are
-        sent from where they are, by slot; the first to add to their slots bring them."""
+        """`name`: the unit's. `dtype`: in which gradients lie, and are added up, in it. `kept`: gradients that stay
+        where they are, by slot; the first to add to their slots bring them."""
         self.dtype = dtype
         self.present = [False] * len(layout.slots)
         self._name = name
         self._layout = layout
         self._pool = pool
-        self._passed = {index: layout.slots[index].flatten(grad) for index, grad in sorted(passed.items())}
-        self._to_come = set(passed)  # of those, what nobody has brought yet
+        self._kept = {index: layout.slots[index].flatten(grad) for index, grad in sorted(kept.items())}
+        self._to_come = set(kept)  # of those, what nobody has brought yet
         self._producers: list[_Producer] = []
-        numel = layout.padded_numel - sum(grad.numel() for grad in passed.values())
+        numel = layout.padded_numel - sum(grad.numel() for grad in kept.values())
         loan = pool.take(numel, dtype)
         self._free = loan.free
         self._store: torch.Tensor | None = loan.data
@@ -106,21 +99,21 @@ class Bucket:
             stream.run(lambda: place.div_(divisor))
 
     def place(self, index: int) -> torch.Tensor:
-        if index in self._passed:
-            return self._passed[index]
+        if index in self._kept:
+            return self._kept[index]
         slot = self._layout.slots[index]
-        start = slot.offset - sum(grad.numel() for other, grad in self._passed.items() if other < index)
+        start = slot.offset - sum(grad.numel() for other, grad in self._kept.items() if other < index)
         return self.store[start : start + slot.numel]
 
     def close(self, stream: Stream) -> None:
         """The last producer has come, and `stream` reads from now on. What nobody wrote travels as zeros."""
         for producer in self._producers:
             stream.wait(producer.event)
-        for index, grad in self._passed.items():
+        for index, grad in self._kept.items():
             if not self.present[index]:
                 stream.run(grad.zero_)
         written = [
-            self.place(index) for index, present in enumerate(self.present) if present and index not in self._passed
+            self.place(index) for index, present in enumerate(self.present) if present and index not in self._kept
         ]
         at = 0
         for place in [*written, self.store[self.store.numel() :]]:
@@ -139,7 +132,7 @@ class Bucket:
         """Memory end to end, as it lies in the unit's layout: the store, and gradients between its parts."""
         at = 0
         shift = 0
-        for index, grad in self._passed.items():
+        for index, grad in self._kept.items():
             slot = self._layout.slots[index]
             yield at, self.store[at - shift : slot.offset - shift]
             yield slot.offset, grad
@@ -149,10 +142,10 @@ class Bucket:
 
     def release(self, read: Event) -> None:
         """Give the memory back; `read` comes after everything that reads it."""
-        if self._passed:
+        if self._kept:
             for producer in self._producers:
                 producer.stream.wait(read)
-            self._passed.clear()  # autograd's memory, not the pool's
+            self._kept.clear()  # autograd's memory, not the pool's
         self._pool.give(self.store, read)
         self._store = None
 

@@ -30,7 +30,8 @@ from retrograde.gradients.bucket import Bucket
 from retrograde.gradients.gradient import Gradient
 from retrograde.gradients.keys import FLUSHED
 from retrograde.gradients.landing import memory_for_sum
-from retrograde.gradients.strategy import Contributors, OrderedSum, RunningSum, SumOfOthers
+from retrograde.gradients.strategy import Contributors, OrderedSum, SumOfOthers
+from retrograde.gradients.sums import Summand, add_up
 from retrograde.labels import labelled
 from retrograde.layout import Policy
 from retrograde.pages import BufferPool, Unit
@@ -53,7 +54,7 @@ class _Exchange:
 class CollectiveSum:
     """Implements `Strategy`."""
 
-    passes_through = False  # a collective takes one piece of memory
+    takes_pieces = False  # a collective takes one
     buffers = 2  # what is sent, and what comes
 
     def __init__(self, transport: OrderedTransport, policy: Policy, pool: BufferPool, one_by_one: OrderedSum) -> None:
@@ -61,6 +62,7 @@ class CollectiveSum:
         self._transport = transport
         self._one_by_one = one_by_one
         self._policy = policy
+        self._divisor = transport.world if policy.mean else 1
         self._pool = pool
         self._streams = pool.streams
         self._apart = policy.exact or self._streams.on_host
@@ -199,22 +201,18 @@ class CollectiveSum:
                 f"ranks use the same ones"
             )
         stream = self._streams.reducing
-        summed = RunningSum(memory_for_sum(unit, self._streams), stream)
+        own = memory_for_sum(unit, self._streams)
         with labelled("sum of gradient of", unit.name):
-            summed.add(0, brought.total)
-            summed.finish(self._transport.world if self._policy.mean else 1)
+            add_up([[brought.total]], own, self._divisor, stream)
         self._streams.current().wait(stream.record())
-        return SumOfOthers(unit, uses, summed.own)
+        return SumOfOthers(unit, uses, own)
 
     def _total(self, key: Key, unit: Unit, own: torch.Tensor) -> torch.Tensor:
         reducing = self._started.pop(key)
         self._finish(reducing)
         stream = self._streams.reducing
-        summed = RunningSum(own, stream)
         with labelled("sum of gradient of", unit.name):
-            for rank, part in enumerate(_parts(reducing.brought, unit.shard.numel())):
-                summed.add(rank, part)
-            summed.finish(self._transport.world if self._policy.mean else 1)
+            add_up(_parts(reducing.brought, unit.shard.numel()), own, self._divisor, stream)
         self._streams.current().wait(stream.record())
         self._give_back(reducing)
         return own
@@ -235,8 +233,9 @@ class CollectiveSum:
         return complete
 
 
-def _parts(brought: torch.Tensor, numel: int) -> Sequence[torch.Tensor]:
-    return brought.view(-1, numel).unbind() if numel else [brought]
+def _parts(brought: torch.Tensor, numel: int) -> list[Summand]:
+    """By rank."""
+    return [[part] for part in brought.view(-1, numel)] if numel else [[brought]]
 
 
 def named_uses(uses: Uses) -> bytes:

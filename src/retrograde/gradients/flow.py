@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from retrograde.gradients.bucket import Bucket, Grads, Lone, huge, keepable
+from retrograde.gradients.bucket import Bucket, Grads, Lone, keepable
 from retrograde.gradients.gradient import Delivery, Gradient, GradientState, Leaves, uses_of
 from retrograde.gradients.keys import Keys, by_key
 from retrograde.gradients.landing import copy_of_sum, land_together, memory_for_sum
@@ -110,7 +110,7 @@ class GradientFlow:
         if not any(uses):
             return None  # `inputs=` has a parameter of this unit, on which nothing depends
         if Use.CAPTURED in uses:
-            return self._to_pack(self._send_now(unit, grads, uses, divisor=1), fates)
+            return self._to_pack(self._send_now(unit, grads, uses, 1, lone), fates)
         waits = self._may_wait(unit)
         if waits:
             waits = self._make_space(unit)  # others may have to go for it, or it does not fit
@@ -120,22 +120,25 @@ class GradientFlow:
         if unit.index in self._pending:
             self.keep(unit, grads, self.divisor)  # the first backward after `no_sync()` takes along what was kept
             return self._to_pack(self._send_pending(unit.index), fates)
-        return self._to_pack(self._send_now(unit, grads, uses, self.divisor), fates)
+        return self._to_pack(self._send_now(unit, grads, uses, self.divisor, lone), fates)
 
     def _note(self, uses: Uses) -> None:
         if Use.ACCUMULATED in uses:
             self.fresh = True
 
-    def _send_now(self, unit: Unit, grads: Grads, uses: Uses, divisor: float, seen_at_once: bool = False) -> Gradient:
-        self._strategy.finish_sending()  # its memory is free before more is taken
-        may_pass = self._strategy.passes_through and divisor == 1  # autograd's memory is not ours to divide
-        gradient = self._empty(unit, unit.layout.dtype, huge(grads) if may_pass else {})
+    def _send_now(
+        self, unit: Unit, grads: Grads, uses: Uses, divisor: float, lone: Lone = (), seen_at_once: bool = False
+    ) -> Gradient:
+        gradient = self._first(unit, unit.layout.dtype, grads, lone)
         gradient.seen_at_once = seen_at_once
         gradient.bucket.add(grads, divisor)
         return self._send(gradient, self._keys.next(unit), uses)
 
-    def _empty(self, unit: Unit, dtype: torch.dtype, passed: Mapping[int, torch.Tensor]) -> Gradient:
-        return Gradient(unit, Bucket(unit.name, unit.layout, dtype, self._pool, passed))
+    def _first(self, unit: Unit, dtype: torch.dtype, grads: Grads, lone: Lone) -> Gradient:
+        """With room for these, as far as they do not stay where they are."""
+        self._strategy.finish_sending()  # its memory is free before more is taken
+        kept = keepable(grads, lone, unit.layout, dtype) if self._strategy.takes_pieces else {}
+        return Gradient(unit, Bucket(unit.name, unit.layout, dtype, self._pool, kept))
 
     def _send_pending(self, index: int, goes_early: bool = False) -> Gradient:
         """What was kept goes with this backward."""
@@ -250,11 +253,11 @@ class GradientFlow:
 
     def _meet_at_end(self, backward: _Backward) -> dict[int, Offers]:
         """All ranks meet. Returns what each has sent before it."""
-        self._strategy.finish_sending()
         label = f"backward {self._ended} since the last step"
         offers = self.sent_offers()
         positions = self._meet(Position(Reason.BACKWARD, label, offers, {}, self._keys.backward))
         backward.deliveries += self._sum_up(positions)
+        self._strategy.finish_sending()
         self._transport.meeting_is_over()
         return due_offers(positions)
 
@@ -414,10 +417,8 @@ class GradientFlow:
     def keep(self, unit: Unit, grads: Grads, divisor: float = 1, lone: Lone = ()) -> None:
         """Add to what waits for this unit."""
         if unit.index not in self._pending:
-            self._strategy.finish_sending()  # its memory is free before more is taken
             dtype = self._policy.waiting(unit.layout.dtype)
-            kept = keepable(grads, lone, unit.layout, dtype) if self._strategy.passes_through else {}
-            self._pending[unit.index] = self._empty(unit, dtype, kept)
+            self._pending[unit.index] = self._first(unit, dtype, grads, lone)
         self._pending[unit.index].bucket.add(grads, divisor)
 
     def waiting_for(self, unit: Unit, slot: int) -> torch.Tensor | None:

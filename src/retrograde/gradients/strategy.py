@@ -19,10 +19,11 @@ from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 
-from retrograde.devices import Event, Stream
+from retrograde.devices import Stream
 from retrograde.gradients.bucket import Bucket
 from retrograde.gradients.gradient import Gradient
 from retrograde.gradients.landing import memory_for_sum
+from retrograde.gradients.sums import Summand, add_up, copy_together
 from retrograde.labels import labelled
 from retrograde.layout import Grid, Policy
 from retrograde.pages import BufferPool, Unit
@@ -42,7 +43,7 @@ class SumOfOthers(NamedTuple):
 class Strategy(Protocol):
     """How the ranks' gradients of a unit become one sum."""
 
-    passes_through: bool  # may a bucket have gradients that lie where autograd left them?
+    takes_pieces: bool  # may a bucket be in pieces, with gradients where autograd left them?
     buffers: int  # of the size of a bucket, that a gradient under way takes
     # May a part of a sum come to `.grad` later than the rest, at the next meeting, if a rank has strayed? Then who
     # computes from `.grad` meets before, and a backward ends without one.
@@ -80,78 +81,36 @@ class Strategy(Protocol):
         """Wait until the memory of what is being sent is free."""
 
 
-class RunningSum:
-    """What has been added up so far, in order. Parts are folded in as they come and need not be kept."""
-
-    def __init__(self, own: torch.Tensor, stream: Stream) -> None:
-        """`own`: where the result belongs. It may be one of the parts."""
-        self.own = own
-        self.sources: list[int] = []  # ranks, or replicas
-        self.finished = False
-        self._stream = stream
-        self._sum: torch.Tensor | None = None
-
-    @property
-    def sum(self) -> torch.Tensor:
-        """In fp32 or wider."""
-        assert self._sum is not None
-        return self._sum
-
-    def add(self, source: int, part: torch.Tensor) -> None:
-        self.sources.append(source)
-        wide = torch.promote_types(self.own.dtype, torch.float32)
-        if self._sum is not None:
-            self._stream.run(partial(self._sum.add_, part))
-        elif part.dtype == wide:
-            self._sum = part
-        else:
-            self._sum = self._stream.empty(part.numel(), wide)
-            self._stream.run(partial(self._sum.copy_, part))
-
-    def finish(self, divisor: int) -> None:
-        """Nothing more will be added: the result takes its place."""
-        own, total = self.own, self.sum
-        if divisor == 1:
-            if total is not own:
-                self._stream.run(lambda: own.copy_(total))
-        elif total.dtype == own.dtype:
-            self._stream.run(lambda: torch.div(total, divisor, out=own))  # once through memory, not twice
-        else:
-            self._stream.run(lambda: own.copy_(total.div_(divisor)))
-        self.forget()
-
-    def forget(self) -> None:
-        """What it was added up in is let go of: it may be as large as the result, or twice as large."""
-        self._sum = None
-        self.finished = True
-
-
 class _ShardSum:
-    """This rank's shard of one gradient, as far as it has been added up: over this replica's ranks, then over replicas.
+    """This rank's shard of one gradient: the sum over this replica's ranks, then over replicas, if there are several.
+    Each is added up when all its parts are there."""
 
-    `mine` is this replica's sum, as all replicas add it, once the others have been sent it."""
-
-    def __init__(self, unit: Unit, key: Key, own: torch.Tensor, stream: Stream) -> None:
+    def __init__(self, unit: Unit, key: Key, own: torch.Tensor, mine: Summand) -> None:
+        """`own`: where the result belongs. `mine`: this rank's part, in a bucket or there."""
         self.unit = unit
         self.key = key
-        self.over_ranks = RunningSum(own, stream)
-        self.over_replicas = RunningSum(own, stream)
-        self.mine: torch.Tensor | None = None
+        self.own = own
+        self.mine = mine
+        self.ranks: Sequence[int] = ()  # whose parts have been added up
+        self.replicas: Sequence[int] = ()
+        self.of_replica: torch.Tensor | None = None  # its sum, as all replicas add it
+        self.finished = False
 
     @property
-    def finished(self) -> bool:
-        return self.over_replicas.finished
+    def in_bucket(self) -> bool:
+        """Is this rank's part still to be read there?"""
+        return not self.ranks and self.mine[0] is not self.own
 
-    def finish(self, divisor: int) -> None:
-        self.over_replicas.finish(divisor)
-        self.over_ranks.forget()
-        self.mine = None
+    def finish(self) -> None:
+        self.mine = ()
+        self.of_replica = None
+        self.finished = True
 
 
 class _Sending(NamedTuple):
     work: Work
     bucket: Bucket
-    read: Event  # after what reads the bucket
+    shard: _ShardSum
 
 
 class OrderedSum:
@@ -160,7 +119,7 @@ class OrderedSum:
     What comes from a rank of this replica is its part of this rank's shard; what comes from another holder of the
     shard is the sum of that holder's replica. So both go by the same key."""
 
-    passes_through = True
+    takes_pieces = True
     buffers = 1
     comes_later = False
 
@@ -177,92 +136,106 @@ class OrderedSum:
         return None
 
     def launch(self, gradient: Gradient) -> None:
-        """Put every owner's part there; the bucket is given back when it has been sent."""
+        """Put every owner's part there. This rank's own stays in the bucket until it is added to the others', or until
+        the next one is sent."""
         self.finish_sending()
-        bucket, own = gradient.bucket, gradient.own
-        stream = self._streams.reducing
+        bucket = gradient.bucket
         wire = self._policy.on_the_wire(bucket.dtype)
-        mine = bucket.parts(self._grid.shard)
         theirs = {owner.rank: bucket.parts(owner.shard) for owner in self._grid.other_owners}
         works: list[Work] = []
 
         def send() -> None:
             parts = {dst: [part.to(wire) for part in pieces] for dst, pieces in theirs.items()}
             works.append(self._transport.put(gradient.key, parts))
-            torch.cat([part.to(wire) for part in mine], out=own)
 
         with labelled("send gradient of", gradient.unit.name):
-            stream.run(send)
-        self._sending = _Sending(_All(works), bucket, stream.record())
-        self.take_over(gradient)
+            self._streams.reducing.run(send)
+        shard = self._begin(gradient, bucket.parts(self._grid.shard))
+        if wire != bucket.dtype:
+            self._leave_bucket(shard)  # it counts as the others would get it
+        self._sending = _Sending(_All(works), bucket, shard)
 
     def take_over(self, gradient: Gradient) -> None:
         """Its parts have come, or will, by another way than `put`; this rank's own is in its place."""
-        stream = self._streams.reducing
-        self._sums[gradient.key] = _ShardSum(gradient.unit, gradient.key, gradient.own, stream)
+        self._begin(gradient, [gradient.own])
+
+    def _begin(self, gradient: Gradient, mine: Summand) -> _ShardSum:
+        shard = self._sums[gradient.key] = _ShardSum(gradient.unit, gradient.key, gradient.own, mine)
+        return shard
 
     def finish_sending(self) -> None:
-        if self._sending is not None:
-            sending, self._sending = self._sending, None
-            sending.work.wait(self._streams.reducing)
-            sending.bucket.release(sending.read)
+        if self._sending is None:
+            return
+        sending, self._sending = self._sending, None
+        stream = self._streams.reducing
+        sending.work.wait(stream)
+        if sending.shard.key in self._sums:  # else it was given up
+            self._advance(sending.shard)
+            if sending.shard.in_bucket:
+                self._leave_bucket(sending.shard)
+        sending.bucket.release(stream.record())
 
-    # ---- before a meeting: what has come, as far as nothing before it is missing
+    def _leave_bucket(self, shard: _ShardSum) -> None:
+        """This rank's part is copied to where the sum will be."""
+        wire = self._policy.on_the_wire(shard.mine[0].dtype)
+        self._streams.reducing.run(partial(copy_together, shard.mine, shard.own, wire))
+        shard.mine = [shard.own]
+
+    # ---- before a meeting: what is complete. Else all units' parts would be held till the end of the backward
     def advance(self, gradients: Sequence[Gradient]) -> None:
         for gradient in gradients:
-            shard = self._sums[gradient.key]
-            if not shard.finished and self._fold_ranks(shard) and self._fold_replicas(shard):
-                shard.finish(self._divisor)  # not at the end of the backward: all units' would be held till then
+            self._advance(self._sums[gradient.key])
 
-    def _fold_ranks(self, shard: _ShardSum) -> bool:
-        """Returns whether this replica's sum is complete."""
-        for rank in self._grid.owners[len(shard.over_ranks.sources) :]:
-            if not self._is_here(shard.key, rank):
-                return False
-            self._add_rank(shard, rank)
-        return True
+    def _advance(self, shard: _ShardSum) -> None:
+        if not shard.ranks and self._are_here(shard.key, self._grid.owners):
+            self._add_ranks(shard, self._grid.owners)
+        if shard.ranks and not shard.finished and self._are_here(shard.key, self._grid.holders):
+            self._add_replicas(shard, range(self._grid.replicas))
 
-    def _fold_replicas(self, shard: _ShardSum) -> bool:
-        """Returns whether the sum over all ranks is complete."""
-        self._tell_replicas(shard)
-        for replica in range(len(shard.over_replicas.sources), self._grid.replicas):
-            if not self._is_here(shard.key, self._grid.holders[replica]):
-                return False
-            self._add_replica(shard, replica)
-        return True
+    def _are_here(self, key: Key, ranks: Sequence[int]) -> bool:
+        return all(rank == self._transport.rank or self._transport.arrived(key, rank) for rank in ranks)
 
-    def _is_here(self, key: Key, rank: int) -> bool:
-        return rank == self._transport.rank or self._transport.arrived(key, rank)
-
-    # ---- one part
-    def _add_rank(self, shard: _ShardSum, rank: int) -> None:
-        own = shard.over_ranks.own
-        part = own if rank == self._transport.rank else self._transport.take(shard.key, rank, shard.unit.name)
-        shard.over_ranks.add(rank, part)
-
-    def _tell_replicas(self, shard: _ShardSum) -> None:
-        """Put this replica's sum to the other holders of the shard, once. It counts here as it is sent."""
-        if shard.mine is not None:
-            return
-        total = shard.mine = shard.over_ranks.sum
-        if self._grid.replicas == 1:
-            return
+    # ---- sums
+    def _add_ranks(self, shard: _ShardSum, ranks: Sequence[int]) -> None:
+        """Over this replica's ranks. If there are others, they are sent it."""
+        parts = [self._part(shard, rank) for rank in ranks]
+        shard.ranks = ranks
         stream = self._streams.reducing
-        sent = stream.empty(total.numel(), self._policy.between_replicas(shard.over_ranks.own.dtype))
+        if self._grid.replicas == 1:
+            add_up(parts, shard.own, self._divisor, stream)
+            shard.finish()
+            return
+        wide = torch.promote_types(shard.own.dtype, torch.float32)
+        total = shard.own if shard.own.dtype == wide else stream.empty(shard.own.numel(), wide)
+        add_up(parts, total, 1, stream)
+        shard.of_replica = self._send_to_replicas(shard, total)
+
+    def _part(self, shard: _ShardSum, rank: int) -> Summand:
+        if rank == self._transport.rank:
+            return shard.mine
+        return [self._transport.take(shard.key, rank, shard.unit.name)]
+
+    def _send_to_replicas(self, shard: _ShardSum, total: torch.Tensor) -> torch.Tensor:
+        """Put this replica's sum to the other holders of the shard. Returns it as it is sent: so it counts here."""
+        stream = self._streams.reducing
+        sent = stream.empty(total.numel(), self._policy.between_replicas(shard.own.dtype))
         parts = {holder: [sent] for holder in self._grid.other_holders}
         with labelled("send sum of", shard.unit.name):
-            stream.run(lambda: sent.copy_(total))  # which goes on to be added to
+            stream.run(lambda: sent.copy_(total))  # which others' are added to
             stream.run(lambda: self._transport.put(shard.key, parts))
-        if sent.dtype != total.dtype:
-            shard.mine = sent
+        return sent if sent.dtype != total.dtype else total
 
-    def _add_replica(self, shard: _ShardSum, replica: int) -> None:
+    def _add_replicas(self, shard: _ShardSum, replicas: Sequence[int]) -> None:
+        parts = [self._part_of_replica(shard, replica) for replica in replicas]
+        shard.replicas = replicas
+        add_up(parts, shard.own, self._divisor, self._streams.reducing)
+        shard.finish()
+
+    def _part_of_replica(self, shard: _ShardSum, replica: int) -> Summand:
         if replica == self._grid.replica:
-            assert shard.mine is not None
-            part = shard.mine
-        else:
-            part = self._transport.take(shard.key, self._grid.holders[replica], shard.unit.name)
-        shard.over_replicas.add(replica, part)
+            assert shard.of_replica is not None
+            return [shard.of_replica]
+        return [self._transport.take(shard.key, self._grid.holders[replica], shard.unit.name)]
 
     # ---- after a meeting
     def begin_sums(self, offers: Mapping[Key, Contributors]) -> None:
@@ -272,34 +245,25 @@ class OrderedSum:
         return self._complete(self._sums.pop(gradient.key), offers)
 
     def total_of_others(self, unit: Unit, key: Key, offers: Contributors) -> torch.Tensor:
-        stream = self._streams.reducing
         own = memory_for_sum(unit, self._streams)
-        return self._complete(_ShardSum(unit, key, own, stream), offers)
+        return self._complete(_ShardSum(unit, key, own, ()), offers)
 
     def _complete(self, shard: _ShardSum, offers: Contributors) -> torch.Tensor:
         replicas = self._grid.replicas_of(offers)
+        self._check_nothing_given_up(shard, offers, replicas)
         with labelled("sum of gradient of", shard.unit.name):
-            for rank in self._grid.owners:
-                if rank in offers and rank not in shard.over_ranks.sources:
-                    self._add_rank(shard, rank)
-            self._check_nothing_given_up(shard, offers, replicas)
+            ranks = [rank for rank in self._grid.owners if rank in offers]
+            if ranks and not shard.ranks:
+                self._add_ranks(shard, ranks)
             if not shard.finished:
-                self._finish(shard, replicas)
+                self._add_replicas(shard, replicas)
         self._streams.current().wait(self._streams.reducing.record())
-        return shard.over_ranks.own
-
-    def _finish(self, shard: _ShardSum, replicas: Collection[int]) -> None:
-        if shard.over_ranks.sources:
-            self._tell_replicas(shard)
-        for replica in replicas:
-            if replica not in shard.over_replicas.sources:
-                self._add_replica(shard, replica)
-        shard.finish(self._divisor)
+        return shard.own
 
     def _check_nothing_given_up(self, shard: _ShardSum, offers: Contributors, replicas: Collection[int]) -> None:
         """What has been added up already is still on offer."""
-        given_up = [rank for rank in shard.over_ranks.sources if rank not in offers]
-        given_up += [self._grid.holders[each] for each in shard.over_replicas.sources if each not in replicas]
+        given_up = [rank for rank in shard.ranks if rank not in offers]
+        given_up += [self._grid.holders[each] for each in shard.replicas if each not in replicas]
         if given_up:
             fail_given_up(self._transport, given_up[0], shard.unit)
 

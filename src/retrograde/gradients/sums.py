@@ -1,0 +1,51 @@
+"""The sum of several ranks' parts of a gradient."""
+
+from collections.abc import Sequence
+
+import torch
+
+from retrograde.devices import Stream
+
+Summand = Sequence[torch.Tensor]  # flat pieces of memory which, end to end, are a shard's gradient
+
+
+def add_up(parts: Sequence[Summand], own: torch.Tensor, divisor: int, stream: Stream) -> None:
+    """((p0 + p1) + p2) + ..., in fp32 or wider, divided once: into `own`, which may be one of the parts.
+
+    The first two are added from where they are, if that is done in the right precision, into `own`, if nobody reads
+    that later."""
+    wide = torch.promote_types(own.dtype, torch.float32)
+    dtypes = [part[0].dtype for part in parts]
+    at_once = 2 if len(parts) > 1 and torch.promote_types(*dtypes[:2]) == wide else 1
+    in_place = own.dtype == wide and not any(part[0] is own for part in parts[at_once:])
+    total = own if in_place else stream.empty(own.numel(), wide)
+
+    def add(own: torch.Tensor, total: torch.Tensor, *parts: torch.Tensor) -> None:
+        if at_once == 2:
+            torch.add(*parts[:2], out=total)
+        else:
+            total.copy_(parts[0])
+        for part in parts[at_once:]:
+            total.add_(part)
+        if divisor != 1:
+            total.div_(divisor)
+        if not in_place:
+            own.copy_(total)
+
+    def add_all() -> None:
+        for pieces in _side_by_side([[own], [total], *parts]):
+            add(*pieces)
+
+    stream.run(add_all)
+
+
+def _side_by_side(parts: Sequence[Summand]) -> list[tuple[torch.Tensor, ...]]:
+    """All of them, cut where the one with most pieces is: the others are in one."""
+    lengths = [piece.numel() for piece in max(parts, key=len)]
+    cut = [part if len(part) == len(lengths) else part[0].split_with_sizes(lengths) for part in parts]
+    return list(zip(*cut, strict=True))
+
+
+def copy_together(part: Summand, into: torch.Tensor, wire: torch.dtype) -> None:
+    """Into one piece, as it would be after it had travelled."""
+    torch.cat([piece.to(wire) for piece in part], out=into)
