@@ -20,6 +20,7 @@ from retrograde.transport import Key, Memory, Use
 
 Check = Callable[[], list[str]]
 SHAPES = (16, 16, 47)  # two small parameters and one that is sent from where it is; 80 elements over 2 ranks
+USES = (Use.ACCUMULATED,) * 3
 PEER = 64.0  # what the other rank's gradient consists of
 
 
@@ -51,6 +52,10 @@ class Peer:
     def put(self, key: Any, parts: dict[int, list[Tensor]]) -> Done:
         torch.cat(parts[1], out=self.sent[key.turn - 1])
         return Done()
+
+    def arrived(self, key: Any, src: int) -> bool:
+        """Nothing, before it is asked for."""
+        return False
 
     def take(self, key: Any, src: int, unit: str) -> Tensor:
         return self.device.memory(self.shard_numel).fill_(PEER)
@@ -89,15 +94,17 @@ class Rank:
         stream.run(lambda: grad.fill_(value))
         return grad
 
-    def reduce(self, unit: Unit, bucket: Bucket, values: tuple[float, ...], number: int) -> None:
-        """Launch, sum, and use the result on the current stream; `values` is what the slots must hold."""
-        uses = (Use.ACCUMULATED,) * 3
+    def launch(self, unit: Unit, bucket: Bucket, number: int) -> Gradient:
         gradient = Gradient(unit, bucket)
         own = self.device.reducing.empty(self.layout.shard_numel, self.layout.dtype)
-        gradient.send(Key(unit.index, 0, 0, number), uses, own)
+        gradient.send(Key(unit.index, 0, 0, number), USES, own)
         bucket.close(self.device.reducing)
         self.strategy.launch(gradient)
-        total = self.strategy.total(gradient, {0: uses, 1: uses})
+        return gradient
+
+    def sum_up(self, gradient: Gradient, values: tuple[float, ...], number: int) -> None:
+        """And use the result on the current stream; `values` is what the slots must hold."""
+        total = self.strategy.total(gradient, {0: USES, 1: USES})
         used = self.device.memory(total.numel())
         self.device.current().run(lambda: used.copy_(total))
         flat = torch.cat([torch.full((n,), v) for n, v in zip(SHAPES, values, strict=True)] + [torch.zeros(1)])
@@ -112,9 +119,11 @@ class Rank:
         return [text for fault in self.faults if (text := fault()) is not None]
 
 
-def producers(streams: int, reductions: int, pages: int, keeping: bool = True) -> Callable[[SimulatedDevice], Check]:
+def producers(
+    streams: int, reductions: int, pages: int, keeping: bool = True, late: bool = False
+) -> Callable[[SimulatedDevice], Check]:
     """Gradients from up to three streams go into buckets that share their memory, one after the other, while pages are
-    fetched into memory that they share too."""
+    fetched into memory that they share too. `late`: the other rank's part has not come when a bucket is given back."""
 
     def program(device: SimulatedDevice) -> Check:
         rank = Rank(device, max(reductions, pages, 1), reductions)
@@ -125,7 +134,7 @@ def producers(streams: int, reductions: int, pages: int, keeping: bool = True) -
             if 1 < number <= pages:
                 _use(rank, number - 1)  # while the one after it is on its way
             if number <= reductions:
-                _reduction(rank, sources, number, keeping)
+                _reduction(rank, sources, number, keeping, late)
         if pages:
             _use(rank, pages)
         return rank.check
@@ -133,7 +142,7 @@ def producers(streams: int, reductions: int, pages: int, keeping: bool = True) -
     return program
 
 
-def _reduction(rank: Rank, sources: list[SimulatedStream], number: int, keeping: bool) -> None:
+def _reduction(rank: Rank, sources: list[SimulatedStream], number: int, keeping: bool, late: bool) -> None:
     device, values = rank.device, (number + 1.0, number + 2.0, number + 3.0)
     chosen = [sources[slot % len(sources)] for slot in range(3)]
     grads = [rank.gradient(stream, slot, values[slot]) for slot, stream in enumerate(chosen)]
@@ -142,11 +151,15 @@ def _reduction(rank: Rank, sources: list[SimulatedStream], number: int, keeping:
     for slot, stream in enumerate(chosen):
         with device.on(stream):
             bucket.add([grad if index == slot else None for index, grad in enumerate(grads)])
-    rank.reduce(unit, bucket, values, number)
+    gradient = rank.launch(unit, bucket, number)
+    if not late:
+        rank.sum_up(gradient, values, number)
     rank.strategy.finish_sending()
     # Autograd has let go of the gradients: what their streams compute next may lie there.
     for stream, grad in zip(chosen, grads, strict=True):
         stream.run(lambda grad=grad: grad.fill_(-1.0))
+    if late:
+        rank.sum_up(gradient, values, number)
 
 
 def _fetch(rank: Rank, number: int) -> None:
@@ -178,7 +191,7 @@ def kept(device: SimulatedDevice) -> Check:
     for stream, value in ((second, 1.0), (first, 2.0)):
         with device.on(stream):
             bucket.add([rank.gradient(stream, 0, value), None, None])
-    rank.reduce(rank.units[1], bucket, (3.0, 0.0, 0.0), 1)
+    rank.sum_up(rank.launch(rank.units[1], bucket, 1), (3.0, 0.0, 0.0), 1)
     return rank.check
 
 
@@ -191,7 +204,7 @@ def kept_in_place(device: SimulatedDevice) -> Check:
     for stream, grad in zip((first, second), grads, strict=True):
         with device.on(stream):
             bucket.add([grad, None, None])
-    rank.reduce(rank.units[1], bucket, (3.0, 0.0, 0.0), 1)
+    rank.sum_up(rank.launch(rank.units[1], bucket, 1), (3.0, 0.0, 0.0), 1)
     rank.strategy.finish_sending()
     first.run(lambda: grads[0].fill_(-1.0))
     return rank.check

@@ -17,6 +17,7 @@ CASES: dict[str, Program] = {
     "2 producers, 2 buckets": producers(2, 2, 0),
     "3 producers, 2 buckets": producers(3, 2, 0),
     "3 producers, 2 buckets, all copied": producers(3, 2, 0, keeping=False),
+    "2 producers, 2 buckets, the other rank is late": producers(2, 2, 0, late=True),
     "3 prefetched pages": producers(1, 0, 3),
     "3 producers, 2 buckets, 3 prefetched pages": producers(3, 2, 3),
     "a bucket that waits and one that is forgotten": kept,

@@ -199,8 +199,8 @@ class _Node(torch.autograd.Function):
 @probe(
     "who has a gradient",
     "lone_gradients",
-    needed_for="letting a gradient wait for other backwards where it is, instead of a copy of it",
-    otherwise="a gradient that a hook or a graph has changes with the next backward",
+    needed_for="sending a gradient from where it is, now or after other backwards have added to it, without a copy",
+    otherwise="a gradient that a hook or a graph has changes with the next backward, or is changed before it is sent",
     when=When.FIRST_USE,
 )
 def _holders_of_gradients_are_counted() -> None:
