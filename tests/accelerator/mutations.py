@@ -101,7 +101,7 @@ UNVISITED: dict[tuple[str, str], str] = {
     ("bucket.py", "self.release(stream.record())"): "a bucket that nobody wants; tests/streams comes by",
     ("staged.py", "return self._streams.current().to_host(value) if where[-1] else value"): BY_THE_HOST,
     ("staged.py", "self.work.wait(stream)"): ON_THE_HOST,
-    ("strategy.py", "sending.work.wait(self._streams.reducing)"): "through `_All`, whose line is in scenes",
+    ("strategy.py", "sending.work.wait(stream)"): "through `_All`, whose line is in scenes",
     ("transport.py", "parts = incoming.wait(self._streams.current())"): OF_PIPELINES,
     ("device_channel.py", "made = self._streams.current().record()"): OF_PIPELINES,
     ("device_channel.py", "received.wait(stream)"): OF_PIPELINES,
@@ -203,6 +203,19 @@ def steps(rank: int, **options: Any) -> list[Tensor]:
     scene = _Scene(rank, "gpt", **options)
     for number in range(3):
         scene.step(number)
+    return scene.seen()
+
+
+def changed(rank: int, **options: Any) -> list[Tensor]:
+    """Gradients are used between backward and step."""
+    scene = _Scene(rank, **options)
+    for number in range(2):
+        scene.loss(number).backward()
+        for param in scene.model.parameters():
+            assert param.grad is not None
+            param.grad.mul_(0.5)
+        scene.optimizer.step()
+        scene.optimizer.zero_grad()
     return scene.seen()
 
 
@@ -317,6 +330,7 @@ SCENES: dict[str, tuple[Scene, dict[str, Any]]] = {
     "collective": (steps, {"transport": "collective", "exact": True}),
     "collective, backend's order": (steps, {"transport": "collective", "exact": False}),
     "one-sided": (steps, {"transport": "one-sided", "exact": True}),
+    "gradients changed, one-sided": (changed, {"transport": "one-sided", "exact": True}),
     "no overlap": (two_streams, {"transport": "collective", "overlap": False}),
     "no overlap, one-sided": (two_streams, {"transport": "one-sided", "exact": True, "overlap": False}),
     "two streams": (two_streams, {"transport": "collective", "exact": True}),

@@ -16,6 +16,12 @@ def memory_for_sum(unit: Unit, streams: Streams) -> torch.Tensor:
     return empty(unit.shard.numel(), unit.shard.dtype)
 
 
+def let_go_of_sum(unit: Unit, streams: Streams) -> None:
+    """It will not be finished: its memory is free when the reducing stream has left it ([Note: producers], Rule 5)."""
+    home = streams.crossing.returning if unit.leaves_on_host else streams.current()
+    home.wait(streams.reducing.record())
+
+
 def copy_of_sum(unit: Unit, total: torch.Tensor, streams: Streams) -> torch.Tensor:
     """A second one, for somebody else."""
     copied = memory_for_sum(unit, streams)

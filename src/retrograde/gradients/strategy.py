@@ -22,7 +22,7 @@ import torch
 from retrograde.devices import Stream
 from retrograde.gradients.bucket import Bucket
 from retrograde.gradients.gradient import Gradient
-from retrograde.gradients.landing import memory_for_sum
+from retrograde.gradients.landing import let_go_of_sum, memory_for_sum
 from retrograde.gradients.sums import Summand, add_up, copy_together
 from retrograde.labels import labelled
 from retrograde.layout import Grid, Policy
@@ -269,6 +269,7 @@ class OrderedSum:
 
     def give_up(self, gradient: Gradient) -> None:
         del self._sums[gradient.key]
+        let_go_of_sum(gradient.unit, self._streams)
 
     def sums_of_others(self, units: Sequence[Unit], last: float) -> Sequence[SumOfOthers]:
         """Every rank takes part in all there is."""
