@@ -134,7 +134,7 @@ class CollectiveSum:
             start = self._transport.exchange if apart else self._transport.add_up
             work = start(want, sent, brought)
         if work is None:
-            self._pool.give(brought, stream.record())
+            self._pool.give(brought, free)
             return False
         nobody_looks = want.at_meeting or not apart or self._transport.world == 1
         reducing = _Exchange(work, bucket, brought, True if nobody_looks else None)
