@@ -182,17 +182,18 @@ def below(pair: Pair) -> float:
 def _memory(results: Results) -> Grid:
     rows = []
     for case, pair in _sorted(results):
-        cells = []
-        for engine in (Engine.TORCH, Engine.OURS):
-            by_rank = " ".join(f"{each / _MIB:.0f}" for each in pair[engine].peak)
-            cells.append(f"**{max(pair[engine].peak) / _MIB:.0f}** ({by_rank})")
-        resident = [f"{max(pair[engine].resident) / _MIB:.0f}" for engine in (Engine.TORCH, Engine.OURS)]
+        cells = [_by_rank(pair[engine].peak) for engine in (Engine.TORCH, Engine.OURS)]
+        resident = [_by_rank(pair[engine].resident) for engine in (Engine.TORCH, Engine.OURS)]
         wanted = _LESS[case.checkpointed]
         kept = "" if case.schedule == "1f1b" else f" ({'reached' if below(pair) >= wanted else 'NOT reached'})"
         rows.append((*_name(case), *cells, f"{below(pair):.0%}{kept}", *resident))
     columns = ("schedule", "precision", "checkpointed", "torch, MiB", "retrograde, MiB", "less by")
     title = "Peak of tensors in a step: the largest rank (ranks 0 to 3); and of the process beyond what it had before"
     return Grid(title, (*columns, "torch, process", "retrograde, process"), rows)
+
+
+def _by_rank(sizes: Sequence[int]) -> str:
+    return f"**{max(sizes) / _MIB:.0f}** ({' '.join(f'{each / _MIB:.0f}' for each in sizes)})"
 
 
 def _times(results: Results) -> Grid:
