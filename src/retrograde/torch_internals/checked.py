@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import threading
 from importlib import import_module
 
 import torch
@@ -45,9 +46,19 @@ def check_at_import() -> None:
         )
 
 
-@functools.cache
+_one_at_a_time = threading.Lock()
+
+
 def check_before_first_use() -> None:
-    """For what needs a backward (probes.py, Rule 4). Raises `InternalsChanged`."""
+    """For what needs a backward (probes.py, Rule 4). Raises `InternalsChanged`.
+
+    Ranks may be threads of one process, and what some probes look at, such as autocast's cache, is the process's."""
+    with _one_at_a_time:
+        _check_once()
+
+
+@functools.cache
+def _check_once() -> None:
     check(When.FIRST_USE)
 
 
