@@ -198,19 +198,32 @@ def test_a_gradient_that_its_owner_changes_later_is_not_changed_here(
         assert torch.equal(grad, torch.ones(WIDE * 2))
 
 
+class Buffered(torch.autograd.Function):
+    """Computes its gradient in a buffer that others use as well. Torch copies it, since it is not autograd's alone."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, buffer: Tensor) -> Tensor:
+        ctx.buffer = buffer
+        return weight.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.buffer.fill_(grad.item()), None
+
+
 class Weight(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(NUMEL))
 
 
-def _in_one_array(rank: int, world: int, connections: bool) -> list[Tensor]:
+def _in_one_buffer(rank: int, world: int, connections: bool) -> list[Tensor]:
     """One backward, in which the huge gradients of four units are computed in the same memory."""
     model = nn.Sequential(*(Weight() for _ in range(4)))
     with over_connections() if connections else nullcontext():
         engine = rg.shard(model, 3, units=Weight)
-    array = torch.zeros(NUMEL).numpy()
-    sum(Reuses.apply(each.weight, array) * factor for factor, each in enumerate(model, 1)).backward()
+    buffer = torch.zeros(NUMEL)
+    sum(Buffered.apply(each.weight, buffer) * factor for factor, each in enumerate(model, 1)).backward()
     grads = [engine.full_grad(f"{number}.weight") for number in range(4)]
     dist.barrier()
     return grads
@@ -219,7 +232,7 @@ def _in_one_array(rank: int, world: int, connections: bool) -> list[Tensor]:
 @pytest.mark.parametrize("connections", [False, True])
 def test_memory_that_is_used_again_within_a_backward(ranks: Callable[[int], RankPool], connections: bool) -> None:
     """What is sent is read while the backward goes on."""
-    for grads in ranks(2).run(_in_one_array, connections):
+    for grads in ranks(2).run(_in_one_buffer, connections):
         for number, grad in enumerate(grads, 1):
             assert torch.equal(grad, torch.full_like(grad, number)), f"of unit {number - 1}"
 
