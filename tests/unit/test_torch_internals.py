@@ -7,8 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -378,28 +376,6 @@ def test_import_runs_no_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check(When.IMPORT) == 33
     with pytest.raises(InternalsChanged, match="a backward was run"):
         check(When.FIRST_USE)
-
-
-def test_ranks_that_are_threads_probe_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two at once would disturb each other: autocast's cache is the process's."""
-    began: list[When] = []
-
-    def slow(when: When) -> int:
-        began.append(when)
-        time.sleep(0.1)  # the other thread comes meanwhile
-        return 0
-
-    monkeypatch.setattr(checked, "check", slow)
-    checked._check_once.cache_clear()
-    try:
-        ranks = [threading.Thread(target=checked.check_before_first_use) for _ in range(2)]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join()
-    finally:
-        checked._check_once.cache_clear()  # what was patched has checked nothing
-    assert began == [When.FIRST_USE]
 
 
 # ---- probes leave nothing behind
