@@ -37,7 +37,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--contenders", help="some of the field, comma separated; of all fields: " + ", ".join(CONTENDERS)
     )
-    parser.add_argument("--repeats", type=int, default=5, help="rounds in which everybody has a turn")
+    parser.add_argument("--repeats", type=int, default=9, help="rounds in which everybody has a turn")
     parser.add_argument("--steps", type=int, default=3, help="timed steps in a turn")
     parser.add_argument("--settle", type=int, default=1, help="untimed steps before them")
     parser.add_argument("--world", type=int, default=2, help="ranks")
