@@ -239,11 +239,14 @@ def _window_step(engine: rg.Engine, model: nn.Module, manner: str, x: Tensor, pl
         "no_sync": engine.no_sync,
     }
 
+    inside = 3 if manner == "no_sync" else 4  # of four backwards: after no_sync the next one outside reduces them all
+
     def step() -> None:
         with windows[manner]():
-            for _ in range(3):
+            for _ in range(inside):
                 model(x).backward()
-        model(x).backward()
+        for _ in range(4 - inside):
+            model(x).backward()
         optimizer.step()
         optimizer.zero_grad()
 

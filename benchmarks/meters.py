@@ -63,7 +63,7 @@ def bytes_sent() -> int:
     """Payload bytes this process has sent over the TCP sockets it now holds, and over retrograde's within the host."""
     ours = sys.modules.get("retrograde.transport.connections")  # its peers have not imported it
     wires = [each.wires for each in ours.Connections._by_group.values() if each.wires is not None] if ours else []
-    total = sum(each.sent for each in wires if each.within_host)
+    total = sum(each.sent for each in wires if not each.spans_hosts)
     for connection in tcp_connections():
         with connection:
             total += sent_on(connection)

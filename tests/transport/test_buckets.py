@@ -319,7 +319,7 @@ def test_half_of_the_wire_of_torchs_reduce_scatter(ranks: Callable[[int], RankPo
 def _measured(rank: int, world: int, numel: int) -> tuple[int, int]:
     """The same by the kernel's count of what this rank has sent: one bucket, ours and torch's."""
     model = nn.Linear(numel // 1024, 1024, bias=False)
-    engine = rg.shard(model, 2, process_group=group_over_tcp())
+    engine = rg.shard(model, 2, process_group=group_over_tcp(), transport="one-sided")
     x = torch.ones(1, numel // 1024)
 
     def ours() -> None:

@@ -16,6 +16,7 @@ from retrograde.transport.collective.communicator import Communicator, Offer
 from retrograde.transport.connections import Connections
 from retrograde.transport.messages import Message
 from tests.harness import Ranks
+from tests.multiproc.twin import Twin
 from tests.patterns.cells import LIMIT
 from tests.patterns.driver import play_rank
 from tests.patterns.oracle import expected
@@ -24,6 +25,7 @@ from tests.patterns.trace import differences
 from tests.reference import play
 from tests.small import BLOCKS, batch, build, loss_of
 from tests.stages import EACH_STAGE, OPPOSITE_STAGES, WITH_OTHERS
+from tests.transport.hosts import group_over_tcp
 
 UNITS = BLOCKS + 1  # and the root
 # Rows in which all ranks do the same: of each kind of backward one.
@@ -46,6 +48,32 @@ def test_rows(ranks: Ranks, case_id: str, stage: int) -> None:
     want = expected(case_id, 2, stage)
     for rank in range(2):
         assert differences(got[rank], want[rank], CASES[case_id].rtol) == []
+
+
+# ---- who goes by collectives
+def _ways(rank: int, world: int, transport: str) -> list[str]:
+    """The kinds of transport within a host, and between hosts, after a step that was exact."""
+    kinds = []
+    for group in (None, group_over_tcp()):
+        twin = Twin(rank, world, 3, process_group=group, transport=transport)
+        twin.optimize()
+        twin.backward(0)
+        twin.step()
+        twin.check()
+        kinds.append(type(twin.engine.transport).__name__)
+    return kinds
+
+
+WAYS = {
+    "auto": ["MappedTransport", "CollectiveTransport"],
+    "one-sided": ["MappedTransport", "OneSidedTransport"],
+    "collective": ["CollectiveTransport", "CollectiveTransport"],
+}
+
+
+@pytest.mark.parametrize("transport", WAYS)
+def test_ranks_of_several_hosts_go_by_collectives(ranks: Ranks, transport: str) -> None:
+    assert ranks(2).run(_ways, transport) == [WAYS[transport]] * 2
 
 
 # ---- counts

@@ -186,7 +186,7 @@ def _observed(rank: int, world: int, stage: int) -> tuple[dict[str, int], dict[s
     Connections.send, OneSidedTransport.destination = send, destination  # type: ignore[method-assign]
     try:
         model = build()
-        engine = rg.shard(model, stage, process_group=group_over_tcp())
+        engine = rg.shard(model, stage, process_group=group_over_tcp(), transport="one-sided")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         dist.barrier()
         earlier = len(sent)

@@ -25,6 +25,7 @@ from retrograde.transport.messages import (
     Contact,
     Goodbye,
     Meet,
+    PackedPosition,
     Put,
     Read,
     ShardData,
@@ -91,8 +92,9 @@ def _with_data(message: object, nbytes: int) -> bytes:
     return LENGTHS.pack(len(head), nbytes) + head
 
 
-def _meet(value: object) -> Meet:
-    return Meet(0, 1, Reason.VALUE, "a value", {}, {}, value)  # type: ignore[arg-type]
+def _meet(value: object, number: int = 1, times: int = 1) -> Meet:
+    position = PackedPosition(Reason.VALUE, "a value", {}, {}, value)  # type: ignore[arg-type]
+    return Meet(0, number, [position] * times)
 
 
 NESTED = b"\x91" * 1_000_000
@@ -110,7 +112,7 @@ ATTACKS: dict[str, tuple[bytes, str]] = {
     "a unit below 0": (_raw("read", 0, -1, [0, 0, 0]), "Expected `int` >= 0"),
     "a unit that is not there": (bytes(pieces(Read(0, 7, Stamp(0, 0, 0)))[0]), "there is no unit 7"),
     "an unknown dtype": (_raw("put", 0, [0, 0, 0, 0], "os.system"), "'os.system' is not a dtype"),
-    "an unknown reason to meet": (_raw("meet", 0, 1, "tea", "", {}, {}, None), "Invalid enum value 'tea'"),
+    "an unknown reason to meet": (_raw("meet", 0, 1, [["tea", "", {}, {}, None]]), "Invalid enum value 'tea'"),
     "a large gradient": (
         _with_data(Put(0, Key(0, 0, 0, 0), torch.float32), 2**60),
         f"{2**60} bytes of tensors with a Put that takes {4 * ELEMENTS}",
@@ -127,6 +129,7 @@ ATTACKS: dict[str, tuple[bytes, str]] = {
         _with_data(_meet(LARGE), 16) + bytes(16),
         f"16 bytes of tensors with a meeting's value that has {2**42}",
     ),
+    "another rank's position": (pieces(_meet(3, times=2))[0].tobytes(), "2 positions at a meeting, where it tells 1"),
     "tensors with a question": (_with_data(Ask(0), 8) + bytes(8), "8 bytes of tensors with a Ask that takes 0"),
     "tensors for nobody": (_with_data(Ask(1), 8) + bytes(8), "8 bytes of tensors for receiver 1, which is not there"),
     "tensors for a rank": (_with_data(Goodbye(), 8) + bytes(8), "8 bytes of tensors with a Goodbye that takes 0"),
@@ -323,7 +326,7 @@ def test_values_come_as_they_went(pair: Pair) -> None:
     values = [*VALUES, VALUES, [], [["a", 1], ["b", [None]]], torch.empty(0)]
     for number, value in enumerate(values, 1):
         packed, tensors = pack(value)  # type: ignore[arg-type]
-        liar.wires.send(0, Meet(0, number, Reason.VALUE, "a value", {}, {}, packed), tensors)
+        liar.wires.send(0, _meet(packed, number), tensors)
     for value in values:
         came = transport.meet(Position(Reason.VALUE, "a value", {}, {}))[1].value
         assert type(came) is type(value)

@@ -117,7 +117,7 @@ def _stranger(rank: int, world: int, far: bool) -> set[Any]:
                     call.connect(address)
                     call.sendall(b"x" * 64)  # not the language of the wires
         model = build()
-        engine = rg.shard(model, 3, process_group=group)
+        engine = rg.shard(model, 3, process_group=group, transport="one-sided")
     loss_of(model, batch(rank)).backward()
     dist.barrier()
     contact = engine.transport.connections.wires.contact

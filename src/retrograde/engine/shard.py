@@ -116,7 +116,7 @@ class Options(NamedTuple):
     init: Initializer | None = None
 
     def policy(self, on_host: bool, replicas: int) -> Policy:
-        by_backend = not on_host and replicas == 1 and self.by_collectives(on_host, replicas)
+        by_backend = not on_host and replicas == 1 and self.transport != "one-sided"
         exact = not by_backend if self.exact is None else self.exact
         flag("overlap", self.overlap)
         one_of("transport", self.transport, TRANSPORTS, '"auto", "collective" or "one-sided"')
@@ -132,9 +132,9 @@ class Options(NamedTuple):
         except ShardingError:
             return True
 
-    def by_collectives(self, on_host: bool, replicas: int) -> bool:
+    def by_collectives(self, ranks: ProcessRanks, streams: Streams, replicas: int) -> bool:
         """What "auto" comes to. Gradients of replicas do not go by collectives."""
-        wanted = not on_host or self.asks_backend
+        wanted = self.asks_backend or ranks.should_call(streams)
         return self.transport == "collective" or (self.transport == "auto" and wanted and replicas == 1)
 
     @property
@@ -212,7 +212,7 @@ class _Start(NamedTuple):
 
 def _start(ranks: Ranks, fence: WriteFence, streams: Streams, options: Options, grid: Grid) -> _Start:
     """A mistake in the argument is told when all can be told."""
-    if options.by_collectives(streams.on_host, grid.replicas) and isinstance(ranks, ProcessRanks):
+    if isinstance(ranks, ProcessRanks) and options.by_collectives(ranks, streams, grid.replicas):
         start = ranks.collective_start(fence, streams, WAIT_FOR_ARGUMENTS)
         return _Start(start.aside, start.open)
     transport = ranks.transport(fence, streams, WAIT_FOR_ARGUMENTS)

@@ -91,7 +91,7 @@ class Connections:
         if group not in cls._by_group:
             rank, world = dist.get_rank(group), dist.get_world_size(group)
             wires = connect(store_of(group), rank, world, timeout) if world > 1 else None
-            neighbours = neighbours_of(rank, world) if wires is not None and wires.within_host else None
+            neighbours = neighbours_of(rank, world) if wires is not None and not wires.spans_hosts else None
             cls._by_group[group] = made = cls(rank, world, wires, group, neighbours)
             weakref.finalize(group, made.say_goodbye).atexit = False  # leaving.py has the end of the process
             if wires is not None:
@@ -134,6 +134,11 @@ class Connections:
 
     def group(self) -> dist.ProcessGroup | None:
         return None if self._group is None else self._group()
+
+    @property
+    def spans_hosts(self) -> bool:
+        """Are ranks on several hosts, as far as any of them can tell? The same on all ranks."""
+        return self.wires is not None and self.wires.spans_hosts
 
     @property
     def peers(self) -> Iterator[int]:

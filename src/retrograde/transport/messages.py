@@ -214,16 +214,24 @@ class Put(Record, frozen=True, tag="put"):
     dtype: torch.dtype
 
 
-class Meet(Record, frozen=True, tag="meet"):
-    """The sender's position at its meeting of this number."""
+class PackedPosition(Record, frozen=True):
+    """What a rank brings to a meeting (`Position` in protocol.py), as it travels."""
 
-    receiver: Count
-    number: Count
     reason: Reason
     label: str
     sent: Offers
     pending: Offers
     value: PackedValue
+
+
+class Meet(Record, frozen=True, tag="meet"):
+    """The sender's position at its meeting of this number, and those of ranks before it that it has heard (rounds.py).
+
+    They may come in several messages."""
+
+    receiver: Count
+    number: Count
+    positions: list[PackedPosition]
 
 
 class Ordered(Record, frozen=True, tag="ordered"):

@@ -2,13 +2,15 @@
 
 A *meeting* is the only point at which ranks wait for each other's main thread. Every rank brings its
 position (why it came and what it has to offer) and leaves with everybody's, so all ranks see the same
-sequence of meetings and can draw the same conclusions from it. That replaces an agreed order of
+sequence of meetings and can draw the same conclusions from it. Many ranks pass on what they have heard
+(rounds.py), so that messages grow as the logarithm of their number. That replaces an agreed order of
 collectives: positions need not be equal, they only have to be reconcilable (coordination/coordinator.py).
 
 Everything else is served by the other rank's service thread, whatever its main thread is doing.
 """
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ from retrograde.transport.messages import (
     Meet,
     MessageError,
     Ordered,
+    PackedPosition,
     Put,
     Read,
     Reason,
@@ -38,8 +41,10 @@ from retrograde.transport.messages import (
     unpack,
 )
 from retrograde.transport.protocol import Memory, Position, ShardServer, Work
+from retrograde.transport.rounds import Round, rounds
 from retrograde.transport.wires import Sending
 
+_AT_ONCE = 256  # positions in a message, whose length is limited (envelope.py)
 _LOOK_AGAIN = 0.002  # seconds between two looks at whether a gradient has been sent
 
 
@@ -49,6 +54,13 @@ class _Request(NamedTuple):
     reader: int
     unit: int
     stamp: Stamp
+
+
+class _Brought(NamedTuple):
+    """A rank's position at a meeting, as it travels, with the tensors of its value."""
+
+    position: PackedPosition
+    tensors: Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +93,11 @@ class OneSidedTransport:
         self.meetings = 0
         self.failure: str | None = None
         self._shards = shards
-        self._where = "not started"
+        self._where: Callable[[], str] = lambda: "not started"  # what this rank's main thread is doing
         self._told: dict[int, str] = {}  # where others say they are, when something is amiss
-        self._met: dict[int, dict[int, Position]] = {}
+        self._rounds = rounds(self.rank, self.world)
+        self._to_hear = {words.rank: words.number for each in self._rounds for words in each.hears}
+        self._met: dict[int, dict[int, list[_Brought]]] = {}  # by meeting, and by the rank that told it
         self._requests: list[_Request] = []
         self._reading: dict[tuple[int, int], torch.Tensor] = {}  # unit, owner: where its shard belongs
         self._parts: dict[tuple[Key, int], torch.Tensor] = {}
@@ -170,20 +184,32 @@ class OneSidedTransport:
         self.meetings += 1
         number = self.meetings
         what = f"{position.reason} ({position.label})"
-        self._where = f"waiting for the other ranks at {what}"
-        value, tensors = pack(position.value)
-        sent, pending = position.sent, position.pending
-        message = Meet(self.number, number, position.reason, position.label, sent, pending, value)
-        for peer in self.connections.peers:
-            self._send_position(peer, message, tensors)
+        known = [_packed(position)]  # and then those of the ranks before this one, nearest first
+        for each in self._rounds:
+            self._tell_round(each, number, known)
+            self._where = functools.partial(self._waiting, each, number, what)
+            self.wait_for(functools.partial(self._unheard, each, number), what, for_main_threads=True)
+            known += [brought for src, _ in each.hears for brought in self._met[number][src]]
+        self._met.pop(number, None)
+        self._where = lambda: f"outside retrograde, after {what}"
+        positions = [position, *map(_unpacked, known[1:])]
+        return [positions[(self.rank - rank) % self.world] for rank in range(self.world)]
 
-        def absent() -> list[int]:
-            return [peer for peer in self.connections.peers if peer not in self._met.get(number, {})]
+    def _tell_round(self, each: Round, number: int, known: Sequence[_Brought]) -> None:
+        for dst, count in each.tells:
+            for start in range(0, count, _AT_ONCE):
+                some = known[start : min(start + _AT_ONCE, count)]
+                message = Meet(self.number, number, [brought.position for brought in some])
+                self._send_positions(dst, message, [tensor for brought in some for tensor in brought.tensors])
 
-        self.wait_for(absent, what, for_main_threads=True)
-        self._where = f"outside retrograde, after {what}"
-        met = self._met.pop(number, {}) | {self.rank: position}
-        return [met[rank] for rank in range(self.world)]
+    def _unheard(self, each: Round, number: int) -> list[int]:
+        """Who is to tell this rank something in this round, and has not told all of it."""
+        met = self._met.get(number, {})
+        return [src for src, count in each.hears if len(met.get(src, ())) < count]
+
+    def _waiting(self, each: Round, number: int, what: str) -> str:
+        missing = ", ".join(map(str, self._unheard(each, number)))
+        return f"waiting for rank(s) {missing} at {what}" if missing else f"at {what}"
 
     def tell_all(self, words: list[str]) -> list[list[str]]:
         """A meeting about groups that ranks have put back (own_groups.py): what each says."""
@@ -193,8 +219,8 @@ class OneSidedTransport:
     def meeting_is_over(self) -> None:
         """Nobody waits for that."""
 
-    def _send_position(self, peer: int, message: Meet, data: Sequence[torch.Tensor]) -> None:
-        self._send(peer, message, data)
+    def _send_positions(self, dst: int, message: Meet, data: Sequence[torch.Tensor]) -> None:
+        self._send(dst, message, data)
 
     def _send(self, dst: int, message: ToReceiver, data: Sequence[torch.Tensor] = ()) -> Sending:
         try:
@@ -289,12 +315,20 @@ class OneSidedTransport:
             case Put():
                 self._parts[message.key, src] = data[0]
             case Meet():
-                self._met.setdefault(message.number, {})[src] = _position(message, data)
+                self._hear_positions(src, message, data)
             case Ordered():
                 self._hear_order(src, message)
             case _:
                 self._on_trouble(src, message)
         self.connections.notify()
+
+    def _hear_positions(self, src: int, message: Meet, data: Sequence[torch.Tensor]) -> None:
+        heard = self._met.setdefault(message.number, {}).setdefault(src, [])
+        tensors = iter(data)
+        for position in message.positions:
+            heard.append(_Brought(position, [next(tensors) for _ in tensor_forms(position.value)]))
+        if len(heard) > self._to_hear.get(src, 0):
+            raise MessageError(f"{len(heard)} positions at a meeting, where it tells {self._to_hear.get(src, 0)}")
 
     def _hear_order(self, src: int, message: Ordered) -> None:
         if self._listener is None:
@@ -333,7 +367,7 @@ class OneSidedTransport:
     def _tell(self, src: int) -> None:
         answers = [self._shards.shard_for(unit, stamp) for reader, unit, stamp in self._requests if reader == src]
         reasons = {answer for answer in answers if isinstance(answer, str)}
-        self.connections.tell(src, Tell(self.number, "; ".join([self._where, *reasons])))
+        self.connections.tell(src, Tell(self.number, "; ".join([self._where(), *reasons])))
 
     # ---- the service thread's side, which does not hold it
     def destination(self, src: int, message: ToReceiver, nbytes: int) -> Sequence[torch.Tensor] | None:
@@ -345,7 +379,7 @@ class OneSidedTransport:
             case Put():
                 return [torch.empty(self._shards.shard_numel(message.key.unit), dtype=message.dtype, device="cpu")]
             case Meet():
-                forms = tensor_forms(message.value)
+                forms = [form for position in message.positions for form in tensor_forms(position.value)]
                 expected = sum(form.nbytes for form in forms)
                 if expected != nbytes:  # before memory is taken
                     raise MessageError(f"{nbytes} bytes of tensors with a meeting's value that has {expected}")
@@ -354,6 +388,12 @@ class OneSidedTransport:
                 return ()
 
 
-def _position(message: Meet, data: Sequence[torch.Tensor]) -> Position:
-    value = unpack(message.value, data)
-    return Position(message.reason, message.label, message.sent, message.pending, value)
+def _packed(position: Position) -> _Brought:
+    value, tensors = pack(position.value)
+    return _Brought(PackedPosition(position.reason, position.label, position.sent, position.pending, value), tensors)
+
+
+def _unpacked(brought: _Brought) -> Position:
+    packed = brought.position
+    value = unpack(packed.value, brought.tensors)
+    return Position(packed.reason, packed.label, packed.sent, packed.pending, value)

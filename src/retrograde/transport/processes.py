@@ -25,6 +25,13 @@ class ProcessRanks:
         self.rank = self._connections.rank
         self.world = self._connections.world
 
+    def should_call(self, streams: Streams) -> bool:
+        """Are collectives the way between these ranks? They are on a device, and between hosts, if the process group
+        has a backend for the host's memory."""
+        if not streams.on_host:
+            return True
+        return self._connections.spans_hosts and "cpu:" in dist.get_backend_config()
+
     def transport(self, shards: ShardServer, streams: Streams, timeout: float) -> Transport:
         if streams.on_host:
             return self._host_transport(shards, timeout)

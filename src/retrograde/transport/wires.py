@@ -210,8 +210,8 @@ class Wires:
         self._poller.register(self._bulk.incoming, zmq.POLLIN)
 
     @property
-    def within_host(self) -> bool:
-        return isinstance(self.contact.control, UnixAddress)
+    def spans_hosts(self) -> bool:
+        return isinstance(self.contact.control, TcpAddress)
 
     def admit(self, contacts: Mapping[int, Contact]) -> None:
         """These are the other ranks."""

@@ -108,8 +108,8 @@ class MappedTransport(OneSidedTransport):
         self._neighbours.arena.collect_parcels()  # the next ones come with the next backward, if there is one
 
     # ---- agreement
-    def _send_position(self, peer: int, message: Meet, data: Sequence[torch.Tensor]) -> None:
-        self._post(peer, message, data)
+    def _send_positions(self, dst: int, message: Meet, data: Sequence[torch.Tensor]) -> None:
+        self._post(dst, message, data)
 
     def _post(self, dst: int, message: ToReceiver, data: Sequence[torch.Tensor] = ()) -> None:
         """By a letter, if the other rank has a box, and room in it."""
