@@ -23,7 +23,6 @@ from retrograde.transport.order import (
     Passed,
     Patience,
     Reduce,
-    Residency,
     Send,
     Serve,
     Settle,
@@ -166,31 +165,6 @@ def test_a_world_of_one_rank() -> None:
     assert [type(effect) for effect in effects if isinstance(effect, Issue | Serve)] == [Issue, Serve]
     assert isinstance(alone.arrive(STEP, "step")[-1], Settle)
     assert alone.rest()[-1] == Passed(STEP)
-
-
-def test_pages_are_wanted_by_the_sequence_and_not_by_what_is_held() -> None:
-    """Budgets of 0, 2 and all pages, in a forward and a backward of 4 units."""
-    wanted = []
-    for budget in (0, 2, float("inf")):
-        rank = Participant(0, 1, OrderPolicy(), residency=Residency(budget))
-        units = [0, 1, 2, 3, 3, 2, 1, 0]
-        wants = []
-        for unit in units:
-            if rank.must_want(unit):
-                wants.append(unit)
-                rank.want(Gather(unit))
-        wanted.append(wants)
-        rank.arrive(STEP)
-        rank.rest()
-        assert rank.must_want(0)
-    assert wanted == [[0, 1, 2, 3, 2, 1, 0], [0, 1, 2, 3, 0], [0, 1, 2, 3]]
-
-
-def test_a_budget_counts_what_pages_weigh() -> None:
-    residency = Residency(budget=10, sizes={0: 4, 1: 6, 2: 1, 3: 100})
-    for unit in (0, 1, 2, 3):
-        residency.gathered(unit)
-    assert [residency.has(unit) for unit in range(4)] == [False, True, True, True]
 
 
 def test_a_rank_that_has_failed_says_why() -> None:

@@ -1,12 +1,13 @@
 """The order of collectives that ranks share without talking, unless surprised. No torch, threads, sockets or clocks.
 
 [Note: driving the order]
-A transport makes one `Participant` per rank and engine, with an equal `OrderPolicy`, guess of a period's wants and
-`Residency` on all ranks, and a lock around it. `fingerprint` tells whether policy and guess are equal. Then:
+A transport makes one `Participant` per rank and engine, with an equal `OrderPolicy` on all ranks, and a lock around it.
+Which accesses of pages are wants must be a function of the program alone. `fingerprint` tells whether policies are
+equal. Then:
 
 | when                                             | call                          | the program goes on at         |
 |--------------------------------------------------|-------------------------------|--------------------------------|
-| the program needs a page and `must_want` says so | `want(Gather(unit))`          | `Serve(call)`, `ServeOneSided` |
+| the program needs a page                         | `want(Gather(unit))`          | `Serve(call)`, `ServeOneSided` |
 | a unit's gradient is ready                       | `want(Reduce(unit, uses))`    | `Serve(call)`, `ServeOneSided` |
 | an optimizer steps                               | `arrive(STEP, name)`          | `Settle`, then see below       |
 | ranks meet (values, flushes, train/eval)         | `arrive(SOFT_STEP, name)`     | `Settle`, then see below       |
@@ -44,7 +45,6 @@ from retrograde.transport.order.effects import (
 from retrograde.transport.order.messages import MeetingPlace, OrderMessage, decode, encode
 from retrograde.transport.order.participant import Participant
 from retrograde.transport.order.policy import OrderPolicy, Patience
-from retrograde.transport.order.residency import Residency
 from retrograde.transport.order.sequence import CollectiveCall
 from retrograde.transport.order.tree import Tree
 from retrograde.transport.order.wants import SOFT_STEP, STEP, Boundary, Gather, Reduce, Want
@@ -67,7 +67,6 @@ __all__ = [
     "Passed",
     "Patience",
     "Reduce",
-    "Residency",
     "Role",
     "Send",
     "Serve",

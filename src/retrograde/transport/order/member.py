@@ -57,7 +57,6 @@ from retrograde.transport.order.messages import (
     shortened,
 )
 from retrograde.transport.order.policy import OrderPolicy
-from retrograde.transport.order.residency import Residency
 from retrograde.transport.order.sequence import AgreedSequence, CollectiveCall, Consumed
 from retrograde.transport.order.usage import Usages
 from retrograde.transport.order.wants import STEP, Boundary, Gather, Reduce, Want
@@ -88,13 +87,12 @@ Verdict = Grant | Close | Go | Invitation | Decline
 class OrderMember:
     """See [Note: the member]. The rules are those of docs/design/order.md."""
 
-    def __init__(self, rank: int, via: int, policy: OrderPolicy, guess: Sequence[Want], residency: Residency) -> None:
+    def __init__(self, rank: int, via: int, policy: OrderPolicy, guess: Sequence[Want]) -> None:
         """`via`: the rank through which it hears the others."""
         self.rank = rank
         self._via = via
         self._policy = policy
         self._sequence = AgreedSequence(policy, guess)
-        self._residency = residency
         self._phase = MemberPhase.RUNNING
         self._period = 0
         self._volatile: frozenset[int] = frozenset()
@@ -120,7 +118,6 @@ class OrderMember:
         self._withdrawn = False
         self._detour = 0  # gathers that were one-sided because this rank is OUT
         self._turn = 0
-        self._residency.clear()
 
     @property
     def out(self) -> bool:
@@ -142,11 +139,6 @@ class OrderMember:
         self._require(MemberPhase.RUNNING)
         self._usages.note(want)
         return self._serve(want)
-
-    def must_want(self, unit: int) -> bool:
-        """Is an access of the unit's page a want, whatever this rank holds? If not, a page that is here may be used."""
-        follows = not self._out and unit not in self._volatile
-        return follows and not self._residency.has(unit)
 
     def arrive(self, boundary: Boundary, name: str) -> Effects:
         """The program is at a boundary and waits for Settle."""
@@ -202,7 +194,7 @@ class OrderMember:
         if self._out:
             return [*self._invite(want), *self._serve_one_sided(want)]
         if self._spares and self._spares[0].want == want:
-            return self._serve_by(self._spares.popleft())
+            return [Serve(self._spares.popleft())]
         said = self._drop_spares()
         if self._sequence.expected() == want:
             return said + self._grow(want)
@@ -217,12 +209,7 @@ class OrderMember:
         consumed = self._sequence.consume(want)
         assert consumed.call is not None
         ordinal = self._usages.ordinal(want)
-        return [*self._record(consumed, Role.OWN, Role.PREFETCH, ordinal), *self._serve_by(consumed.call)]
-
-    def _serve_by(self, call: CollectiveCall) -> Effects:
-        if isinstance(call.want, Gather):
-            self._residency.gathered(call.want.unit)
-        return [Serve(call)]
+        return [*self._record(consumed, Role.OWN, Role.PREFETCH, ordinal), Serve(consumed.call)]
 
     def _serve_one_sided(self, want: Want) -> Effects:
         self._put = self._put or isinstance(want, Reduce)

@@ -25,7 +25,6 @@ from retrograde.transport.order.messages import (
 )
 from retrograde.transport.order.policy import OrderPolicy
 from retrograde.transport.order.relay import Relay
-from retrograde.transport.order.residency import Residency
 from retrograde.transport.order.tree import Tree
 from retrograde.transport.order.wants import Boundary, Want
 
@@ -33,20 +32,13 @@ MEMBER_TIMERS = (Timer.OFFER, Timer.LIMIT)
 
 
 class Participant:
-    """One rank of the order. All ranks are made with equal policies, guesses and residencies."""
+    """One rank of the order. All ranks are made with equal policies and guesses."""
 
-    def __init__(
-        self,
-        rank: int,
-        world: int,
-        policy: OrderPolicy,
-        guess: Sequence[Want] = (),
-        residency: Residency | None = None,
-    ) -> None:
+    def __init__(self, rank: int, world: int, policy: OrderPolicy, guess: Sequence[Want] = ()) -> None:
         self.rank = rank
         self._tree = Tree(world, policy.fan_out)
         via = self._tree.parent(rank) if rank else 0
-        self.member = OrderMember(rank, via, policy, guess, residency or Residency())
+        self.member = OrderMember(rank, via, policy, guess)
         self.above: Arbiter | Relay
         self.above = Arbiter(world, policy) if rank == 0 else Relay(self._tree.size(rank), policy)
 
@@ -56,9 +48,6 @@ class Participant:
     def want(self, want: Want) -> list[Effect]:
         """Ends in Serve or ServeOneSided, now or after Wait."""
         return self._route(self.member.want(want))
-
-    def must_want(self, unit: int) -> bool:
-        return self.member.must_want(unit)
 
     def arrive(self, boundary: Boundary, name: str = "") -> list[Effect]:
         """Ends in Settle, after which `rest` ends in Passed, or in another Wait if others are not there yet."""
