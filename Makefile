@@ -88,8 +88,11 @@ test-all: test
 	@$(PY) -m tests.fuzz --count 1000 --seed 50 --delays 1
 	@$(PY) -m tests.order --count 10000
 	@$(PY) -m tests.patterns.table
+	@$(PY) -m tests.patterns.table --transport collective
 	@$(PY) -m tests.accelerator.table
-	@$(PY) -m tests.accelerator.table --mode sides --stages 3
+	@$(PY) -m tests.accelerator.table --mode sides
+	@for seed in 1 2 3 4 5; do $(PY) -m tests.accelerator.table --mode random --seed $$seed; done
+	@$(PY) -m tests.accelerator.table --world 4 --stages 3
 	@$(PY) -m tests.accelerator.table --offload parameters --stages 2 3
 	@$(PY) -m tests.accelerator.mutations
 	@$(PY) -m benchmarks.gpu --tiny --device late --into build/gpu-report.md
