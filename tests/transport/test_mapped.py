@@ -6,6 +6,8 @@ import gc
 import logging
 import mmap
 import os
+import platform
+import stat
 import threading
 from collections import Counter
 from typing import Any
@@ -206,6 +208,20 @@ def test_parcels_that_have_been_used_are_given_back_but_for_four() -> None:
     del parts
     arena.collect_parcels()
     assert _blocks(arena) - empty == 4 * each
+
+
+def test_an_arena_is_its_users_alone() -> None:
+    assert stat.S_IMODE(os.fstat(Arena(2, control_length(2)).descriptor).st_mode) == 0o600
+
+
+def test_a_machine_on_which_memory_is_not_shared_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert neighbourhood.neighbours_of(1, 2) is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "rank 1: memory is shared on Linux and x86-64 alone; bytes go over connections instead, which is slower"
+    ]
 
 
 def test_what_is_not_an_arena_is_not_mapped(tmp_path: Any) -> None:

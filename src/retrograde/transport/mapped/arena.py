@@ -60,6 +60,7 @@ class Arena:
         self._parcels: list[tuple[Stretch, int]] = []  # that were given out, with their receivers
         self._spare: list[Stretch] = []
         self.descriptor = os.memfd_create("retrograde", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.fchmod(self.descriptor, 0o600)  # other users do not get it by /proc either
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         os.posix_fallocate(self.descriptor, 0, self._end)
         self.control = mmap.mmap(self.descriptor, self._end)
