@@ -73,10 +73,8 @@ class Neighbours:
 def neighbours_of(rank: int, world: int) -> Neighbours | None:
     """For ranks that are all on this host; None where there is no shared memory to be had."""
     if not supported():
-        logger.warning(
-            "rank %d: memory is shared on Linux and x86-64 alone; bytes go over connections instead, which is slower",
-            rank,
-        )
+        why = "memory is shared on Linux and x86-64 alone"
+        logger.warning("rank %d: %s; bytes go over connections instead, which is slower", rank, why)
         return None
     try:
         return Neighbours(rank, world)
