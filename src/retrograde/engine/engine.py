@@ -18,9 +18,11 @@ from retrograde.engine.named_state import named_state, names_of, numbered_state
 from retrograde.engine.units import UnitMemory
 from retrograde.errors import ShardingError
 from retrograde.gradients import (
+    BackendSum,
     Backwards,
     CollectiveSum,
     Deliveries,
+    Exchange,
     GradientFlow,
     Keys,
     OrderedSum,
@@ -50,7 +52,9 @@ _A_RANK = "a rank of this engine's process group, or None"
 def _strategy(transport: EngineTransport, grid: Grid, policy: Policy, buckets: BufferPool) -> Strategy:
     one_by_one = OrderedSum(transport, grid, policy, buckets)
     if isinstance(transport, CollectiveTransport) and grid.replicas == 1:
-        return CollectiveSum(transport, policy, buckets, one_by_one)
+        in_rank_order = policy.exact or buckets.streams.on_host
+        kind = Exchange(transport) if in_rank_order else BackendSum(transport)
+        return CollectiveSum(transport, policy, buckets, one_by_one, kind)
     return one_by_one
 
 

@@ -1,6 +1,7 @@
 """Unreduced gradients: from a page's node to the shard's `.grad`."""
 
 from retrograde.gradients.backwards import Backwards
+from retrograde.gradients.collective_calls import BackendSum, Exchange
 from retrograde.gradients.collective_sum import CollectiveSum
 from retrograde.gradients.deliveries import Deliveries
 from retrograde.gradients.flow import GradientFlow
@@ -12,9 +13,11 @@ from retrograde.gradients.strategy import OrderedSum, Strategy
 from retrograde.gradients.window import Windows
 
 __all__ = [
+    "BackendSum",
     "Backwards",
     "CollectiveSum",
     "Deliveries",
+    "Exchange",
     "GradientFlow",
     "Keys",
     "OrderedSum",
