@@ -27,7 +27,7 @@ def _row(engine: rg.Engine, batches: Batches, backwards: int, budget: float) -> 
     with engine.coalesce(budget=budget):
         for _ in range(backwards):
             engine.model(*batches.take()).backward()
-            waiting = max(waiting, sum(engine.flow.bytes_waiting.values()))
+            waiting = max(waiting, sum(engine.pending.bytes_waiting.values()))
     engine.model.zero_grad()
     ledger = engine.ledger
     once = sum(ledger.count("reduce", unit.name) == 1 for unit in engine.units)

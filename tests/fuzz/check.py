@@ -109,9 +109,9 @@ class EngineSide:
         kept = [*host._parts, *(transport._courtesies._parts if host is not transport else ())]
         left = {
             "pages": self._pages(),
-            "pending gradients": flow._pending,
-            "backwards": flow._backwards,
-            "launches": flow._orphans,
+            "pending gradients": self.engine.pending.gradients,
+            "backwards": flow._backwards.running,
+            "launches": flow._backwards.orphans,
             "parts of gradients": [key for key, _ in kept if key.meeting < transport.meetings],
         }
         self.faults += [f"{what} left after a step: {list(found)}" for what, found in left.items() if found]

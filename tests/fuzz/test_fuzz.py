@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from retrograde.gradients import GradientFlow
+from retrograde.gradients.deliveries import Deliveries
 from tests.fuzz import oracle
 from tests.fuzz.check import Checker, play
 from tests.fuzz.generate import recipe
@@ -93,11 +93,11 @@ def test_a_reduction_too_many_is_seen() -> None:
 
 def _forgetful(rank: int, world: int, case: Recipe) -> Trace:
     """An engine that loses the gradients that only other ranks have."""
-    whole, GradientFlow._deliver = GradientFlow._deliver, lambda self, joined: None  # type: ignore[method-assign]
+    whole, Deliveries.deliver = Deliveries.deliver, lambda self, joined: None  # type: ignore[method-assign]
     try:
         return play(case, rank)
     finally:
-        GradientFlow._deliver = whole  # type: ignore[method-assign]
+        Deliveries.deliver = whole  # type: ignore[method-assign]
 
 
 def test_a_fault_of_the_engine_is_found(ranks: Ranks) -> None:

@@ -116,7 +116,7 @@ def _divergent(rank: int, world: int, stage: int, seed: int) -> tuple[list[str],
 
     def look(_: int) -> None:
         nonlocal fits
-        fits = fits and sum(engine.flow.bytes_waiting.values()) <= budget
+        fits = fits and sum(engine.pending.bytes_waiting.values()) <= budget
 
     with engine.coalesce(budget=budget):
         _play(model, _plan(seed, rank), look)
@@ -151,7 +151,7 @@ def _makes_room(rank: int, world: int, stage: int) -> tuple[dict[str, int], list
     with engine.coalesce(budget=sum(sizes[:2])):
         for uses in [[(0, 1), (1, 1)]] * 3 + [[(2, 1)]] * 3:
             _play(model, [uses])
-            held.append(sorted(engine.flow.bytes_waiting))
+            held.append(sorted(engine.pending.bytes_waiting))
     counts = {unit.name: engine.ledger.count("reduce", unit.name) for unit in engine.units}
     got = engine.full_grads()
     exact = all(torch.equal(got[f"tiles.{i}.weight"], torch.full_like(got[f"tiles.{i}.weight"], 6.0)) for i in range(3))
@@ -177,7 +177,7 @@ def _raises_after_making_room(rank: int, world: int, transport: str) -> tuple[li
         with pytest.raises(ValueError, match="boom"):
             broken = Raises.apply(model.tiles[3].weight.sum(), ValueError("boom"))
             (broken + model.tiles[2].weight.sum()).backward()
-        held = sorted(engine.flow.bytes_waiting)
+        held = sorted(engine.pending.bytes_waiting)
     got = engine.full_grads()
     dist.barrier()
     return held, [got[f"tiles.{i}.weight"][0, 0].item() for i in range(3)]
@@ -210,9 +210,9 @@ def _entering(rank: int, world: int, stage: int) -> tuple[int, int, int]:
     engine = rg.shard(model, stage)
     with engine.no_sync():
         loss_of(model, batch(rank)).backward()
-    before = sum(engine.flow.bytes_waiting.values())
+    before = sum(engine.pending.bytes_waiting.values())
     with engine.coalesce(budget="1KiB"):
-        inside = sum(engine.flow.bytes_waiting.values())
+        inside = sum(engine.pending.bytes_waiting.values())
     dist.barrier()
     return before, inside, engine.ledger.count("reduce")
 

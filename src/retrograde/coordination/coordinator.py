@@ -101,7 +101,7 @@ class Coordinator:
                 self._transport.meeting_is_over()
             if reason in concluded:
                 if reason in (Reason.STEP, Reason.VALUE):
-                    flow.fresh = False
+                    flow.note_same_place()
                 return positions
 
     def _conclude(self, first: Reason, positions: list[Position]) -> set[Reason]:

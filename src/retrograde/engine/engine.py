@@ -17,8 +17,21 @@ from retrograde.engine.growth import growth
 from retrograde.engine.named_state import named_state, names_of, numbered_state
 from retrograde.engine.units import UnitMemory
 from retrograde.errors import ShardingError
-from retrograde.gradients import CollectiveSum, GradientFlow, OrderedSum, Strategy, UnitGraph
-from retrograde.gradients.window import Windows
+from retrograde.gradients import (
+    BackendSum,
+    Backwards,
+    CollectiveSum,
+    Deliveries,
+    Exchange,
+    GradientFlow,
+    Keys,
+    OrderedSum,
+    PendingGradients,
+    Reducer,
+    Strategy,
+    UnitGraph,
+    Windows,
+)
 from retrograde.layout import Grid, Policy, parse_bytes
 from retrograde.ledger import Ledger
 from retrograde.pages import BufferPool, PageGathering, Pager, SavedTensors, Unit
@@ -39,7 +52,9 @@ _A_RANK = "a rank of this engine's process group, or None"
 def _strategy(transport: EngineTransport, grid: Grid, policy: Policy, buckets: BufferPool) -> Strategy:
     one_by_one = OrderedSum(transport, grid, policy, buckets)
     if isinstance(transport, CollectiveTransport) and grid.replicas == 1:
-        return CollectiveSum(transport, policy, buckets, one_by_one)
+        in_rank_order = policy.exact or buckets.streams.on_host
+        kind = Exchange(transport) if in_rank_order else BackendSum(transport)
+        return CollectiveSum(transport, policy, buckets, one_by_one, kind)
     return one_by_one
 
 
@@ -70,14 +85,16 @@ class Engine:
         self.pages = BufferPool(Memory.PAGE, transport, streams, self.ledger)
         self.buckets = BufferPool(Memory.BUCKET, transport, streams, Ledger())  # the user's ledger is about pages
         meetings = Meetings(transport, self.ledger)
-        strategy = _strategy(transport, grid, policy, self.buckets)
+        self._strategy = _strategy(transport, grid, policy, self.buckets)
         gathering = PageGathering(transport, self.pages) if isinstance(transport, CollectiveTransport) else None
-        self._buffers = strategy.buffers
         self._windows = Windows()
-        self.flow = GradientFlow(
-            transport, grid, strategy, policy, self.buckets, meetings.meet, self.ledger, self._windows
-        )
-        self.pager = Pager(policy, self.pages, self.flow.recover)
+        self._deliveries = Deliveries()
+        keys = Keys(transport)
+        reducer = Reducer(grid, self.units, policy, self._strategy, self.buckets, self.ledger)
+        backwards = Backwards(transport, self.units, keys, self._strategy, reducer, self._deliveries, meetings.meet)
+        self.pending = PendingGradients(policy, self._windows, keys, reducer)
+        self.flow = GradientFlow(grid, self.buckets, self._strategy, reducer, self._deliveries, backwards, self.pending)
+        self.pager = Pager(policy, self.pages, backwards.recover)
         self.coordinator = Coordinator(transport, grid, meetings, fence, self.flow, self.pager, gathering)
         self.saved = SavedTensors(self.pager)
         self.saves_shards = False
@@ -90,7 +107,7 @@ class Engine:
             self._enlist(memory)
         sizes = sorted((unit.layout.page_bytes for unit in self.units), reverse=True)
         self.pages.limit = sum(sizes[: 2 if self.policy.prefetch else 1]) + self.policy.resident
-        self.buckets.limit = self._buffers * sum(sorted(map(self.flow.waiting_bytes, self.units))[-2:])
+        self.buckets.limit = self._strategy.buffers * sum(sorted(map(self.pending.waiting_bytes, self.units))[-2:])
         self.coordinator.values("shard() is done", lambda: None)  # from here on others may read our shards
 
     def _enlist(self, made: UnitMemory) -> None:
@@ -108,9 +125,9 @@ class Engine:
             made.masters,
         )
         graph = UnitGraph(unit, self.pager, self.flow, self.coordinator)
-        owner = Owner(unit, self.coordinator, self.pager, self.flow, graph)
+        owner = Owner(unit, self.coordinator, self.pager, self.flow, self.pending, graph)
         self.units.append(unit)
-        self.flow.add(unit, graph)
+        self._deliveries.add(graph)
         self.saved.watch(unit)
         self._owners.append(owner)
         for place, leaf in enumerate(unit.leaves):
@@ -139,7 +156,7 @@ class Engine:
         """
         limit = math.inf if budget is None else parse_bytes(budget, "coalesce(budget)")
         self.flow.recover()
-        if sum(self.flow.bytes_waiting.values()) > limit:
+        if sum(self.pending.bytes_waiting.values()) > limit:
             self.coordinator.attend(Reason.FLUSH, "the start of coalesce(budget=...)")
         with self._windows.window(limit):
             yield

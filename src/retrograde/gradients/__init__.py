@@ -1,8 +1,29 @@
 """Unreduced gradients: from a page's node to the shard's `.grad`."""
 
+from retrograde.gradients.backwards import Backwards
+from retrograde.gradients.collective_calls import BackendSum, Exchange
 from retrograde.gradients.collective_sum import CollectiveSum
+from retrograde.gradients.deliveries import Deliveries
 from retrograde.gradients.flow import GradientFlow
 from retrograde.gradients.graph import UnitGraph
+from retrograde.gradients.keys import Keys
+from retrograde.gradients.pending import PendingGradients
+from retrograde.gradients.reducer import Reducer
 from retrograde.gradients.strategy import OrderedSum, Strategy
+from retrograde.gradients.window import Windows
 
-__all__ = ["CollectiveSum", "GradientFlow", "OrderedSum", "Strategy", "UnitGraph"]
+__all__ = [
+    "BackendSum",
+    "Backwards",
+    "CollectiveSum",
+    "Deliveries",
+    "Exchange",
+    "GradientFlow",
+    "Keys",
+    "OrderedSum",
+    "PendingGradients",
+    "Reducer",
+    "Strategy",
+    "UnitGraph",
+    "Windows",
+]

@@ -105,6 +105,18 @@ class Bucket:
         start = slot.offset - sum(grad.numel() for other, grad in self._kept.items() if other < index)
         return self.store[start : start + slot.numel]
 
+    def written(self, index: int) -> torch.Tensor | None:
+        """What has been added up for one parameter, in its place, if anybody has brought something."""
+        return self.place(index) if self.present[index] else None
+
+    def forget(self, index: int) -> None:
+        """What was brought for one parameter counts no more."""
+        self.present[index] = False
+
+    @property
+    def empty(self) -> bool:
+        return not any(self.present)
+
     def close(self, stream: Stream) -> None:
         """The last producer has come, and `stream` reads from now on. What nobody wrote travels as zeros."""
         for producer in self._producers:

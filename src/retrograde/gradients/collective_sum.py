@@ -4,8 +4,8 @@ A want names what each parameter's gradient is for, so ranks that come to the sa
 gradients for the same uses. What a flush or a step asks for goes by the same calls: a meeting has said what comes, and
 a rank that has nothing brings zeros, which change no sum.
 
-There are two kinds of calls. With `exact`, in the host's memory, and for whoever sees a sum in its backward, every
-rank's part comes apart (an exchange). Else, on a device, the backend adds them up.
+There are two kinds of calls (collective_calls.py). With `exact`, in the host's memory, and for whoever sees a sum in
+its backward, every rank's part comes apart (`Exchange`). Else, on a device, the backend adds them up (`BackendSum`).
 
 Rule 1: a rank that has strayed from the order puts its parts one by one (`OrderedSum`).
 Rule 2: an exchange in which a rank was absent is given over to `OrderedSum`, with the parts that came: they are added
@@ -27,11 +27,12 @@ from dataclasses import dataclass
 import torch
 
 from retrograde.gradients.bucket import Bucket
+from retrograde.gradients.collective_calls import Attendance, CallKind, Exchange
 from retrograde.gradients.gradient import Gradient
 from retrograde.gradients.keys import FLUSHED
 from retrograde.gradients.landing import memory_for_sum
 from retrograde.gradients.strategy import Contributors, OrderedSum, SumOfOthers
-from retrograde.gradients.sums import Summand, add_up
+from retrograde.gradients.sums import add_up
 from retrograde.labels import labelled
 from retrograde.layout import Policy
 from retrograde.pages import BufferPool, Unit
@@ -41,14 +42,15 @@ MOST_IN_FLIGHT = 2  # buckets that are being sent; more are not taken from the p
 MOST_USES = 1024  # bytes that say what the parameters of a unit are used for
 
 
-@dataclass(slots=True)
-class _Exchange:
+@dataclass(slots=True, eq=False)
+class _Reduction:
     """A call under way: what it reads, until it has read it, and what it brings."""
 
+    kind: CallKind
     work: Work
     bucket: Bucket | None
     brought: torch.Tensor  # every rank's part of this rank's shard, or their sum
-    complete: bool | None  # did every rank bring a part? None: nobody has looked yet. Of a backend's sum: Rule 4
+    attendance: Attendance
 
 
 class CollectiveSum:
@@ -57,19 +59,23 @@ class CollectiveSum:
     takes_pieces = False  # a collective takes one
     buffers = 2  # what is sent, and what comes
 
-    def __init__(self, transport: OrderedTransport, policy: Policy, pool: BufferPool, one_by_one: OrderedSum) -> None:
-        """`one_by_one`: for what ranks that stray bring, and for what they were absent from."""
+    def __init__(
+        self, transport: OrderedTransport, policy: Policy, pool: BufferPool, one_by_one: OrderedSum, usual: CallKind
+    ) -> None:
+        """`one_by_one`: for what ranks that stray bring, and for what they were absent from. `usual`: the kind of call
+        for sums that nobody sees before the backward has ended."""
         self._transport = transport
         self._one_by_one = one_by_one
         self._policy = policy
         self._divisor = transport.world if policy.mean else 1
         self._pool = pool
         self._streams = pool.streams
-        self._apart = policy.exact or self._streams.on_host
-        self.comes_later = not self._apart
-        self._started: dict[Key, _Exchange] = {}
-        self._sending: deque[_Exchange] = deque()
-        self._given_up: dict[Key, _Exchange] = {}
+        self._usual = usual
+        self._seen_at_once = Exchange(transport)
+        self.comes_later = usual.comes_later
+        self._started: dict[Key, _Reduction] = {}
+        self._sending: deque[_Reduction] = deque()
+        self._given_up: dict[Key, _Reduction] = {}
 
     def contributors(self, gradient: Gradient) -> Contributors | None:
         """All ranks, or it is not known before a meeting."""
@@ -81,23 +87,22 @@ class CollectiveSum:
             return None
         return dict.fromkeys(range(self._transport.world), gradient.uses)
 
-    def _is_complete(self, reducing: _Exchange) -> bool:
-        if reducing.complete is None:
+    def _is_complete(self, reducing: _Reduction) -> bool:
+        if reducing.attendance is Attendance.UNKNOWN:
             self._look()
-        assert reducing.complete is not None
-        return reducing.complete
+        return reducing.attendance is Attendance.ALL
 
     def _look(self) -> None:
         """At all that nobody has looked at, so that on a device the host waits once."""
-        exchanges = [*self._started.values(), *self._given_up.values()]
-        unknown = [reducing for reducing in exchanges if reducing.complete is None]
+        under_way = [*self._started.values(), *self._given_up.values()]
+        unknown = [reducing for reducing in under_way if reducing.attendance is Attendance.UNKNOWN]
         for reducing in unknown:
             self._finish(reducing)
         found = self._transport.complete([(reducing.work, reducing.brought) for reducing in unknown])
         for reducing, complete in zip(unknown, found, strict=True):
-            reducing.complete = complete
+            reducing.attendance = Attendance.ALL if complete else Attendance.SOME
 
-    def _set_apart(self, gradient: Gradient, reducing: _Exchange) -> None:
+    def _set_apart(self, gradient: Gradient, reducing: _Reduction) -> None:
         """Rule 2."""
         parts = self._transport.present(reducing.brought)
         mine = parts.pop(self._transport.rank)
@@ -118,26 +123,22 @@ class CollectiveSum:
             sent = stream.empty(sent.numel(), wire)
             stream.run(lambda: sent.copy_(gradient.bucket.store))
         want = GradientWant(gradient.key, gradient.unit.name, named_uses(gradient.uses), gradient.key.turn == FLUSHED)
-        apart = gradient.seen_at_once and not want.at_meeting
-        if not self._start(want, gradient.unit, sent, gradient.bucket, apart):
+        seen_in_backward = gradient.seen_at_once and not want.at_meeting
+        kind = self._seen_at_once if seen_in_backward else self._usual
+        if not self._start(kind, want, gradient.unit, sent, gradient.bucket):
             self._one_by_one.launch(gradient)
 
-    def _start(
-        self, want: GradientWant, unit: Unit, sent: torch.Tensor, bucket: Bucket | None, apart: bool = False
-    ) -> bool:
-        """Returns whether it goes by a call. After a meeting nobody is absent."""
+    def _start(self, kind: CallKind, want: GradientWant, unit: Unit, sent: torch.Tensor, bucket: Bucket | None) -> bool:
+        """Returns whether it goes by a call."""
         stream = self._streams.reducing
-        apart = apart or self._apart
         with labelled("reduction of", unit.name):
-            brought, free = self._pool.take(sent.numel() if apart else unit.shard.numel(), sent.dtype)
+            brought, free = self._pool.take(kind.numel(unit), sent.dtype)
             stream.wait(free)
-            start = self._transport.exchange if apart else self._transport.add_up
-            work = start(want, sent, brought)
+            work = kind.start(want, sent, brought)
         if work is None:
             self._pool.give(brought, free)
             return False
-        nobody_looks = want.at_meeting or not apart or self._transport.world == 1
-        reducing = _Exchange(work, bucket, brought, True if nobody_looks else None)
+        reducing = _Reduction(kind, work, bucket, brought, kind.attendance(want))
         self._started[want.key] = reducing
         self._sending.append(reducing)
         return True
@@ -150,11 +151,11 @@ class CollectiveSum:
             reducing.bucket.release(stream.record())
             reducing.bucket = None
 
-    def _finish(self, reducing: _Exchange) -> None:
+    def _finish(self, reducing: _Reduction) -> None:
         while reducing in self._sending:
             self._finish_first()
 
-    def _give_back(self, reducing: _Exchange) -> None:
+    def _give_back(self, reducing: _Reduction) -> None:
         """Nobody reads what it brought any more."""
         self._finish(reducing)
         self._pool.give(reducing.brought, self._streams.reducing.record())
@@ -185,7 +186,7 @@ class CollectiveSum:
         wire = self._policy.on_the_wire(self._policy.waiting(unit.layout.dtype))
         nothing = stream.empty(unit.layout.padded_numel, wire)
         stream.run(nothing.zero_)
-        self._start(GradientWant(key, unit.name, b"", at_meeting=True), unit, nothing, None)
+        self._start(self._usual, GradientWant(key, unit.name, b"", at_meeting=True), unit, nothing, None)
         return self._total(key, unit, own)
 
     def sums_of_others(self, units: Sequence[Unit], last: float) -> list[SumOfOthers]:
@@ -212,7 +213,7 @@ class CollectiveSum:
         self._finish(reducing)
         stream = self._streams.reducing
         with labelled("sum of gradient of", unit.name):
-            add_up(_parts(reducing.brought, unit.shard.numel()), own, self._divisor, stream)
+            add_up(reducing.kind.parts(reducing.brought, unit), own, self._divisor, stream)
         self._streams.current().wait(stream.record())
         self._give_back(reducing)
         return own
@@ -231,11 +232,6 @@ class CollectiveSum:
             self._give_back(reducing)
         self._given_up.clear()
         return complete
-
-
-def _parts(brought: torch.Tensor, numel: int) -> list[Summand]:
-    """By rank."""
-    return [[part] for part in brought.view(-1, numel)] if numel else [[brought]]
 
 
 def named_uses(uses: Uses) -> bytes:

@@ -86,6 +86,13 @@ class Gradient:
     def give_up(self) -> None:
         self._become(GradientState.GIVEN_UP)
 
+    def forget(self, slot: int) -> None:
+        """`.grad` of this parameter was set by hand: what fills the bucket for it has no place to go."""
+        self.bucket.forget(slot)
+        if self.bucket.empty:
+            self.give_up()
+            self.bucket.discard()
+
     def miss_pack(self) -> None:
         """Pack has come, and it is not there yet."""
         self.reached = (False,) * len(self.unit.leaves)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from retrograde.coordination import Coordinator
-from retrograde.gradients import GradientFlow, UnitGraph
+from retrograde.gradients import GradientFlow, PendingGradients, UnitGraph
 from retrograde.pages import Pager, Unit
 
 
@@ -19,6 +19,7 @@ class Owner:
     coordinator: Coordinator
     _pager: Pager
     _flow: GradientFlow
+    _pending: PendingGradients
     _graph: UnitGraph
 
     # ---- weights
@@ -42,11 +43,11 @@ class Owner:
 
     @property
     def has_pending_gradients(self) -> bool:
-        return self._flow.has_pending(self.unit)
+        return self._pending.has(self.unit)
 
     def forget_gradient(self, place: int) -> None:
         """What is pending of it will not be added to `.grad`."""
-        self._flow.forget(self.unit, place)
+        self._pending.forget(self.unit, place)
 
     def gradient_arrived(self, place: int) -> bool:
         """Did the last run of Pack have a gradient for it?"""

@@ -78,7 +78,7 @@ class TieSums:
             engine.coordinator.flush_pending_gradients("a pipeline step with tied parameters")
         yield
         leaves = {index: _sharded(tie) for index, tie in self._mine.items()}
-        own = {index: engine.flow.waiting_for(leaf.unit, leaf.place) for index, leaf in leaves.items()}
+        own = {index: engine.pending.waiting_for(leaf.unit, leaf.place) for index, leaf in leaves.items()}
         sums = self._sums(own)  # in memory order on all ranks
         for index, leaf in leaves.items():
             total, waiting = sums[index], own[index]
@@ -86,7 +86,7 @@ class TieSums:
                 waiting.copy_(total)
             elif total is not None:
                 grads = [leaf.slot.full(total) if other is leaf else None for other in leaf.unit.leaves]
-                engine.flow.keep(leaf.unit, grads)
+                engine.pending.keep(leaf.unit, grads)
 
     def _sums(self, own: dict[int, Tensor | None]) -> dict[int, Tensor | None]:
         """The flat sums of this rank's ties; None where no rank has a gradient. All ranks of the pipeline come here."""

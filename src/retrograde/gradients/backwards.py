@@ -1,0 +1,238 @@
+"""The backwards that run, from the first gradient that each sends to its end, also where it ends by raising.
+
+The rules are those of flow.py."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from retrograde.gradients.deliveries import Deliveries
+from retrograde.gradients.gradient import Delivery, Gradient, GradientState
+from retrograde.gradients.keys import Keys, by_key
+from retrograde.gradients.offers import due_offers, last_due, without_withdrawn
+from retrograde.gradients.reducer import Reducer
+from retrograde.gradients.strategy import Strategy
+from retrograde.pages import Unit
+from retrograde.torch_internals import at_end_of_backward, current_backward
+from retrograde.transport import Key, Offers, Position, Reason, Transport, Use, Uses
+
+MeetOthers = Callable[[Position], list[Position]]  # wait for every rank's next meeting; everybody's position, by rank
+
+
+@dataclass(slots=True)
+class Backward:
+    """One that runs: what it sent, what of it Pack will ask for (by unit), and what came from others."""
+
+    sent: list[Gradient] = field(default_factory=list)
+    for_pack: dict[int, Gradient] = field(default_factory=dict)
+    deliveries: list[Delivery] = field(default_factory=list)
+
+    @property
+    def unsummed(self) -> list[Gradient]:
+        return [gradient for gradient in self.sent if gradient.state is GradientState.SENT]
+
+
+class Backwards:
+    """Those that run, and what ended ones have sent that nobody has added up.
+
+    One thread of the user's uses an engine at a time: a backward that is known here, and is not the one that runs in
+    the thread that asks, has raised."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        units: Sequence[Unit],
+        keys: Keys,
+        strategy: Strategy,
+        reducer: Reducer,
+        deliveries: Deliveries,
+        meet: MeetOthers,
+    ) -> None:
+        """`units`: the engine's, to which others may be added."""
+        self.running: dict[int, Backward] = {}  # by their graph tasks
+        self.orphans: list[Gradient] = []  # of backwards that have ended: they are added up at the next meeting
+        self._transport = transport
+        self._units = units
+        self._keys = keys
+        self._strategy = strategy
+        self._reducer = reducer
+        self._deliveries = deliveries
+        self._meet = meet
+        self._ended = 0  # since the last step
+
+    # ---- one runs
+    def current(self) -> Backward:
+        """The one that runs now. It may have begun just now."""
+        number = current_backward()
+        if number not in self.running:
+            self.running[number] = Backward()
+            at_end_of_backward(lambda: self._close(number))
+        return self.running[number]
+
+    def send(self, gradient: Gradient, uses: Uses, goes_early: bool = False) -> Gradient:
+        """Within a backward, which ends when it has been added up."""
+        gradient.went_early = goes_early
+        self._reducer.launch(gradient, self._keys.next(gradient.unit, goes_early), uses)
+        backward = self.current()
+        self._strategy.advance(backward.unsummed)
+        backward.sent.append(gradient)
+        return gradient
+
+    def sum_known(self, backward: Backward) -> None:
+        """What needs no meeting: all ranks are known to have sent it, for the same uses."""
+        for gradient in backward.unsummed:
+            contributors = self._strategy.contributors(gradient)
+            if contributors is not None:
+                backward.deliveries += self._reducer.sum(gradient, contributors)
+
+    # ---- it meets the others
+    def meet_at_once(self, gradient: Gradient, must_be_alike: bool) -> None:
+        """All ranks have sent it, if `must_be_alike` for the same uses, or one is told that it is alone."""
+        offered = self.meet_for([gradient], self.current())
+        theirs = [of_rank.get(gradient.key) for of_rank in offered.values()]
+        if None in theirs or (must_be_alike and any(uses != gradient.uses for uses in theirs)):
+            self._transport.fail(
+                f"rank {self._transport.rank}: a backward with create_graph=True, or for module.weight itself, reduces "
+                f"unit {gradient.unit.name} at once: all ranks must be there, with gradients of the same parameters; "
+                f"some were not"
+            )
+
+    def meet_for(self, gradients: Sequence[Gradient], backward: Backward) -> dict[int, Offers]:
+        """Until these have been added up. Returns what each rank had sent before the last meeting."""
+        self._ended += 1
+        while True:
+            offers = self._meet_at_end(backward)
+            if all(gradient.state is not GradientState.SENT for gradient in gradients):
+                return offers
+
+    def _meet_at_end(self, backward: Backward) -> dict[int, Offers]:
+        """All ranks meet. Returns what each has sent before it."""
+        label = f"backward {self._ended} since the last step"
+        offers = self.offers()
+        positions = self._meet(Position(Reason.BACKWARD, label, offers, {}, self._keys.backward))
+        backward.deliveries += self._sum_up(positions)
+        self._strategy.finish_sending()
+        self._transport.meeting_is_over()
+        return due_offers(positions)
+
+    def offers(self) -> Offers:
+        """For the meeting to come: what it will add up."""
+        self.recover()
+        offers = {gradient.key: gradient.uses for gradient in self._unsummed() if not self._is_known(gradient)}
+        return offers | dict.fromkeys(self._strategy.withdrawn(), ())
+
+    def _is_known(self, gradient: Gradient) -> bool:
+        """Does it need no meeting to be added up?"""
+        return self._strategy.contributors(gradient) is not None
+
+    def _unsummed(self) -> list[Gradient]:
+        of_backwards = [gradient for backward in self.running.values() for gradient in backward.unsummed]
+        return of_backwards + self.orphans
+
+    # ---- what a meeting adds up
+    def sum_sent(self, positions: Sequence[Position]) -> None:
+        """After a meeting for something else: take part in what any rank has sent."""
+        self._deliveries.deliver_all(self._sum_up(positions))
+
+    def take_in_sums(self) -> None:
+        """Ranks have come together, and this one is about to say something that depends on its gradients."""
+        self._deliveries.deliver_all(self._reducer.sums_of_others(math.inf))
+
+    def _sum_up(self, positions: Sequence[Position]) -> list[Delivery]:
+        """All that any rank has sent before this meeting; returns what no Pack of this rank waits for."""
+        offers = without_withdrawn(due_offers(positions), self._transport, self._units)
+        mine = {gradient.key: gradient for gradient in self._unsummed()}
+        by_rank = by_key(offers)
+        self._strategy.begin_sums(by_rank)
+        deliveries = []
+        for key, ranks in by_rank.items():
+            gradient = mine.get(key)
+            if gradient is None:
+                deliveries.append(self._reducer.sum_of_others(key, ranks))
+                continue
+            if Use.CAPTURED in gradient.uses:
+                self._check_in_time(gradient)
+                self._check_same_attempt(gradient, by_rank)
+            deliveries += self._reducer.sum(gradient, ranks)
+        self.orphans = [gradient for gradient in self.orphans if gradient.state is GradientState.SENT]
+        return deliveries + self._reducer.sums_of_others(last_due(positions))
+
+    def _check_in_time(self, gradient: Gradient) -> None:
+        """`torch.autograd.grad` returns one sum: what others ended before it cannot be added to that any more."""
+        came = [
+            delivery.unit
+            for backward in self.running.values()
+            if gradient in backward.sent
+            for delivery in backward.deliveries
+        ]
+        if gradient.unit in came:
+            self._transport.fail(
+                f"rank {self._transport.rank}: others ended this backward before unit {gradient.unit.name} came; "
+                f"make graphs for torch.autograd.grad in the same thread on all ranks"
+            )
+
+    def _check_same_attempt(self, gradient: Gradient, offered: Mapping[Key, object]) -> None:
+        """For the same reason: ranks that gave up differently before it have sent under other keys."""
+        attempts = {key.attempt for key in offered if key.same_but_for_attempt(gradient.key)}
+        if len(attempts) > 1:
+            self._transport.fail(
+                f"rank {self._transport.rank}: ranks gave up different parts of backwards before torch.autograd.grad "
+                f"of unit {gradient.unit.name}, so what they send now cannot be told apart from what they gave up; "
+                f"give up at the same place on all ranks, or call zero_grad() or step() on all of them in between"
+            )
+
+    # ---- it ends
+    def _close(self, number: int) -> None:
+        """Autograd says that a backward has ended."""
+        backward = self.running.get(number)
+        if backward is None:
+            return  # it raised, and the next entry has cleaned up
+        self.sum_known(backward)  # of what only had to go early no Pack runs
+        needed = [gradient for gradient in backward.unsummed if not self._reducer.comes_later(gradient)]
+        if needed:
+            self.meet_for(needed, backward)
+        self.orphans += backward.unsummed
+        if backward.sent:
+            self._keys.end_backward()
+        del self.running[number]
+        self._deliveries.deliver_all(backward.deliveries)
+
+    # ---- or it raised
+    def recover(self) -> None:
+        """Clean up after backwards that raised: those that began after the one that runs now, or all if none does."""
+        if not self.running:
+            return
+        now = current_backward()
+        for number in [number for number in self.running if number > now]:
+            self._abandon(self.running.pop(number))
+
+    def _abandon(self, backward: Backward) -> None:
+        self._strategy.finish_sending()
+        for gradient in backward.sent:
+            if gradient.state is GradientState.SENT and gradient.went_early:
+                backward.deliveries += self._orphan(gradient)
+            elif gradient.state is GradientState.SENT:
+                self._give_up(gradient)
+            elif gradient.state is GradientState.SUMMED:
+                gradient.deliver()
+                backward.deliveries.append(Delivery(gradient.unit, gradient.own, gradient.delivered_by_pack))
+        self._deliveries.deliver_all(backward.deliveries)
+
+    def _orphan(self, gradient: Gradient) -> list[Delivery]:
+        """From backwards that did not raise: it counts, now or at the next meeting."""
+        contributors = self._strategy.contributors(gradient)
+        if contributors is not None:
+            return self._reducer.sum(gradient, contributors)
+        self.orphans.append(gradient)
+        return []
+
+    def _give_up(self, gradient: Gradient) -> None:
+        gradient.give_up()
+        self._strategy.give_up(gradient)
+        self._keys.give_up()
+
+    # ---- steps
+    def pass_step(self) -> None:
+        """All ranks are at a step, and everything has been added up."""
+        self._ended = 0
+        self._transport.discard_parts()

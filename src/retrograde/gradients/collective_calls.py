@@ -1,0 +1,83 @@
+"""The two kinds of collective by which gradients are reduced: an exchange of parts, and a sum by the backend."""
+
+from enum import Enum, auto
+from typing import Protocol
+
+import torch
+
+from retrograde.gradients.sums import Summand
+from retrograde.pages import Unit
+from retrograde.transport import GradientWant, OrderedTransport, Work
+
+
+class Attendance(Enum):
+    """Did every rank bring a part to a call?"""
+
+    UNKNOWN = auto()  # nobody has looked yet
+    ALL = auto()  # or nobody needs to know who was absent
+    SOME = auto()
+
+
+class CallKind(Protocol):
+    """How a call brings what all ranks have of a gradient to the owners of its shards."""
+
+    comes_later: bool  # as `Strategy.comes_later`
+
+    def numel(self, unit: Unit) -> int:
+        """Elements of the memory for what it brings."""
+
+    def start(self, want: GradientWant, sent: torch.Tensor, brought: torch.Tensor) -> Work | None:
+        """None: this rank has strayed from the order, and takes no part in the call."""
+
+    def attendance(self, want: GradientWant) -> Attendance:
+        """What is known when it starts."""
+
+    def parts(self, brought: torch.Tensor, unit: Unit) -> list[Summand]:
+        """What is still to be added up, in order."""
+
+
+class Exchange:
+    """Implements `CallKind`: every rank's part of this rank's shard comes apart, and they are added up here."""
+
+    comes_later = False
+
+    def __init__(self, transport: OrderedTransport) -> None:
+        self._transport = transport
+
+    def numel(self, unit: Unit) -> int:
+        return unit.layout.padded_numel
+
+    def start(self, want: GradientWant, sent: torch.Tensor, brought: torch.Tensor) -> Work | None:
+        return self._transport.exchange(want, sent, brought)
+
+    def attendance(self, want: GradientWant) -> Attendance:
+        """After a meeting nobody is absent."""
+        nobody_is_absent = want.at_meeting or self._transport.world == 1
+        return Attendance.ALL if nobody_is_absent else Attendance.UNKNOWN
+
+    def parts(self, brought: torch.Tensor, unit: Unit) -> list[Summand]:
+        """By rank."""
+        numel = unit.shard.numel()
+        return [[part] for part in brought.view(-1, numel)] if numel else [[brought]]
+
+
+class BackendSum:
+    """Implements `CallKind`: the backend adds up, and who was absent does not show (collective_sum.py, Rule 4)."""
+
+    comes_later = True
+
+    def __init__(self, transport: OrderedTransport) -> None:
+        self._transport = transport
+
+    def numel(self, unit: Unit) -> int:
+        return unit.shard.numel()
+
+    def start(self, want: GradientWant, sent: torch.Tensor, brought: torch.Tensor) -> Work | None:
+        return self._transport.add_up(want, sent, brought)
+
+    def attendance(self, want: GradientWant) -> Attendance:
+        return Attendance.ALL
+
+    def parts(self, brought: torch.Tensor, unit: Unit) -> list[Summand]:
+        """It is the sum."""
+        return [[brought]]
