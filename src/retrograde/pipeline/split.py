@@ -19,6 +19,7 @@ Rule 6: inside compiled graphs deferrable calls are tapped (inlined.py), and the
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -172,10 +173,13 @@ class SplitBackward:
     def routed(self, call: DeferrableCall, run: Callable[[Tensor], Any]) -> Any:
         """A deferrable call, as an autograd Function of ours; `run` does it for a given input."""
         self.recomputed |= self._deferring
+        if call.dtype_of_result:
+            call, run = _already_run(call, run)
         if call.dtype is None:
             targets = _targets(call)
             return _Routed.apply(self, call, run, targets, call.x, call.weight, call.bias)  # type: ignore[no-untyped-call]
-        x = call.x if call.x.dtype == call.dtype else self._casts.of_input(call.x, call.dtype)
+        as_it_is = call.x.dtype == call.dtype or not call.x.is_floating_point()
+        x = call.x if as_it_is else self._casts.of_input(call.x, call.dtype)
         given = []
         targets = []
         for tensor in (call.weight, call.bias):
@@ -192,6 +196,13 @@ class SplitBackward:
 def _may_wait(call: DeferrableCall) -> bool:
     bias = call.bias
     return may_be_target(call.weight) and (bias is None or not bias.requires_grad or may_be_target(bias))
+
+
+def _already_run(call: DeferrableCall, run: Callable[[Tensor], Any]) -> tuple[DeferrableCall, Callable[[Tensor], Any]]:
+    """A function of the user's, run under autocast: the result tells what it has computed in."""
+    with torch.no_grad():
+        result = run(call.x)
+    return replace(call, dtype=result.dtype), lambda x: result
 
 
 def _targets(call: DeferrableCall) -> list[Target]:
