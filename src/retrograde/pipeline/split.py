@@ -86,11 +86,19 @@ class SplitBackward:
     def run_inputs(self, outputs: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor | None]) -> None:
         """I: accumulates into the leaves of the graph, except for what waits for W."""
         self._deferring = True
+        before = None if self._account is None or self._parameters is None else self._parameters.gradients()
         try:
             self._run(outputs, grads)
         finally:
             self._deferring = False
         compact(self._pairs)
+        if before is not None and self._account is not None:
+            self._account.note_gradients(before, {key for key, gradient in before.items() if gradient.has_grown})
+
+    @property
+    def in_backward(self) -> bool:
+        """Is I running? Then a forward that is looked at is a recompute."""
+        return self._deferring
 
     def run_whole(self, outputs: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor | None]) -> None:
         """B: nothing waits (Rule 1), but that pairs of compiled graphs come to the queue and are done at the end."""
@@ -251,7 +259,7 @@ class _Recorder:
                 continue
             self._split.note_use(parameter)
             if self._account is not None:
-                self._account.note_use(parameter, func, args, kwargs)
+                self._account.note_use(parameter, value, func, (args, kwargs), self._split.in_backward)
 
 
 def _values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
