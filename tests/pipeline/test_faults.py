@@ -156,6 +156,32 @@ def test_no_process_group() -> None:
         rg.Pipeline(blocks(), schedule="1f1b", microbatches=4)
 
 
+# ---- a rank that does not come
+def step_alone(rank: int, world: int) -> tuple[str, float]:
+    """Rank 1 makes no step: what rank 0 says, and after how many seconds."""
+    pipe = rg.Pipeline([lin(), lin()], schedule="1f1b", microbatches=2, loss=F.mse_loss, timeout=1.0)
+    x = torch.randn(4, WIDTH)
+    text = ""
+    began = time.monotonic()
+    if rank == 0:
+        try:
+            pipe.step(x, target=x)
+        except rg.PipelineError as error:
+            text = str(error)
+    took = time.monotonic() - began
+    dist.barrier()
+    return text, took
+
+
+def test_a_rank_is_waited_for_as_long_as_the_time_out_says(ranks: Ranks) -> None:
+    (text, took), _ = ranks(2).run(step_alone, timeout=60)
+    assert re.search(
+        r"rank 0 waits for the output gradient of stage 0, microbatch \d from pipeline rank 1: nothing came in 1 s",
+        text,
+    )
+    assert 1.0 <= took < 30.0  # a message, and the agreement at the end; by default half an hour
+
+
 # ---- a rank that dies
 DEAD = 3
 BLAMED = re.compile(r"the connection to (rank \d+(?: \(rank \d+ of the job\))?) was lost")
