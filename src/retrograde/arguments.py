@@ -60,14 +60,14 @@ def not_negative(name: str, value: Any, fix: str, error: Refusal = ShardingError
     return found
 
 
-def seconds(name: str, value: Any) -> float:
+def seconds(name: str, value: Any, error: Refusal = ShardingError) -> float:
     """A time for which a thread can wait."""
     fix = "seconds, a number above 0"
-    found = number(name, value, fix)
+    found = number(name, value, fix, error)
     if found <= 0:
-        raise wrong(name, value, "is no time to wait", fix)
+        raise wrong(name, value, "is no time to wait", fix, error)
     if found > threading.TIMEOUT_MAX:
-        raise wrong(name, value, "is longer than a thread can wait", f"{fix}, such as 86400 for a day")
+        raise wrong(name, value, "is longer than a thread can wait", f"{fix}, such as 86400 for a day", error)
     return found
 
 

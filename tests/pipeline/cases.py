@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import retrograde as rg
 from retrograde.pipeline import ActionKind, Schedule
 from retrograde.pipeline.blocks import Chain
 from retrograde.pipeline.pipeline import Pipeline
@@ -225,6 +226,31 @@ def constants() -> list[nn.Module]:
     return [*(Fn(block, a=lin(), p=torch.randn(WIDTH)) for _ in range(7)), Fn(lambda m, x, c: m.a(x) * c, a=lin())]
 
 
+own_linear = rg.defer(lambda x, weight, bias=None: F.linear(x, weight, bias))
+
+
+def products() -> list[nn.Module]:
+    """A matrix for each head, a function given to `rg.defer`, experts, in turn."""
+
+    def heads(m: Any, x: Tensor) -> Tensor:
+        return (x.unflatten(-1, (2, 4)).transpose(1, 2) @ m.w).transpose(1, 2).flatten(2).tanh().float()
+
+    def own(m: Any, x: Tensor) -> Tensor:
+        return own_linear(x, m.a.weight, m.a.bias).tanh().float()
+
+    def experts(m: Any, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        ends = torch.tensor([len(rows) // 3, len(rows) // 3, len(rows)], dtype=torch.int32)
+        return F.grouped_mm(rows, m.w, offs=ends).view(x.shape).tanh().float()
+
+    def block(number: int) -> nn.Module:
+        if number % 3 == 0:
+            return Fn(heads, w=torch.randn(2, 4, 4))
+        return Fn(own, a=lin()) if number % 3 == 1 else Fn(experts, w=torch.randn(3, WIDTH, WIDTH))
+
+    return [block(number) for number in range(8)]
+
+
 CASES: dict[str, Case] = {
     "plain": Case(lambda: tanhs(8)),
     "uneven microbatches": Case(lambda: tanhs(8), lambda: rows(11)),
@@ -260,6 +286,8 @@ CASES: dict[str, Case] = {
         lambda: Data((torch.randn(8, 4, 5, 5),), torch.randn(8, 4, 5, 5)),
     ),
     "attention modules": Case(attentions, sequences),
+    "products": Case(products, sequences),
+    "autocast, products": Case(products, sequences, around=lowered),
     "autocast": Case(language, words, labelled, around=lowered),
     "autocast, attention modules": Case(attentions, sequences, around=lowered),
     "autocast, block called twice": Case(

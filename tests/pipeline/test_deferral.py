@@ -65,6 +65,45 @@ def encoder() -> nn.Module:
     return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
 
 
+# ---- functions of the user
+def scaled(x: Tensor, weight: Tensor) -> Tensor:
+    return 2 * F.linear(x, weight)
+
+
+deferred_scaled = rg.defer(
+    scaled,
+    input_grad=lambda grad, x, weight: (2 * grad) @ weight,
+    weight_grad=lambda grad, x: (2 * grad).flatten(0, 1).t() @ x.flatten(0, 1),
+)
+deferred_linear = rg.defer(lambda x, weight, bias=None: F.linear(x, weight, bias))
+
+
+@rg.defer
+def in_full(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """As a kernel that autocast knows nothing of."""
+    with torch.autocast("cpu", enabled=False):
+        return F.linear(x.float(), weight, bias)
+
+
+class FusedLower(torch.autograd.Function):
+    """As torch.amp.custom_fwd has it: it casts what it is given."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.bfloat16)
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight)
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.flatten(0, 1).t() @ x.flatten(0, 1)
+
+
+fused_lower = rg.defer(lambda x, weight: FusedLower.apply(x, weight))
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], int]] = {
     "autocast, used twice": (lambda: Apply(lowered(lambda m, x: m.a(m.a(x).relu())), a=lin()), tokens, 2),
     "autocast without cache": (
@@ -91,6 +130,47 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], int]] = {
     "autocast, checkpoint": (lambda: Apply(recomputed(False), a=lin(), b=lin()), tokens, 3),
     "autocast, reentrant checkpoint": (lambda: Apply(recomputed(True), a=lin(), b=lin()), tokens, 3),
     "autocast, attention": (lambda: Apply(lowered(lambda m, x: m.att(x)), att=attention()), tokens, 2),
+    "autocast, a linear layer of the user": (
+        lambda: Apply(
+            lowered(lambda m, x: deferred_linear(deferred_linear(x, *m.a.parameters()).relu(), *m.a.parameters())),
+            a=lin(),
+        ),
+        tokens,
+        2,
+    ),
+    "autocast, formulas of the user": (
+        lambda: Apply(lowered(lambda m, x: deferred_scaled(m.a(x).relu(), m.w)), a=lin(), w=rand(8, 8)),
+        tokens,
+        2,
+    ),
+    "autocast, a fused layer that casts": (
+        lambda: Apply(lowered(lambda m, x: m.b(fused_lower(x, m.a.weight))), a=lin(bias=False), b=lin()),
+        tokens,
+        2,
+    ),
+    "autocast, a layer of the user in full precision": (
+        lambda: Apply(
+            lowered(lambda m, x: in_full(in_full(x, *m.a.parameters()) + m.b(x), *m.a.parameters())), a=lin(), b=lin()
+        ),
+        tokens,
+        3,
+    ),
+    "autocast, a layer of the user in full precision after another": (
+        lambda: Apply(lowered(lambda m, x: in_full(m.b(x), *m.a.parameters())), a=lin(), b=lin()),
+        tokens,
+        2,
+    ),
+    "autocast, checkpoint of a layer of the user": (
+        lambda: Apply(
+            lowered(
+                lambda m, x: checkpoint(lambda y: m.b(deferred_linear(y, *m.a.parameters())), x, use_reentrant=False)
+            ),
+            a=lin(),
+            b=lin(),
+        ),
+        tokens,
+        2,
+    ),
     "autocast, double precision is torch's": (
         lambda: Apply(lowered(lambda m, x: m.a(x)), a=lin()).double(),
         lambda: tokens().double(),
@@ -160,18 +240,6 @@ def test_autocast_keeps_no_cast_of_a_weight() -> None:
     run.run_inputs([out], [torch.ones_like(out)])
     assert run.waiting_bytes == 2 * (1 + 3) * x.numel()
     run.run_weights()
-
-
-# ---- functions of the user
-def scaled(x: Tensor, weight: Tensor) -> Tensor:
-    return 2 * F.linear(x, weight)
-
-
-deferred_scaled = rg.defer(
-    scaled,
-    input_grad=lambda grad, x, weight: (2 * grad) @ weight,
-    weight_grad=lambda grad, x: (2 * grad).flatten(0, 1).t() @ x.flatten(0, 1),
-)
 
 
 @pytest.mark.parametrize(("plain_one", "deferred_one"), [(fused, deferred), (scaled, deferred_scaled)])

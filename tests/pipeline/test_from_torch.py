@@ -8,13 +8,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining.schedules import _Action, _validate_schedule
 
 import retrograde as rg
 from retrograde.errors import ScheduleError
 from retrograde.pipeline import Schedule, check, generate, read_csv, write_csv
 from tests.harness import Ranks
-from tests.pipeline.cases import SCHEDULES, WIDTH, Data, backward_order, plain_backward, plain_losses, shares, tanhs
+from tests.pipeline.cases import (
+    SCHEDULES,
+    WIDTH,
+    Data,
+    Scaled,
+    backward_order,
+    plain_backward,
+    plain_losses,
+    shares,
+    tanhs,
+)
 
 COUNT = 4
 
@@ -59,6 +70,50 @@ def own_stages(rank: int, world: int, schedule: str, scale_grads: bool) -> list[
 @pytest.mark.parametrize(("schedule", "scale_grads"), [("1f1b", True), ("zb-v", True), ("zb-h1", False)])
 def test_stages_of_the_user(ranks: Ranks, schedule: str, scale_grads: bool) -> None:
     assert ranks(2).run(own_stages, schedule, scale_grads) == [[], []]
+
+
+class TwoScaled(nn.Module):
+    """A stage with keyword arguments of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = Scaled()
+        self.b = Scaled()
+
+    def forward(self, x: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor:
+        return self.b(self.a(x, mask, scale), mask)
+
+
+def sharded_stages(rank: int, world: int, stage: int) -> list[str]:
+    """Replicas have the same batch, so that the mean over them is the gradient of one."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    torch.manual_seed(0)
+    whole: list[nn.Module] = [TwoScaled(), TwoScaled()]
+    options = {"mask": torch.rand(8), "scale": 0.5}
+    data = Data((torch.randn(8, WIDTH),), torch.randn(8, WIDTH), options)
+    number = mesh["pp"].get_local_rank()
+    pipe = rg.Pipeline.from_stage_modules(
+        {number: copy.deepcopy(whole[number])},
+        schedule="zb-h1",
+        microbatches=COUNT,
+        loss=F.mse_loss,
+        mesh=mesh["pp"],
+        zero=rg.Zero(stage=stage, mesh=mesh["dp"]),
+        timeout=60,
+    )
+    pipe.step(*data.args, target=data.target, **data.options)
+    losses = plain_losses(whole, data, F.mse_loss, COUNT)
+    plain_backward(losses, shares(8, COUNT), backward_order(pipe.schedule))
+    wanted = {f"{number}.{name}": p.grad for name, p in whole[number].named_parameters()}
+    assert pipe.engine is not None
+    found = {name: pipe.engine.full_grad(p) for name, p in pipe.named_parameters()}
+    assert found.keys() == wanted.keys()
+    return [name for name, grad in found.items() if not torch.equal(grad, wanted[name])]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_stages_of_the_user_sharded_and_with_keyword_arguments(ranks: Ranks, stage: int) -> None:
+    assert ranks(4).run(sharded_stages, stage, timeout=60) == [[], [], [], []]
 
 
 def wrong_stages(rank: int, world: int) -> list[str]:

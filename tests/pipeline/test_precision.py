@@ -168,7 +168,7 @@ def test_masters_are_trained_as_in_plain_torch(
     assert [text for by_rank in found for text in by_rank] == []
 
 
-def shares_that_wait(rank: int, world: int, name: str, precision: str | None) -> list[float]:
+def shares_that_wait(rank: int, world: int, name: str, precision: str | None) -> list[float | None]:
     """Of the weight gradients' work in this rank's stages, which have pages; without a precision, in autocast."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("pp", "dp"))

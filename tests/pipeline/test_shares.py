@@ -80,7 +80,7 @@ def test_eager(name: str, lower: bool) -> None:
     # The account counts the same work, by use.
     works = list(account.works({id(p): key for key, p in model.named_parameters()}))
     assert sum(work.flops or 0 for work in works if work.waits) == found
-    assert share_of(works) >= BAR
+    assert (share_of(works) or 0) >= BAR
     assert "?" not in table(works)
 
 

@@ -321,6 +321,9 @@ class _Alone:
         self.changed = threading.Condition()
         self.sent: list[Message] = []
 
+    def name_of(self, rank: int) -> str:
+        return f"rank {rank}"
+
     def attach(self, receiver: OneSidedTransport) -> None:
         pass
 

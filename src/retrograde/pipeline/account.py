@@ -2,9 +2,14 @@
 
 An account is kept of one microbatch of each stage. Work is counted in FLOPs, by torch's counter, on tensors without
 data, and only when somebody asks: until then the account holds shapes.
+
+Rule 1: work that nobody can count is unknown, not nothing: the share is then a bound, and says so.
+Rule 2: a use is counted once. A checkpoint that records its forward and its recompute shows it twice.
+Rule 3: gradients that came in I without a use that was seen are listed: a Function of the user or a graph made them.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,9 +17,12 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from retrograde.pipeline.formulas import GradientFormulas
+from retrograde.pipeline.formulas import GradientFormulas, Grouped
+from retrograde.pipeline.fused import UserFormulas
 from retrograde.pipeline.pairs import Pair
-from retrograde.torch_internals import tree_flatten, tree_unflatten
+from retrograde.torch_internals import grouped_mm, tree_flatten, tree_unflatten
+
+UNSEEN = "a Function of the user or a compiled graph"
 
 
 class WeightWork(NamedTuple):
@@ -52,26 +60,41 @@ class _Call:
     waits: bool
 
     def work(self, names: Mapping[int, str]) -> WeightWork:
+        return WeightWork(_name_of(self.formulas), _known(self.targets, names), self._flops(), self.waits)
+
+    def _flops(self) -> int | None:
+        if isinstance(self.formulas, Grouped):
+            return _grouped_flops(self.x, self.grad)
         grad, x = self.grad.without_data(), self.x.without_data()
-        flops = _counted(lambda: self.formulas.param_grads(grad, x, len(self.targets) > 1))
-        return WeightWork(type(self.formulas).__name__.lower(), _known(self.targets, names), flops, self.waits)
+        return _counted(lambda: self.formulas.param_grads(grad, x, len(self.targets) > 1))
 
 
 @dataclass(frozen=True)
 class _OtherUse:
-    """A use that is not deferrable, without data: it can be repeated to count what its gradient takes."""
+    """A use that is not deferrable, without data: it can be repeated to count what its gradient takes.
+
+    `place`: where among the leaves the parameter, or a view of it, is; None if that is not to be seen."""
 
     func: Callable[..., Any]
     parameter: int
     leaves: list[Any]
     spec: Any
-    place: int
+    place: int | None
+
+    @property
+    def likeness(self) -> Hashable:
+        """The same for uses that are one and the same to the account."""
+        return self.func, self.parameter, self.place, tuple(leaf for leaf in self.leaves if type(leaf) is _TensorShape)
 
     def work(self, names: Mapping[int, str]) -> WeightWork:
         name = getattr(self.func, "__name__", str(self.func))
         return WeightWork(name, _known((self.parameter,), names), self._flops(), False)
 
     def _flops(self) -> int | None:
+        if self.place is None:
+            return None
+        if self.func is grouped_mm:
+            return _grouped_flops(*self.leaves[:2])
         leaves = [leaf.without_data() if isinstance(leaf, _TensorShape) else leaf for leaf in self.leaves]
         weight = leaves[self.place].requires_grad_()
         args, kwargs = tree_unflatten(leaves, self.spec)
@@ -90,18 +113,33 @@ class Account:
     open: bool = False
     _calls: list[_Call] = field(default_factory=list)
     _others: list[_OtherUse] = field(default_factory=list)
+    _in_forward: Counter[Hashable] = field(default_factory=Counter)  # uses that no recompute has repeated yet
+    _watched: frozenset[int] = frozenset()  # parameters whose gradients were looked at before and after I
+    _grown: frozenset[int] = frozenset()  # those to which I has added
 
     def note_pair(self, pair: Pair, waits: bool) -> None:
         targets = tuple(id(target.parameter) for target in pair.targets)
         self._calls.append(_Call(pair.formulas, _TensorShape.of(pair.x), _TensorShape.of(pair.grad), targets, waits))
 
-    def note_use(self, parameter: Tensor, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        leaves, spec = tree_flatten((args, kwargs))
-        place = next((number for number, leaf in enumerate(leaves) if leaf is parameter), None)
-        if place is None:
-            return  # a view of it; the use of the view is noted where it is one
+    def note_use(
+        self, parameter: Tensor, value: Tensor, func: Callable[..., Any], given: tuple[Any, Any], in_backward: bool
+    ) -> None:
+        """`value` is the parameter or a view of it, one of the arguments in `given`."""
+        leaves, spec = tree_flatten(given)
+        place = next((number for number, leaf in enumerate(leaves) if leaf is value), None)
         shapes = [_TensorShape.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._others.append(_OtherUse(func, id(parameter), shapes, spec, place))
+        use = _OtherUse(func, id(parameter), shapes, spec, place)
+        if in_backward and self._in_forward[use.likeness] > 0:
+            self._in_forward[use.likeness] -= 1  # Rule 2
+            return
+        if not in_backward:
+            self._in_forward[use.likeness] += 1
+        self._others.append(use)
+
+    def note_gradients(self, watched: Collection[int], grown: Collection[int]) -> None:
+        """Of these parameters it is known whether I has added to their gradients."""
+        self._watched = frozenset(watched)
+        self._grown = frozenset(grown)
 
     def works(self, names: Mapping[int, str]) -> Iterator[WeightWork]:
         """`names` are those of all parameters of the stage that are trained. What nothing was seen of comes last."""
@@ -110,13 +148,23 @@ class Account:
         for use in self._others:
             yield use.work(names)
         seen = {target for call in self._calls for target in call.targets} | {use.parameter for use in self._others}
+        seen_in_i = {target for call in self._calls if not call.waits for target in call.targets}
+        seen_in_i |= {use.parameter for use in self._others}
         for key, name in names.items():
-            if key not in seen:
-                yield WeightWork("a Function of the user or a compiled graph", (name,), None, False)
+            unseen = key not in seen_in_i if key in self._grown else key not in seen and key not in self._watched
+            if unseen:
+                yield WeightWork(UNSEEN, (name,), None, False)
 
 
 def _known(parameters: Iterable[int], names: Mapping[int, str]) -> tuple[str, ...]:
     return tuple(names.get(key, "?") for key in parameters)
+
+
+def _grouped_flops(rows: _TensorShape, other: _TensorShape) -> int:
+    """Of the gradient of experts' matrices, for all rows; `other` are the matrices, or the output's gradient.
+
+    torch's counter does not know grouped products, and without data there is none but in bf16."""
+    return 2 * rows.size.numel() * other.size[-1]
 
 
 def _counted(compute: Callable[[], object]) -> int | None:
@@ -128,27 +176,51 @@ def _counted(compute: Callable[[], object]) -> int | None:
     return int(counter.get_total_flops())
 
 
-def share_of(works: Iterable[WeightWork]) -> float:
-    """How much of the work that can be counted waits for W."""
+def _name_of(formulas: GradientFormulas) -> str:
+    return formulas.name if isinstance(formulas, UserFormulas) else type(formulas).__name__.lower()
+
+
+def share_of(works: Iterable[WeightWork]) -> float | None:
+    """How much of the work that can be counted waits for W; None if there is none."""
     counted = [work for work in works if work.flops]
     total = sum(work.flops or 0 for work in counted)
-    return sum(work.flops or 0 for work in counted if work.waits) / total if total else 1.0
+    return sum(work.flops or 0 for work in counted if work.waits) / total if total else None
 
 
 def table(works: Iterable[WeightWork]) -> str:
-    """What waits for W in one line, and a line for each kind of use that does not."""
+    """What waits for W in one line, and a line for each kind of use that does not, or that nobody can count."""
     everything = list(works)
     total = sum(work.flops or 0 for work in everything)
-    lines = [f"{share_of(everything):.1%} of the weight gradients' work waits for W ({total:,} FLOPs a microbatch)"]
-    kinds: dict[str, list[WeightWork]] = {}
+    kinds: dict[tuple[str, str], list[WeightWork]] = {}
     for work in everything:
         if not work.waits:
-            kinds.setdefault(work.what, []).append(work)
-    for what, those in sorted(kinds.items(), key=lambda each: -sum(work.flops or 0 for work in each[1])):
-        flops = sum(work.flops or 0 for work in those)
+            kinds.setdefault(("in I", work.what), []).append(work)
+        elif work.flops is None:
+            kinds.setdefault(("in W", work.what), []).append(work)
+    lines = [_headline(everything, total)]
+    for (where, what), those in sorted(kinds.items(), key=lambda each: -sum(work.flops or 0 for work in each[1])):
         names = list(dict.fromkeys(name for work in those for name in work.parameters))
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        share = f"{flops / total:.1%}" if total else "0.0%"
-        share = "unknown" if all(work.flops is None for work in those) else share
-        lines.append(f"  in I: {what}, {share}: {shown}")
+        lines.append(f"  {where}: {what}, {_share_of_kind(those, total)}: {shown}")
     return "\n".join(lines)
+
+
+def _headline(works: Sequence[WeightWork], total: int) -> str:
+    """Rule 1."""
+    unknown = {work.waits for work in works if work.flops is None}
+    share = share_of(works)
+    if share is None:
+        reason = "none of it can be counted" if unknown else "there is none that counts"
+        return f"no share of the weight gradients' work is known to wait for W: {reason}"
+    bound = ""
+    if unknown:
+        bound = "of what is counted, " if len(unknown) > 1 else "at least " if True in unknown else "at most "
+    besides = ", and unknown work besides" if unknown else ""
+    return f"{bound}{share:.1%} of the weight gradients' work waits for W ({total:,} FLOPs a microbatch{besides})"
+
+
+def _share_of_kind(works: Sequence[WeightWork], total: int) -> str:
+    if all(work.flops is None for work in works):
+        return "unknown"
+    share = sum(work.flops or 0 for work in works) / total if total else 0.0
+    return f"{share:.1%} and more" if any(work.flops is None for work in works) else f"{share:.1%}"

@@ -76,16 +76,10 @@ def end_of_step(
         try:
             everyone = exchange(circle.transport, "the end of a step", (failures, own, lost))
         except RetrogradeError as error:
-            failures = sorted({*failures, _in_words_of_the_job(error, circle.in_job)})
+            failures = sorted({*failures, str(error)})
             lost = True
             continue
         failures = sorted({text for theirs, _, _ in everyone for text in theirs})
         told = next((theirs for _, theirs, _ in everyone if theirs is not None), told)
         lost = lost or any(theirs for _, _, theirs in everyone)
     return Agreed(failures, told, lost)
-
-
-def _in_words_of_the_job(error: Exception, in_job: Sequence[int]) -> str:
-    """Groups count their own ranks; people know those of the job."""
-    known = ", ".join(f"{own} is {rank}" for own, rank in enumerate(in_job))
-    return f"{error} (ranks of this group, by their numbers in the job: {known})"

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from retrograde.arguments import seconds
 from retrograde.devices import HOST, streams_of
 from retrograde.errors import PipelineError
 from retrograde.pipeline.options import RanksOfPipeline, Zero, group_of
@@ -27,7 +28,15 @@ class Connected(NamedTuple):
     circles: list[Circle]  # the pipeline's first
 
 
-def connect(mesh: RanksOfPipeline, zero: Zero | None, parameters: ShardServer) -> Connected:
+def patience_of(timeout: float) -> float:
+    """For how long to wait for other ranks. One with a mistake in `timeout` connects too, to tell them."""
+    try:
+        return seconds("timeout", timeout, PipelineError)
+    except PipelineError:
+        return PATIENCE
+
+
+def connect(mesh: RanksOfPipeline, zero: Zero | None, parameters: ShardServer, patience: float) -> Connected:
     """`parameters`: those that stages of several ranks use."""
     host = streams_of(HOST)  # what ranks say at meetings is the host's
     if isinstance(mesh, PipelineRanks):
@@ -35,10 +44,10 @@ def connect(mesh: RanksOfPipeline, zero: Zero | None, parameters: ShardServer) -
             raise PipelineError(
                 "zero=... needs ranks that are processes; give mesh=... a DeviceMesh or a group of them"
             )
-        return Connected(mesh, [Circle(mesh.transport(parameters, host, PATIENCE), range(mesh.world))])
+        return Connected(mesh, [Circle(mesh.transport(parameters, host, patience), range(mesh.world))])
     groups = [group_of("mesh", mesh, "pp")]
     if isinstance(zero, Zero):
         groups.append(group_of("zero.mesh", zero.mesh, "dp"))
-    ranks = [ProcessRanks(group, PATIENCE) for group in groups]
-    transports = [each.transport(parameters, host, PATIENCE) for each in ranks]
+    ranks = [ProcessRanks(group, patience) for group in groups]
+    transports = [each.transport(parameters, host, patience) for each in ranks]
     return Connected(ranks[0], list(map(Circle, transports, map(dist.get_process_group_ranks, groups))))

@@ -36,13 +36,16 @@ from retrograde.torch_internals import base_of, grouped_mm
 
 @dataclass(frozen=True, slots=True)
 class DeferrableCall:
-    """A recognised call. `dtype` is what autocast would have it compute in; None if that is no business of its."""
+    """A recognised call. `dtype` is what autocast would have it compute in; None if that is no business of its.
+
+    `dtype_of_result`: that is known when the call has run, since it is a function of the user's, under autocast."""
 
     formulas: GradientFormulas
     x: Tensor
     weight: Tensor
     bias: Tensor | None = None
     dtype: torch.dtype | None = None
+    dtype_of_result: bool = False
 
 
 _PARAMETERS = (nn.Parameter, FullTensor)

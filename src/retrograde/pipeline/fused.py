@@ -10,7 +10,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from retrograde.arguments import function
 from retrograde.errors import PipelineError
-from retrograde.pipeline.deferrable import DeferrableCall, register
+from retrograde.pipeline.deferrable import DeferrableCall, lower_precision, register
 from retrograde.pipeline.formulas import GradientFormulas, Linear, ParamGrads, is_column_major
 
 InputGrad = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -49,7 +49,8 @@ def defer(
     By default it must compute what `F.linear` computes, and its gradients are those of `F.linear`. For anything else
     give both: `input_grad(grad, x, weight)`, and `weight_grad(grad, x)`, which returns the gradient of the weight or,
     for calls with a bias, of both. It may read nothing else: at stage 3 the weight's values are on other ranks by then.
-    Outside a split backward `compute` runs as it is, with its own backward.
+    Outside a split backward `compute` runs as it is, with its own backward. Under autocast it decides itself what it
+    computes in, as ever: gradients are those in the precision of its result, which `x` and `weight` are given in.
     """
     function("compute", compute, "a function of x, weight and perhaps bias", PipelineError)
     name = getattr(compute, "__name__", repr(compute))
@@ -70,7 +71,10 @@ def defer(
         return compute(*given)
 
     def read(x: Any, weight: Any, bias: Any = None) -> DeferrableCall | None:
-        return DeferrableCall(formulas_for(weight), x, weight, bias) if type(x) is Tensor else None
+        if type(x) is not Tensor:
+            return None
+        lowered = lower_precision(weight) is not None
+        return DeferrableCall(formulas_for(weight), x, weight, bias, dtype_of_result=lowered)
 
     register(deferred, read)
     return deferred

@@ -1,5 +1,6 @@
 """What users say about a pipeline: how it is cut, how it is sharded, over which ranks."""
 
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,9 +8,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from retrograde.arguments import instance, not_negative, sequence, shown, whole_number, wrong
+from retrograde.arguments import Said, instance, not_negative, one_of, said, sequence, shown, whole_number, wrong
 from retrograde.errors import PipelineError, RetrogradeError, ShardingError
 from retrograde.layout import Precision, Units, check_reduce, check_stage, check_units, parse_bytes
+from retrograde.pipeline.generators import GENERATORS
+from retrograde.pipeline.schedule import Schedule
 from retrograde.transport import PipelineRanks
 from retrograde.transport.groups import GroupOfRanks, process_group_of
 
@@ -121,3 +124,29 @@ def check_apart(zero: Zero, stages: Iterable[int], replicas: Iterable[int]) -> N
             'the other dimension, as mesh["dp"]',
             PipelineError,
         )
+
+
+def checked_reduction(given: Any) -> str:
+    return one_of("loss_reduction", given, ("mean", "sum"), '"mean" or "sum"', PipelineError)
+
+
+def named_schedule(schedule: Any) -> str | Schedule:
+    if not isinstance(schedule, str | Schedule):
+        names = ", ".join(GENERATORS)
+        raise wrong("schedule", schedule, "is not known", f"one of {names}, 'auto' or a Schedule", PipelineError)
+    return schedule
+
+
+def arguments_to_compare(given: str | Schedule, schedule: Schedule, zero: Zero | None, cut: Cut | None) -> list[Said]:
+    """What must be the same on every rank. The lists themselves are compared by a checksum."""
+    lists = zlib.crc32(str(schedule).encode())
+    name = given if isinstance(given, str) else f"{schedule.name} (checksum {lists})"
+    sharded = None
+    if zero is not None:
+        sharded = (int(zero.stage), zero.reduce, zero.gathered, Precision.of(zero.precision).meaning)
+    return [
+        said("microbatches", schedule.microbatches, schedule.microbatches),
+        said("schedule", name, (schedule.name, lists)),
+        said("zero", zero, sharded),
+        said("cut", cut, cut is not None and cut.sample is not None),
+    ]

@@ -6,7 +6,6 @@ rank is one error on all of them and leaves nobody waiting.
 """
 
 import contextlib
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -14,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from retrograde.arguments import Said, flag, function, instance, one_of, said, shown, whole_number, wrong
+from retrograde.arguments import Said, flag, function, instance, said, seconds, shown, whole_number
 from retrograde.devices import streams_of
 from retrograde.engine import Engine, shard
 from retrograde.engine.materialize import Initializer
@@ -38,14 +37,22 @@ from retrograde.pipeline.blocks import (
     materialize_stages,
     measured,
 )
-from retrograde.pipeline.connecting import PATIENCE, connect
+from retrograde.pipeline.connecting import PATIENCE, connect, patience_of
 from retrograde.pipeline.dryrun import check
 from retrograde.pipeline.dtypes import StageCasts
 from retrograde.pipeline.executor import Batch, Executor, Outcome, total_loss
-from retrograde.pipeline.generators import GENERATORS
 from retrograde.pipeline.loss_path import LossPath, ways_of
 from retrograde.pipeline.lowering import forward_only, lower
-from retrograde.pipeline.options import Cut, RanksOfPipeline, Zero, check_apart, group_of
+from retrograde.pipeline.options import (
+    Cut,
+    RanksOfPipeline,
+    Zero,
+    arguments_to_compare,
+    check_apart,
+    checked_reduction,
+    group_of,
+    named_schedule,
+)
 from retrograde.pipeline.schedule import Action, Schedule
 from retrograde.pipeline.search import schedule_for
 from retrograde.pipeline.stage import Loss, Stage, WeightedTarget
@@ -106,6 +113,7 @@ class Pipeline:
         cut: Cut | None = None,
         pending: float | str | None = None,
         init: Initializer | None = None,
+        timeout: float = PATIENCE,
     ) -> None:
         """Every rank of `mesh` gives the same model; each keeps its own stages (`parameters()`).
 
@@ -114,22 +122,21 @@ class Pipeline:
         `loss_reduction="sum"` it is a sum: losses and gradients of microbatches add up. Without `loss` the output is
         the loss. `pending` limits the bytes between I and W on a rank ("64MiB"): of microbatches beyond it, and unless
         it is given of all but one of a checkpointed stage, input and output gradient are kept, and W repeats them.
-        `init` is as for `rg.shard`, of the modules of each block."""
-        own = self._connect(mesh, zero)
-        self.rank = own.rank
-        self.trace = []
+        `init` is as for `rg.shard`, of the modules of each block. `timeout`: seconds until a rank that does not come
+        or sends nothing is an error; ZeRO's own waits have that of `rg.shard`."""
+        own = self._connect(mesh, zero, timeout)
         with together(self._transports, "Pipeline()") as arguments:
             check_before_first_use()
             count = whole_number("microbatches", microbatches, 1, "a whole number, 1 or more", PipelineError)
-            self._check_parts(loss, zero, cut, init)
-            self._loss_reduction = _checked_reduction(loss_reduction)
+            self._check_parts(loss, zero, cut, init, timeout)
+            self._loss_reduction = checked_reduction(loss_reduction)
             self._pending = Pending(None if pending is None else parse_bytes(pending, "pending"))
-            self.schedule = schedule_for(_named(schedule), own.world, count)
+            self.schedule = schedule_for(named_schedule(schedule), own.world, count)
             blocks = blocks_of(model)
             self.device = device_of_blocks(blocks)
             costs = self._measured(blocks, cut)
             arguments += self._own_arguments(loss_reduction, pending)
-            arguments += _arguments(schedule, self.schedule, zero, cut)
+            arguments += arguments_to_compare(schedule, self.schedule, zero, cut)
         self._open(own)
         self._take_stages(blocks, self._divide(model, blocks, cut, costs), loss, zero, init)
         exchange(self._transports[0], "Pipeline() is done", None)  # messages come when everybody can receive them
@@ -146,6 +153,7 @@ class Pipeline:
         mesh: RanksOfPipeline = None,
         zero: Zero | None = None,
         pending: float | str | None = None,
+        timeout: float = PATIENCE,
     ) -> "Pipeline":
         """A pipeline of stages that the user has cut: each rank gives its own, by their numbers in the schedule.
 
@@ -164,6 +172,7 @@ class Pipeline:
             mesh=mesh,
             zero=zero,
             pending=pending,
+            timeout=timeout,
         )
 
     # ---- what users hold
@@ -248,23 +257,26 @@ class Pipeline:
         return self.train(False)
 
     # ---- making it
-    def _connect(self, mesh: RanksOfPipeline, zero: Zero | None) -> PipelineRanks:
+    def _connect(self, mesh: RanksOfPipeline, zero: Zero | None, timeout: float) -> PipelineRanks:
         """To the ranks of this pipeline, which are returned, and to the replicas of this rank."""
         self._tied = TiedParameters()
+        self._patience = patience_of(timeout)
+        self.trace = []
         self._ended: str | None = None  # why there will be no other step
-        own, self._circles = connect(mesh, zero, self._tied)
+        own, self._circles = connect(mesh, zero, self._tied, self._patience)
         self._transports = [circle.transport for circle in self._circles]
+        self.rank = own.rank
         return own
 
     def _open(self, own: PipelineRanks) -> None:
         """What stages and ties go by. All ranks know that they have the same schedule and kind of device."""
         self._streams = streams_of(self.device)
-        channel = own.channel(self._streams, PATIENCE, ways_of(self.schedule))
+        channel = own.channel(self._streams, self._patience, ways_of(self.schedule))
         self._transport = StageTransport(channel, self.rank, self._streams)
         self._loss_path = LossPath(self.schedule, self.rank, self._transport)
         self._of_ties: Transport = self._transports[0]
         if not self._streams.on_host:
-            self._of_ties = own.transport(self._tied, self._streams, PATIENCE)
+            self._of_ties = own.transport(self._tied, self._streams, self._patience)
 
     def _own_arguments(self, loss_reduction: str, pending: float | str | None) -> list[Said]:
         return [
@@ -273,7 +285,8 @@ class Pipeline:
             said("model", f"on {self.device.type}", self.device.type),
         ]
 
-    def _check_parts(self, loss: Any, zero: Any, cut: Any, init: Any) -> None:
+    def _check_parts(self, loss: Any, zero: Any, cut: Any, init: Any, timeout: Any) -> None:
+        seconds("timeout", timeout, PipelineError)
         if init is not None:
             function("init", init, "a function of a module, or None", PipelineError)
         if loss is not None:
@@ -443,32 +456,6 @@ class Pipeline:
 
 def _chain(blocks: list[Block], casts: StageCasts) -> Chain:
     return Chain([block.module for block in blocks], casts)
-
-
-def _checked_reduction(given: Any) -> str:
-    return one_of("loss_reduction", given, ("mean", "sum"), '"mean" or "sum"', PipelineError)
-
-
-def _named(schedule: Any) -> str | Schedule:
-    if not isinstance(schedule, str | Schedule):
-        names = ", ".join(GENERATORS)
-        raise wrong("schedule", schedule, "is not known", f"one of {names}, 'auto' or a Schedule", PipelineError)
-    return schedule
-
-
-def _arguments(given: str | Schedule, schedule: Schedule, zero: Zero | None, cut: Cut | None) -> list[Said]:
-    """What must be the same on every rank. The lists themselves are compared by a checksum."""
-    lists = zlib.crc32(str(schedule).encode())
-    name = given if isinstance(given, str) else f"{schedule.name} (checksum {lists})"
-    sharded = None
-    if zero is not None:
-        sharded = (int(zero.stage), zero.reduce, zero.gathered, Precision.of(zero.precision).meaning)
-    return [
-        said("microbatches", schedule.microbatches, schedule.microbatches),
-        said("schedule", name, (schedule.name, lists)),
-        said("zero", zero, sharded),
-        said("cut", cut, cut is not None and cut.sample is not None),
-    ]
 
 
 def _executed(executor: Executor, batch: Callable[[], Batch]) -> Outcome:

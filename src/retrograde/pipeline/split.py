@@ -19,6 +19,7 @@ Rule 6: inside compiled graphs deferrable calls are tapped (inlined.py), and the
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -85,11 +86,19 @@ class SplitBackward:
     def run_inputs(self, outputs: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor | None]) -> None:
         """I: accumulates into the leaves of the graph, except for what waits for W."""
         self._deferring = True
+        before = None if self._account is None or self._parameters is None else self._parameters.gradients()
         try:
             self._run(outputs, grads)
         finally:
             self._deferring = False
         compact(self._pairs)
+        if before is not None and self._account is not None:
+            self._account.note_gradients(before, {key for key, gradient in before.items() if gradient.has_grown})
+
+    @property
+    def in_backward(self) -> bool:
+        """Is I running? Then a forward that is looked at is a recompute."""
+        return self._deferring
 
     def run_whole(self, outputs: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor | None]) -> None:
         """B: nothing waits (Rule 1), but that pairs of compiled graphs come to the queue and are done at the end."""
@@ -172,10 +181,13 @@ class SplitBackward:
     def routed(self, call: DeferrableCall, run: Callable[[Tensor], Any]) -> Any:
         """A deferrable call, as an autograd Function of ours; `run` does it for a given input."""
         self.recomputed |= self._deferring
+        if call.dtype_of_result:
+            call, run = _already_run(call, run)
         if call.dtype is None:
             targets = _targets(call)
             return _Routed.apply(self, call, run, targets, call.x, call.weight, call.bias)  # type: ignore[no-untyped-call]
-        x = call.x if call.x.dtype == call.dtype else self._casts.of_input(call.x, call.dtype)
+        as_it_is = call.x.dtype == call.dtype or not call.x.is_floating_point()
+        x = call.x if as_it_is else self._casts.of_input(call.x, call.dtype)
         given = []
         targets = []
         for tensor in (call.weight, call.bias):
@@ -192,6 +204,13 @@ class SplitBackward:
 def _may_wait(call: DeferrableCall) -> bool:
     bias = call.bias
     return may_be_target(call.weight) and (bias is None or not bias.requires_grad or may_be_target(bias))
+
+
+def _already_run(call: DeferrableCall, run: Callable[[Tensor], Any]) -> tuple[DeferrableCall, Callable[[Tensor], Any]]:
+    """A function of the user's, run under autocast: the result tells what it has computed in."""
+    with torch.no_grad():
+        result = run(call.x)
+    return replace(call, dtype=result.dtype), lambda x: result
 
 
 def _targets(call: DeferrableCall) -> list[Target]:
@@ -240,7 +259,7 @@ class _Recorder:
                 continue
             self._split.note_use(parameter)
             if self._account is not None:
-                self._account.note_use(parameter, func, args, kwargs)
+                self._account.note_use(parameter, value, func, (args, kwargs), self._split.in_backward)
 
 
 def _values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

@@ -9,6 +9,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -31,7 +32,7 @@ from retrograde.pipeline.formulas import (
 from retrograde.pipeline.inlined import ANCHOR
 from retrograde.pipeline.pairs import Pair, add_to_gradients
 from retrograde.pipeline.targets import Target
-from retrograde.torch_internals import Fate, dynamo_is_loaded, fate_of, has_hooks, hide_from_dynamo
+from retrograde.torch_internals import Fate, dynamo_is_loaded, fate_of, has_hooks, hide_from_dynamo, version_of
 
 
 class Queue(Protocol):
@@ -41,6 +42,26 @@ class Queue(Protocol):
 
 
 _queues: list[Queue] = []  # of the I that runs, and of those around it
+
+
+@dataclass(frozen=True)
+class PlainGradient:
+    """The gradient that a plain parameter had at some time."""
+
+    parameter: nn.Parameter
+    value: Tensor | None
+    version: int
+
+    @staticmethod
+    def of(parameter: nn.Parameter) -> "PlainGradient":
+        value = parameter.grad
+        return PlainGradient(parameter, value, 0 if value is None else version_of(value))
+
+    @property
+    def has_grown(self) -> bool:
+        """Has anything been added to it since?"""
+        now = PlainGradient.of(self.parameter)
+        return now.value is not self.value or now.version != self.version
 
 
 class StageParameters:
@@ -54,6 +75,11 @@ class StageParameters:
                 number = next(_numbers)
                 setattr(parameter, KEY, torch.tensor([number]))
                 _parameters[number] = parameter
+
+    def gradients(self) -> dict[int, PlainGradient]:
+        """Those of plain parameters, by id. Of others reading a gradient would reduce it."""
+        alive = [parameter for reference in self._plain if (parameter := reference()) is not None]
+        return {id(parameter): PlainGradient.of(parameter) for parameter in alive}
 
     @property
     def hooked(self) -> bool:

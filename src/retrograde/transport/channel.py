@@ -128,7 +128,8 @@ class ConnectedChannel:
         """Nothing can be sent to a rank: raise, with its cause."""
         cause = self._connections.why_lost(peer)
         self._said = True
-        raise PipelineError(f"rank {self._connections.rank}, sending to pipeline rank {peer}: {cause}") from error
+        here, there = map(self._connections.name_of, (self._connections.rank, peer))
+        raise PipelineError(f"{here}, sending to pipeline {there}: {cause}") from error
 
     def receive(self, peer: int, address: Address) -> _Awaited:
         self._connections.listen_to(peer)
@@ -151,7 +152,8 @@ class ConnectedChannel:
 
     def _fail(self, peer: int, address: Address) -> None:
         """Nothing has come, and nothing will."""
-        waiting = f"rank {self._connections.rank} waits for the {address} from pipeline rank {peer}"
+        here, there = map(self._connections.name_of, (self._connections.rank, peer))
+        waiting = f"{here} waits for the {address} from pipeline {there}"
         if self._lost is not None:
             self._said = True
             raise PipelineError(f"{waiting}: {self._lost[0]}") from self._lost[1]

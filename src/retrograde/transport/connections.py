@@ -113,6 +113,7 @@ class Connections:
         self.neighbours = neighbours  # where all ranks are on one host
         self._sleepers = 0  # threads of this rank that wait for letters
         self._group = None if group is None else weakref.ref(group)
+        self._in_job = range(world) if group is None else dist.get_process_group_ranks(group)
         self.changed = threading.Condition()
         self._receivers: list[weakref.ref[Receiver]] = []  # engines and pipelines
         self._early: defaultdict[int, list[tuple[int, ToReceiver]]] = defaultdict(list)
@@ -134,6 +135,16 @@ class Connections:
 
     def group(self) -> dist.ProcessGroup | None:
         return None if self._group is None else self._group()
+
+    def name_of(self, rank: int) -> str:
+        """A rank in words. A group counts its own ranks, people know those of the job: both, where they differ."""
+        in_job = self._in_job[rank]
+        return f"rank {rank}" if in_job == rank else f"rank {rank} (rank {in_job} of the job)"
+
+    def names_of(self, ranks: Sequence[int]) -> str:
+        """Several ranks in words."""
+        own, in_job = (", ".join(map(str, each)) for each in (ranks, [self._in_job[rank] for rank in ranks]))
+        return f"rank(s) {own}" if in_job == own else f"rank(s) {own} ({in_job} of the job)"
 
     @property
     def spans_hosts(self) -> bool:
@@ -197,7 +208,7 @@ class Connections:
                     "all ranks have left this process group (dist.destroy_process_group(), or the end of the program), "
                     "so other ranks' shards cannot be read any more"
                 )
-            return f"rank {dst} cannot be reached, {GONE}"
+            return f"{self.name_of(dst)} cannot be reached, {GONE}"
 
     # ---- waiting
     def notify(self) -> None:
@@ -266,7 +277,7 @@ class Connections:
             missing = sorted(self._liveness.present - self.departed)
         self._give_up()
         return (
-            f"rank {self.rank} has finished and waited {patience:g} s for rank(s) {', '.join(map(str, missing))}, "
+            f"{self.name_of(self.rank)} has finished and waited {patience:g} s for {self.names_of(missing)}, "
             f"which neither finished nor asked for anything; it leaves now. A rank that goes on needs the others: "
             f"raise shard(timeout=...)"
         )
@@ -363,15 +374,15 @@ class Connections:
                 ConnectionResetError("the other side has closed the connection"),
             )
             if peer not in self.departed:
-                self._decide(Cause(peer, f"the connection to rank {peer} was lost, {GONE}", error))
+                self._decide(Cause(peer, f"the connection to {self.name_of(peer)} was lost, {GONE}", error))
             elif not self._leaving:
-                text = f"rank {peer} had finished and waited as long as its time-out says; raise shard(timeout=...)"
+                text = f"{self.name_of(peer)} had finished and waited as long as its time-out says; raise timeout=..."
                 self._decide(Cause(peer, text, error), tell=False)
 
     def _refuse(self, src: int, error: Exception) -> None:
         """What came from this rank cannot be taken."""
         why = f"could not take what came from there: {type(error).__name__}: {error}"
-        text = f"the connection to rank {src} was closed by rank {self.rank}, which {why}"
+        text = f"the connection to {self.name_of(src)} was closed by {self.name_of(self.rank)}, which {why}"
         self._decide(Cause(src, text, error))  # which tells the other side too
         self._refused.add(src)
         self._arrivals[src] = Arrivals(src, self)  # what was half received is forgotten

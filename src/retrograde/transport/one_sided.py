@@ -229,9 +229,13 @@ class OneSidedTransport:
             cause = self.connections.why_lost(dst)
             self.check()
             self._said = True
-            raise DivergenceError(f"rank {self.rank}: {cause}") from error
+            raise DivergenceError(f"{self._own_name}: {cause}") from error
 
     # ---- failure
+    @property
+    def _own_name(self) -> str:
+        return self.connections.name_of(self.rank)
+
     def check(self) -> None:
         if self.failure is not None:
             self._said = True
@@ -285,9 +289,11 @@ class OneSidedTransport:
             for peer in absent:
                 self.connections.tell(peer, Ask(self.number))
             self.connections.wait_until(lambda: all(peer in self._told for peer in absent), 1.0)
-        places = "; ".join(f"rank {peer} is {self._told.get(peer, 'not answering')}" for peer in absent)
+        places = "; ".join(
+            f"{self.connections.name_of(peer)} is {self._told.get(peer, 'not answering')}" for peer in absent
+        )
         self.fail(
-            f"rank {self.rank} waited {self.timeout:g} s for rank(s) {', '.join(map(str, absent))} "
+            f"{self._own_name} waited {self.timeout:g} s for {self.connections.names_of(absent)} "
             f"at {what}, but {places}. Let every rank come to the same steps (they may skip units, "
             f"reorder them or do fewer backwards), or raise shard(timeout=...)"
         )
@@ -296,13 +302,13 @@ class OneSidedTransport:
         """Those that are missing will not come: they have finished, or a rank has been lost."""
         if finished:
             self.fail(
-                f"rank {self.rank} is at {what} and needs rank(s) {', '.join(map(str, finished))}, which "
+                f"{self._own_name} is at {what} and needs {self.connections.names_of(finished)}, which "
                 f"finished: their programs have ended, or called dist.destroy_process_group(). Let every rank "
                 f"come to the same steps, also one that has no more data: it may step without a backward"
             )
         if self._lost is not None:
             self._said = True
-            raise DivergenceError(f"rank {self.rank}: {self._lost[0]}") from self._lost[1]
+            raise DivergenceError(f"{self._own_name}: {self._lost[0]}") from self._lost[1]
 
     # ---- the service thread's side, which holds `changed`
     def on_message(self, src: int, message: ToReceiver, data: Sequence[torch.Tensor]) -> None:
