@@ -26,6 +26,7 @@ from tests.pipeline.cases import (
     shares,
     tanhs,
 )
+from tests.stages import EACH_STAGE
 
 COUNT = 4
 
@@ -111,7 +112,7 @@ def sharded_stages(rank: int, world: int, stage: int) -> list[str]:
     return [name for name, grad in found.items() if not torch.equal(grad, wanted[name])]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@EACH_STAGE
 def test_stages_of_the_user_sharded_and_with_keyword_arguments(ranks: Ranks, stage: int) -> None:
     assert ranks(4).run(sharded_stages, stage, timeout=60) == [[], [], [], []]
 
