@@ -7,13 +7,13 @@ All ranks see the same positions, so all go through the same sequence, in the or
 Whatever the reasons are, gradients that any rank has sent before the meeting are added up at it (gradients/flow.py,
 Rule 1).
 
-| some rank is at       | the others                                                        |
-|-----------------------|-------------------------------------------------------------------|
-| the end of a backward | join its reductions with what they have (nothing counts as zero)  |
-| an edit               | may edit from now on as well: all have read what they wanted      |
-| a flush               | bring their own pending gradients                                 |
-| a step                | all must be here                                                  |
-| a value over ranks    | all must be here, for the same value                              |
+| some rank is at (`Reason`)       | the others                                                        |
+|----------------------------------|-------------------------------------------------------------------|
+| the end of a backward (BACKWARD) | join its reductions; one that has no gradient adds nothing        |
+| an edit (FENCE)                  | may edit from now on as well: all have read what they wanted      |
+| a flush (FLUSH)                  | bring their own pending gradients                                 |
+| a step (STEP)                    | all must be here                                                  |
+| a value over ranks (VALUE)       | all must be here, for the same value                              |
 
 Rule 1: reading `.grad` waits for nobody. Ranks meet before something is computed from gradients or written to `.grad`,
         if some have come: the backwards of a rank that did more come before it. (What waits in a window is flushed
@@ -105,7 +105,8 @@ class Coordinator:
                 return positions
 
     def _conclude(self, first: Reason, positions: list[Position]) -> set[Reason]:
-        """Do what the most urgent reason asks of every rank; returns for what this meeting was enough."""
+        """Do what the most urgent reason asks of every rank; returns for what this meeting was enough. What was sent in
+        backwards has been added up before."""
         pending = {rank: position.pending for rank, position in enumerate(positions)}
         concluded = {first}
         match first:

@@ -70,7 +70,7 @@ class Backwards:
         return self.running[number]
 
     def send(self, gradient: Gradient, uses: Uses, goes_early: bool = False) -> Gradient:
-        """Within a backward, which ends when it has been added up."""
+        """Launch a gradient in the backward that runs now, which does not end before the gradient has been added up."""
         gradient.went_early = goes_early
         self._reducer.launch(gradient, self._keys.next(gradient.unit, goes_early), uses)
         backward = self.current()

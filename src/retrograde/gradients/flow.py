@@ -1,12 +1,13 @@
 """The gradient flow: what happens to a gradient between its page's node and `.grad`.
 
 [Note: the flow of gradients]
-Gather's backward hands over the full gradients of a unit (graph.py). Either they are *sent*: copied once into a bucket
-and put to their owners while backward goes on, or they are *pending*: added up in a local bucket until a step, a
-flush or the next backward outside a window sends them. The first Pack of a backward (all Gathers have run) is
-its end: ranks meet, each learns who put what, sums its shard's part and hands the pieces to autograd, so that
-hooks, `inputs=`, `autograd.grad` and accumulation into `.grad` are torch's own. (Threads number their nodes from 0, as
-Pack is: a graph made in a new thread may have a Gather left then, which is the occasion of another end.)
+Gather's backward hands over the full gradients of a unit (graph.py). Either they are *sent*: copied once into a
+bucket and put to their owners while backward goes on, or they are *pending*: added up in a local bucket until a step,
+a flush or the next backward outside a window sends them. The first Pack of a backward (all Gathers have run) is its
+end: ranks meet (but for Rule 5), each learns who put what, sums its shard's part and hands the pieces to autograd, so
+that hooks, `inputs=`, `autograd.grad` and accumulation into `.grad` are torch's own. (Autograd runs nodes with higher
+numbers first, and Pack has 0. But every thread numbers its nodes from 0: of a graph made in a new thread a Gather may
+be left when a Pack runs, and then there is another end.)
 
 Rule 1: what a rank has sent is added up at its next meeting, whatever the meeting is for. So ranks that sent under
         equal keys add up at the same meeting, also where one of them is in a backward inside another one. Where not

@@ -10,7 +10,8 @@ gradient is left out.
 `CollectiveSum` (collective_sum.py) does the same by collectives, or on a device leaves the sum to the backend, in an
 order of which it says nothing (a ring, on those that have one).
 
-To add another way (in another precision, in blocks, compressed): another class with these methods.
+To add another way (in another precision, in blocks, compressed): another class with these methods, which the engine
+chooses by transport and policy (engine/engine.py). What only travels in another dtype is `Precision.reduce`.
 """
 
 from collections.abc import Collection, Mapping, Sequence

@@ -5,9 +5,10 @@ backward apart; forecast.py). Following those successors gives the next page to 
 the order in which pages will be needed again, so that the one needed last is evicted (Belady's rule).
 
 [Note: who may stop a page from being dropped]
-The budget (`resident`), a page that is coming or expected (`_make_space`), graphs that hold handles of frozen weights
-(`retire`), and whoever holds a full tensor or a view of one: `Unit.drop_unless_held` looks at that last. An edit that
-nobody reported is written back first, which is a fence: ranks meet.
+A page that the shard is part of (`Unit.stays`), the budget (`resident`), a page that is coming or expected
+(`_make_space`), graphs that hold handles of frozen weights (`retire`), and whoever holds a full tensor or a view of
+one, for whom `Unit.drop_unless_held` looks at the end. An edit that nobody reported is written back first, which is a
+fence: ranks meet.
 
 [Note: when a backward lets go of a page]
 Rule 1: when the gradients of the unit's trained parameters have all arrived, unless graphs still hold handles of its

@@ -1,4 +1,7 @@
-"""One door to torch's internals: every private name and interpreter detail, each with its assumption and its probe."""
+"""One door to torch's internals: every private name and interpreter detail, each with its assumption and its probe.
+
+How probes work, and what a user sees where one fails: probes.py. All assumptions in a table: docs/design/internals.md.
+"""
 
 from retrograde.torch_internals.backends import (
     READS_DATA,

@@ -9,7 +9,8 @@ Rule 2: a name that torch no longer has fails when it is called (`find`), so its
 Rule 3: probes leave nothing behind: no random number is drawn, no patch stays, no group stays open.
 Rule 4: importing starts no threads. A backward makes torch start one for each accelerator, after which a process may
         not fork, so probes that need one wait for the first model that is sharded.
-Rule 5: what fails is an error, never a different behaviour.
+Rule 5: what fails is an error, never a different behaviour. Probes that take longer (`When.DOCTOR`) run in `retrograde
+        doctor` alone: ask it on a torch that was not tested.
 
 All of them are listed in docs/design/internals.md, which `retrograde doctor --markdown` prints.
 """

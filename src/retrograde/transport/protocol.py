@@ -58,6 +58,7 @@ class Position(NamedTuple):
 
     `sent`: gradients that it has put since its last meeting. This one adds them up, whatever the others came for.
     `pending`: gradients that it would put if this meeting turns out to flush them.
+    `value`: what it says besides; at the end of a backward, which one since the last meeting.
     """
 
     reason: Reason
