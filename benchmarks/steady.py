@@ -1,7 +1,7 @@
 """Does a long run stay as it is? `python -m benchmarks.steady [--steps 2000]`: memory and threads of two ranks.
 
-A tiny model at each stage, by shared memory and by collectives over gloo: what a rank holds after a quarter of its steps
-and at their end, private and shared with other ranks. What is held for each step would show as growth.
+A tiny model at each stage, by shared memory and by collectives over gloo: what a rank holds after a quarter of its
+steps and at their end, private and shared with other ranks. What is held for each step would show as growth.
 """
 
 from __future__ import annotations
