@@ -23,7 +23,7 @@ PART = (
     ("wait", "fences.py", "serving.wait(self._written)", "one-sided"),
     ("to_host", "staged.py", "return found if isinstance(found, str)", "one-sided"),
     ("wait", "pool.py", "self._homes.pop(", "window"),
-    ("record", "collective_sum.py", "self._pool.give(reducing.brought", "given up on another way"),
+    ("record", "collective_sum.py", "self._pool.give(reducing.brought", "offload, given up on another way"),
     ("wait", "collective_sum.py", "stream.wait(free)", "offload, work before a step"),
     ("wait", "source.py", "fetching.wait(", "offload, evaluated and edited"),
     ("wait", "streams.py", "self.returning.wait(event)", "offload, evaluated and edited"),
