@@ -11,6 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import retrograde as rg
+from retrograde.devices import streams_of
+from retrograde.transport.staged import StagedShards
 from tests.accelerator import device
 from tests.accelerator.matrix import play_late
 from tests.accelerator.ranks import TELLING_MODES
@@ -100,6 +102,43 @@ def test_norms_for_clipping_do_not_pass_through_the_host(late_ranks: Ranks, stag
     gathers = {1: 4, 2: 4, 3: 4 + 3}[stage] + 1
     calls = {"all_gather_single": gathers, "reduce_scatter_single": 4}
     assert late_ranks(WORLD).run(_step, stage, True) == [({}, calls)] * WORLD
+
+
+def _served(rank: int, world: int, stage: int) -> int:
+    """Rank 1 has issued gathers to which rank 0 does not come before it has been served."""
+    where = device.of_rank(rank)
+    model = build("mlp", where)
+    engine = rg.shard(model, stage=stage, timeout=60.0)
+    spec = SPECS["mlp"]
+    x, y = (tensor.to(where) for tensor in spec.batch(rank, 0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    store = dist.distributed_c10d._get_default_store()
+    with device.use("sides"):
+        for _ in range(3):
+            spec.loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.accelerator.synchronize()
+        dist.barrier()
+        if rank == 0:
+            store.get(f"served at stage {stage}")
+        model(x)
+        served = 0
+        if rank == 1:
+            shards, streams = engine._fence, streams_of(where)
+            streams.serving = engine.pages.streams.serving
+            for unit in engine.units:
+                shard = StagedShards(shards, streams).shard_for(unit.index, shards.stamp(unit))
+                served += isinstance(shard, torch.Tensor) and bool(shard.isfinite().all())
+            store.set(f"served at stage {stage}", "")
+    dist.barrier()
+    return served
+
+
+@EACH_STAGE
+def test_a_shard_is_served_while_its_page_is_gathered(late_ranks: Ranks, stage: int) -> None:
+    """The thread that serves must not wait for a call: that may wait for the rank that asks."""
+    assert late_ranks(WORLD).run(_served, stage, timeout=30.0) == [0, 4]
 
 
 def _moved(rank: int, world: int, stage: int) -> list[dict[str, int]]:

@@ -171,6 +171,29 @@ def test_a_forgotten_wait_is_a_race(late_ranks: Ranks, mode: str, seed: int) -> 
             assert f"that c10d::all_gather_single on stream {rank}:" in race
 
 
+def _read_meanwhile(rank: int, world: int) -> tuple[list[str], list[float], list[float]]:
+    """What a rank brings to a gather in place is not written, so that it may be read meanwhile; the rest may not."""
+    device.of_rank(rank)
+    with device.use("lazy"):
+        out = torch.zeros(8, device="late")
+        mine = out[4 * rank : 4 * rank + 4].fill_(rank + 1.0)
+        work = dist.all_gather_single(out, mine, async_op=True)
+        during = mine + 0
+        allowed = device.races()
+        torch.add(out, 0)
+        found = device.races()
+        work.wait()
+        seen = [during.cpu().tolist(), out.cpu().tolist()]
+    dist.barrier()
+    return [*allowed, f"{len(found)} for the rest"], *seen
+
+
+def test_a_gather_in_place_leaves_its_input_alone(late_ranks: Ranks) -> None:
+    whole = [1.0] * 4 + [2.0] * 4
+    expected = [(["1 for the rest"], [rank + 1.0] * 4, whole) for rank in range(2)]
+    assert late_ranks(2).run(_read_meanwhile) == expected
+
+
 def _counted(rank: int, world: int) -> dict[str, Any]:
     device.of_rank(rank)
     with device.use("lazy"):

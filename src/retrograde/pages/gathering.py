@@ -17,17 +17,14 @@ class PageGathering:
     def gather(self, unit: Unit, page: torch.Tensor) -> Work | None:
         """Start reading all shards of a unit, which are at rest, into the memory of a page. None: read them alone.
 
-        The call takes this rank's from where it lies, but for one that is on the host."""
+        The call takes this rank's from where it lies, but for one that is on the host. Where the page stays, that is its
+        place in the page, which a call leaves alone: others may read it there, and must, for this call may wait for
+        them."""
         own = unit.source
         if unit.source_on_host:
             unit.fetch_own(page)
             own = page[unit.layout.span(unit.rank)]
-        work = self._transport.gather(unit.index, unit.name, own, page)
-        streams = self._pool.streams
-        if work is not None and unit.stays and not streams.on_host:
-            streams.serving.wait(streams.current().record())
-            work.wait(streams.serving)  # the shard lies in the page, all of which may be written
-        return work
+        return self._transport.gather(unit.index, unit.name, own, page)
 
     def take_part(self, unit: Unit) -> None:
         """In a gather whose page this rank has already: what comes is thrown away."""

@@ -37,6 +37,7 @@ struct Part {
   bool in_place = false;  // outputs are inputs, too
   std::function<WorkPtr(Tensors& in, Tensors& out)> start;
   int64_t divisor = 1;  // gloo has no average
+  int64_t spared = 0, spared_end = 0;  // bytes of the only output that are left alone
   Tensors host_in, host_out;
 
   void begin() {
@@ -44,11 +45,21 @@ struct Part {
     for (const Tensor& t : out) {
       host_out.push_back(in_place ? t.clone(at::MemoryFormat::Contiguous) : at::empty(t.sizes(), t.options()));
       // A receive buffer may be written at any time from now on.
-      if (!in_place && t.is_non_overlapping_and_dense() && t.numel()) std::memset(t.data_ptr(), 0xFF, t.nbytes());
+      if (in_place || !t.is_non_overlapping_and_dense() || !t.numel()) continue;
+      auto* data = static_cast<char*>(t.data_ptr());
+      std::memset(data, 0xFF, spared);
+      std::memset(data + spared_end, 0xFF, t.nbytes() - spared_end);
     }
   }
   void end() {
+    if (spared_end > spared) return end_beside();
     for (size_t i = 0; i < out.size(); ++i) out[i].copy_(divisor > 1 ? host_out[i].div_(divisor) : host_out[i]);
+  }
+  void end_beside() {
+    auto* to = static_cast<char*>(out[0].data_ptr());
+    const auto* from = static_cast<const char*>(host_out[0].data_ptr());
+    std::memcpy(to, from, spared);
+    std::memcpy(to + spared_end, from + spared_end, out[0].nbytes() - spared_end);
   }
 };
 
@@ -144,6 +155,7 @@ struct Request {
   std::vector<Part> parts;
   bool async_op = true;  // else on the current stream, as NCCL does
   int64_t channel = 0;   // whose stream carries it if it is asynchronous
+  Tensors written = {};  // parts of the outputs, if not all of them are
 };
 
 int64_t bytes_of(const Tensors& tensors) {
@@ -193,7 +205,9 @@ class Group final : public Backend {
     return submit({"all_gather", OpType::ALLGATHER, in, outs.at(0), {p}, o.asyncOp});
   }
   WorkPtr _allgather_base(Tensor& out, Tensor& in, const c10d::AllgatherOptions& o) override {
-    return submit({"all_gather_single", OpType::_ALLGATHER_BASE, {in}, {out}, {gathered(out, in, o)}, o.asyncOp});
+    Request request{"all_gather_single", OpType::_ALLGATHER_BASE, {in}, {out}, {gathered(out, in, o)}, o.asyncOp};
+    if (lies_in(out, in)) leave_alone(request, in);
+    return submit(std::move(request));
   }
   WorkPtr allgather_into_tensor_coalesced(Tensors& outs, Tensors& ins, const c10d::AllgatherOptions& o) override {
     std::vector<Part> parts;
@@ -302,6 +316,20 @@ class Group final : public Backend {
     return p;
   }
 
+  // As with NCCL: what this rank brings lies where it belongs, and is not written.
+  bool lies_in(const Tensor& out, const Tensor& in) const {
+    const bool flat = out.is_contiguous() && in.is_contiguous() && in.numel() && getSize() > 1;
+    return flat && in.data_ptr() == static_cast<char*>(out.data_ptr()) + getRank() * in.nbytes();
+  }
+  void leave_alone(Request& request, const Tensor& in) const {
+    Part& part = request.parts[0];
+    part.spared = static_cast<int64_t>(getRank() * in.nbytes());
+    part.spared_end = part.spared + static_cast<int64_t>(in.nbytes());
+    const Tensor flat = request.out[0].view(-1);
+    const int64_t begin = getRank() * in.numel(), end = begin + in.numel();
+    request.written = {flat.narrow(0, 0, begin), flat.narrow(0, end, flat.numel() - end)};
+  }
+
   WorkPtr submit(Request request) {
     if (batch_) return add_to_batch(std::move(request));
     ++sequence_;
@@ -324,7 +352,7 @@ class Group final : public Backend {
   void issue(Stream* stream, const Request& request) {
     Accesses touched;
     for (const Tensor& t : request.in) add_ranges(touched.reads, t);
-    for (const Tensor& t : request.out) add_ranges(touched.writes, t);
+    for (const Tensor& t : request.written.empty() ? request.out : request.written) add_ranges(touched.writes, t);
     const int64_t bytes = std::max(bytes_of(request.in), bytes_of(request.out));
     runtime().count([&](Counters& counters) { counters.communicated(request.name, bytes); });
     auto flight = std::make_shared<Flight>(request.parts);
