@@ -30,7 +30,7 @@ class MeshTwin(Twin):
     replicas = REPLICAS
 
     def __init__(self, rank: int, world: int, stage: int, **options: Any) -> None:
-        super().__init__(rank, world, stage, mesh=mesh_of(REPLICAS, world), timeout=TIMEOUT, **options)
+        super().__init__(rank, world, stage, mesh=mesh_of(self.replicas, world), timeout=TIMEOUT, **options)
 
     def compare_replicas(self) -> None:
         """Bit for bit, what each rank holds of the model."""

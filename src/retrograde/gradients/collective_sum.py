@@ -5,7 +5,8 @@ gradients for the same uses. What a flush or a step asks for goes by the same ca
 a rank that has nothing brings zeros, which change no sum.
 
 There are two kinds of calls (collective_calls.py). With `exact`, in the host's memory, and for whoever sees a sum in
-its backward, every rank's part comes apart (`Exchange`). Else, on a device, the backend adds them up (`BackendSum`).
+its backward, every rank's part comes apart (`Exchange`, with replicas `ExchangeOfSums`). Else, on a device, the backend
+adds them up (`BackendSum`).
 
 Rule 1: a rank that has strayed from the order puts its parts one by one (`OrderedSum`).
 Rule 2: an exchange in which a rank was absent is given over to `OrderedSum`, with the parts that came: they are added
@@ -27,7 +28,7 @@ from dataclasses import dataclass
 import torch
 
 from retrograde.gradients.bucket import Bucket
-from retrograde.gradients.collective_calls import Attendance, CallKind, Exchange
+from retrograde.gradients.collective_calls import Attendance, CallKind
 from retrograde.gradients.gradient import Gradient
 from retrograde.gradients.keys import FLUSHED
 from retrograde.gradients.landing import memory_for_sum
@@ -50,6 +51,7 @@ class _Reduction:
     work: Work
     bucket: Bucket | None
     brought: torch.Tensor  # every rank's part of this rank's shard, or their sum
+    apart: torch.Tensor  # what is to be added up: `brought`, or with replicas their sums
     attendance: Attendance
 
 
@@ -60,7 +62,13 @@ class CollectiveSum:
     buffers = 2  # what is sent, and what comes
 
     def __init__(
-        self, transport: OrderedTransport, policy: Policy, pool: BufferPool, one_by_one: OrderedSum, usual: CallKind
+        self,
+        transport: OrderedTransport,
+        policy: Policy,
+        pool: BufferPool,
+        one_by_one: OrderedSum,
+        usual: CallKind,
+        seen_at_once: CallKind,
     ) -> None:
         """`one_by_one`: for what ranks that stray bring, and for what they were absent from. `usual`: the kind of call
         for sums that nobody sees before the backward has ended."""
@@ -71,7 +79,7 @@ class CollectiveSum:
         self._pool = pool
         self._streams = pool.streams
         self._usual = usual
-        self._seen_at_once = Exchange(transport)
+        self._seen_at_once = seen_at_once
         self.comes_later = usual.comes_later
         self._started: dict[Key, _Reduction] = {}
         self._sending: deque[_Reduction] = deque()
@@ -98,7 +106,7 @@ class CollectiveSum:
         unknown = [reducing for reducing in under_way if reducing.attendance is Attendance.UNKNOWN]
         for reducing in unknown:
             self._finish(reducing)
-        found = self._transport.complete([(reducing.work, reducing.brought) for reducing in unknown])
+        found = self._transport.complete([(reducing.work, reducing.apart) for reducing in unknown])
         for reducing, complete in zip(unknown, found, strict=True):
             reducing.attendance = Attendance.ALL if complete else Attendance.SOME
 
@@ -134,11 +142,11 @@ class CollectiveSum:
         with labelled("reduction of", unit.name):
             brought, free = self._pool.take(kind.numel(unit), sent.dtype)
             stream.wait(free)
-            work = kind.start(want, sent, brought)
-        if work is None:
+            started = kind.start(want, unit, sent, brought)
+        if started is None:
             self._pool.give(brought, free)
             return False
-        reducing = _Reduction(kind, work, bucket, brought, kind.attendance(want))
+        reducing = _Reduction(kind, started.work, bucket, brought, started.apart, kind.attendance(want))
         self._started[want.key] = reducing
         self._sending.append(reducing)
         return True
@@ -213,7 +221,7 @@ class CollectiveSum:
         self._finish(reducing)
         stream = self._streams.reducing
         with labelled("sum of gradient of", unit.name):
-            add_up(reducing.kind.parts(reducing.brought, unit), own, self._divisor, stream)
+            add_up(reducing.kind.summands(reducing.apart, unit), own, self._divisor, stream)
         self._streams.current().wait(stream.record())
         self._give_back(reducing)
         return own
