@@ -20,7 +20,7 @@ from retrograde.transport.connections import Connections
 from retrograde.transport.messages import Message
 from tests.harness import Ranks
 from tests.meshes import mesh_of
-from tests.multiproc.test_hsdp import DIFFERENT, MeshTwin
+from tests.multiproc.replicas import DIFFERENT, REPLICAS, WORLD, MeshTwin
 from tests.patterns.cells import LIMIT
 from tests.patterns.driver import play_rank
 from tests.patterns.oracle import expected
@@ -31,7 +31,6 @@ from tests.stages import EACH_STAGE, REDUCING_STAGES
 from tests.transport.delays import delayed
 from tests.transport.strays import STEPS, STRAY_AT, STRAYS, Counted, counts_of
 
-WORLD, REPLICAS = 4, 2
 UNITS = BLOCKS + 1  # and the root
 
 ByCollectives = functools.partial(MeshTwin, transport="collective")
