@@ -150,14 +150,20 @@ def test_the_host_never_waits_in_a_step(late_ranks: Ranks, stage: int) -> None:
 
 
 # ---- strays
-def _with_a_stray(rank: int, world: int, stage: int, kind: str, exact: bool, mode: str, seed: int) -> list[bool]:
-    """Are replicas equal after each step? One of the steps has a stray, after a backward in which nobody strays."""
+def _with_a_stray(
+    rank: int, world: int, stage: int, kind: str, exact: bool, mode: str, seed: int, hooked: bool = False
+) -> list[bool]:
+    """Are replicas equal after each step? One of the steps has a stray, between backwards in which nobody strays."""
     found = []
     with _on_device(rank, mode, seed) as where:
         twin = _twin(rank, world, stage, exact, where)
         twin.optimize()
+        if hooked:
+            leaf = twin.model.get_parameter("blocks.2.up.weight")
+            leaf.register_post_accumulate_grad_hook(lambda leaf: None)
         for step in range(4):
-            _play(twin, STRAYS[kind].always, STRAYS[kind].once if step == 2 else STRAYS[kind].always)
+            always, once = STRAYS[kind]
+            _play(twin, always, once if step == 2 else always, always)
             twin.check_grads() if exact else _check_close(twin)
             twin.optimizers[1].step()
             found.append(_equal_replicas(twin))
@@ -187,4 +193,11 @@ def test_strays(late_ranks: Ranks, stage: int, exact: bool, kind: str) -> None:
 @TELLING_MODES
 def test_strays_in_every_order(late_ranks: Ranks, exact: bool, mode: str, seed: int) -> None:
     found = late_ranks(WORLD).run(_with_a_stray, 3, "takes another order", exact, mode, seed, timeout=LIMIT)
+    assert found == [[True] * 4] * WORLD
+
+
+@pytest.mark.parametrize("kind", STRAYS)
+def test_strays_with_hooks(late_ranks: Ranks, kind: str) -> None:
+    """Ranks meet at the end of a backward for what a hook sees, and what the backend adds up waits for other meetings."""
+    found = late_ranks(WORLD).run(_with_a_stray, 3, kind, False, "lazy", 0, True, timeout=LIMIT)
     assert found == [[True] * 4] * WORLD

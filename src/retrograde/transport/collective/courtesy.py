@@ -16,7 +16,7 @@ Rule 3: on a device all this is done on the serving stream, which waits for noth
         came of gradients is brought to the host's memory. The host waits for these calls before ranks go on from a
         meeting, so whoever writes the shard next comes after them.
 Rule 4: where a reduction is two calls (replicas.py), a stream waits for other ranks between them. It is one of its own:
-        what is served one-sidedly must not wait for those who ask for it.
+        what is served one-sidedly must not wait for those who ask for it, nor what came for calls that are still to come.
 """
 
 from collections.abc import Iterator, Sequence
@@ -118,7 +118,6 @@ class _Courtesy(NamedTuple):
     work: CallWork
     attended: _Attended | None
     received: torch.Tensor
-    stream: Stream
 
 
 class Courtesies:
@@ -203,7 +202,7 @@ class Courtesies:
 
     def _start(self, offer: AnyOffer, attended: _Attended | None, received: torch.Tensor) -> CallWork:
         work = self._communicator.start_aside(offer)
-        self._running.append(_Courtesy(work, attended, received, offer.stream))
+        self._running.append(_Courtesy(work, attended, received))
         return work
 
     # ---- their ends
@@ -216,9 +215,9 @@ class Courtesies:
         for courtesy in [courtesy for courtesy in self._running if courtesy.work.done()]:
             self._running.remove(courtesy)
             try:
-                courtesy.work.finish(courtesy.stream)
+                courtesy.work.finish(self._stream)
                 if courtesy.attended is not None:
-                    self._take_in(courtesy.attended, courtesy.stream.to_host(courtesy.received))
+                    self._take_in(courtesy.attended, self._stream.to_host(courtesy.received))
             except RuntimeError as error:  # of the backend. Who finds it may be a thread that nobody listens to
                 self._error = error
 
