@@ -29,7 +29,7 @@ from tests.patterns.oracle import expected
 from tests.patterns.rows import CASES
 from tests.patterns.trace import differences
 from tests.reference import Program
-from tests.small import BLOCKS, batch, build, loss_of
+from tests.small import BLOCKS, batch, build
 from tests.stages import EACH_STAGE, REDUCING_STAGES
 from tests.transport.strays import STRAYS
 
@@ -93,7 +93,7 @@ def _training(rank: int, world: int, stage: int, exact: bool, mode: str, seed: i
     with _on_device(rank, mode, seed) as where:
         twin = _twin(rank, world, stage, exact, where)
         twin.optimize()
-        for step in range(2):
+        for _ in range(2):
             _play(twin, STRAYS["skips a unit"].always, STRAYS["one backward fewer"].always)
             twin.check_grads() if exact else _check_close(twin)
             twin.step()
@@ -198,6 +198,6 @@ def test_strays_in_every_order(late_ranks: Ranks, exact: bool, mode: str, seed: 
 
 @pytest.mark.parametrize("kind", STRAYS)
 def test_strays_with_hooks(late_ranks: Ranks, kind: str) -> None:
-    """Ranks meet at the end of a backward for what a hook sees, and what the backend adds up waits for other meetings."""
+    """Ranks meet at the end of a backward for what a hook sees; what else is late waits for other meetings."""
     found = late_ranks(WORLD).run(_with_a_stray, 3, kind, False, "lazy", 0, True, timeout=LIMIT)
     assert found == [[True] * 4] * WORLD

@@ -197,9 +197,9 @@ class CollectiveSum:
         self._start(self._usual, GradientWant(key, unit.name, b"", at_meeting=True), unit, nothing, None)
         return self._total(key, unit, own)
 
-    def sums_of_others(self, units: Sequence[Unit], last: float) -> list[SumOfOthers]:
+    def sums_of_others(self, units: Sequence[Unit]) -> list[SumOfOthers]:
         """Rule 4."""
-        return [self._sum_of_others(units[brought.key.unit], brought) for brought in self._transport.take_sums(last)]
+        return [self._sum_of_others(units[brought.key.unit], brought) for brought in self._transport.take_sums()]
 
     def _sum_of_others(self, unit: Unit, brought: CourtesySum) -> SumOfOthers:
         uses = read_uses(brought.uses, len(unit.leaves))

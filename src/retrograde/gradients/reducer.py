@@ -83,9 +83,9 @@ class Reducer:
         self._ledger.record(Activity.JOIN, unit.name, self._bytes_to_replicas(unit) if here else 0)
         return Delivery(unit, self._strategy.total_of_others(unit, key, ranks), accumulated(ranks))
 
-    def sums_of_others(self, last: float) -> list[Delivery]:
-        """From calls in which this rank brought nothing, of backwards up to this one."""
-        found = self._strategy.sums_of_others(self._units, last)
+    def sums_of_others(self) -> list[Delivery]:
+        """From calls in which this rank brought nothing."""
+        found = self._strategy.sums_of_others(self._units)
         for each in found:
             self._ledger.record(Activity.JOIN, each.unit.name, 0)
         return [Delivery(each.unit, each.total, accumulated({0: each.uses})) for each in found]

@@ -222,8 +222,8 @@ class OrderedTransport(Transport, Protocol):
         replicas the backend adds up each one's ranks, and then replicas.
         A rank that was absent has brought zeros; whatever it puts under this key comes on top."""
 
-    def take_sums(self, last: float) -> list[CourtesySum]:
-        """What has come by such calls for this rank, which was absent: of backwards up to this one."""
+    def take_sums(self) -> list[CourtesySum]:
+        """What has come by such calls for this rank, which was absent, in their order."""
 
 
 class Parts(NamedTuple):

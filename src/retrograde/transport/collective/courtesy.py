@@ -16,7 +16,7 @@ Rule 3: on a device all this is done on the serving stream, which waits for noth
         came of gradients is brought to the host's memory. The host waits for these calls before ranks go on from a
         meeting, so whoever writes the shard next comes after them.
 Rule 4: where a reduction is two calls (replicas.py), a stream waits for other ranks between them. It is one of its own:
-        what is served one-sidedly must not wait for those who ask for it, nor what came for calls that are still to come.
+        what is served one-sidedly must not wait for those who ask for it, nor what came for calls that follow.
 """
 
 from collections.abc import Iterator, Sequence
@@ -241,10 +241,9 @@ class Courtesies:
     def has_sums(self) -> bool:
         return bool(self._sums)
 
-    def take_sums(self, last: float) -> list[CourtesySum]:
-        """Of backwards up to this one, in the same order on all ranks that were absent."""
-        taken = [brought for brought in self._sums if brought.key.backward <= last]
-        self._sums = [brought for brought in self._sums if brought.key.backward > last]
+    def take_sums(self) -> list[CourtesySum]:
+        """In the same order on all ranks that were absent."""
+        taken, self._sums = self._sums, []
         return taken
 
     def keep(self, key: Key, parts: dict[int, torch.Tensor]) -> None:

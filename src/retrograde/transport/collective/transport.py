@@ -227,11 +227,11 @@ class CollectiveTransport:
             came = self._courtesies.take(key, src)
         return from_host(came, self._streams)
 
-    def take_sums(self, last: float) -> list[CourtesySum]:
+    def take_sums(self) -> list[CourtesySum]:
         if not self._courtesies.has_sums:
             return []
         with self._host.connections.changed:
-            taken = self._courtesies.take_sums(last)
+            taken = self._courtesies.take_sums()
         return [brought._replace(total=from_host(brought.total, self._streams)) for brought in taken]
 
     def discard_parts(self) -> None:
