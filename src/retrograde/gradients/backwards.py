@@ -65,14 +65,15 @@ class Backwards:
         number = current_backward()
         if number not in self.running:
             self.running[number] = Backward()
+            self._reducer.begin_backward()
             at_end_of_backward(lambda: self._close(number))
         return self.running[number]
 
     def send(self, gradient: Gradient, uses: Uses, goes_early: bool = False) -> Gradient:
         """Launch a gradient in the backward that runs now, which does not end before the gradient has been added up."""
         gradient.went_early = goes_early
-        self._reducer.launch(gradient, self._keys.next(gradient.unit, goes_early), uses)
         backward = self.current()
+        self._reducer.launch(gradient, self._keys.next(gradient.unit, goes_early), uses)
         self._strategy.advance(backward.unsummed)
         backward.sent.append(gradient)
         return gradient
