@@ -20,12 +20,13 @@ from retrograde.transport.connections import Connections
 from retrograde.transport.messages import Message
 from tests.harness import Ranks
 from tests.meshes import mesh_of
-from tests.multiproc.replicas import DIFFERENT, REPLICAS, WORLD, MeshTwin
+from tests.multiproc.replicas import DIFFERENT, REPLICAS, TIMEOUT, WORLD, MeshTwin
 from tests.patterns.cells import LIMIT
 from tests.patterns.driver import play_rank
 from tests.patterns.oracle import expected
 from tests.patterns.rows import CASES
 from tests.patterns.trace import differences
+from tests.reference import same
 from tests.small import BLOCKS, backward_that_raises, batch, build, loss_of
 from tests.stages import EACH_STAGE, REDUCING_STAGES
 from tests.transport.delays import delayed
@@ -70,6 +71,24 @@ def test_training_is_exact(ranks: Ranks, stage: int, options: dict[str, Any]) ->
 @REDUCING_STAGES
 def test_with_messages_that_take_their_time(ranks: Ranks, stage: int) -> None:
     ranks(WORLD).run(_training, stage, {"transport": "collective"}, True, timeout=LIMIT)
+
+
+def _rounded(rank: int, world: int, precision: rg.Precision | None) -> list[str]:
+    """Of a model in bf16: names of gradients that differ from those that came one by one."""
+    found = []
+    for transport in ("one-sided", "collective"):
+        model = build().bfloat16()
+        mesh = mesh_of(REPLICAS, world)
+        engine = rg.shard(model, mesh=mesh, transport=transport, precision=precision, timeout=TIMEOUT)
+        loss_of(model, batch(rank)).backward()
+        found.append(engine.full_grads())
+        dist.barrier()
+    return [name for name in found[0] if not same(found[0][name], found[1][name])]
+
+
+@pytest.mark.parametrize("precision", (None, rg.Precision(reduce="bf16"), rg.Precision(accumulate="fp32")))
+def test_sums_are_rounded_as_one_by_one(ranks: Ranks, precision: rg.Precision | None) -> None:
+    assert ranks(WORLD).run(_rounded, precision) == [[]] * WORLD
 
 
 def _one_shard(rank: int, world: int, stage: int) -> None:

@@ -32,8 +32,8 @@ class Reducer:
         self._any_hooked = False
 
     def begin_backward(self) -> None:
-        """With replicas ranks that hold the same shard add to `.grad` in the same order. For what a hook sees some ranks
-        meet earlier than others, so if there is one, no part of any sum may come later."""
+        """With replicas, ranks that hold the same shard add to `.grad` in the same order. For what a hook sees some
+        ranks meet earlier than others, so if there is one, no part of any sum may come later."""
         several = self._strategy.comes_later and self._grid.replicas > 1
         self._any_hooked = several and any(unit.hooked for unit in self._units)
 
