@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import retrograde as rg
 from retrograde.transport.collective import CollectiveTransport
 from retrograde.transport.collective.communicator import Communicator, Offer
+from retrograde.transport.collective.courtesy import is_absent, spread_absence
 from retrograde.transport.connections import Connections
 from retrograde.transport.messages import Message
 from tests.harness import Ranks
@@ -214,6 +215,33 @@ def test_a_stray_is_served_and_exact(ranks: Ranks, stage: int, kind: str) -> Non
     for rank, steps in enumerate(ranks(WORLD).run(_with_a_stray, stage, kind, timeout=LIMIT)):
         quiet = Counted(WORLD - 1 if rank == 0 else 1, said_at_step, 0)
         assert (steps[STRAY_AT - 1], steps[-1]) == (quiet, quiet)
+
+
+def _narrow(rank: int, world: int) -> None:
+    """In bf16 what a sum makes of an absent part is another nan than what is absent."""
+    twin = ByCollectives(rank, world, 3, make=lambda: build().bfloat16())
+    for step in range(4):
+        program = STRAYS["skips a unit"].once if step == 3 else STRAYS["skips a unit"].always
+        program(twin.model, rank)
+        twin.plain_play(program)
+        twin.check_grads()
+        twin.zero_grad()
+    twin.close()
+
+
+def test_a_stray_in_bf16(ranks: Ranks) -> None:
+    ranks(WORLD).run(_narrow, timeout=LIMIT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_of_absent_parts_there_is_no_sum(dtype: torch.dtype) -> None:
+    absent = torch.empty(3, dtype=dtype)
+    absent.view(torch.uint8).fill_(255)
+    present, total = torch.ones(3, dtype=dtype), torch.full((3,), 2, dtype=dtype)
+    spread_absence(torch.cat([present, present]), 2, total)
+    assert torch.equal(total, present + present)
+    spread_absence(torch.cat([present, absent]), 2, total)
+    assert is_absent(total)
 
 
 def _differing(rank: int, world: int, stage: int, name: str) -> None:
