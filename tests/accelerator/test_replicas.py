@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 import retrograde as rg
 from retrograde.transport.collective import CollectiveTransport
+from retrograde.transport.collective.courtesy import is_absent, spread_absence
 from tests import small
 from tests.accelerator import device
 from tests.accelerator.matrix import play_late
-from tests.accelerator.ranks import TELLING_MODES
+from tests.accelerator.ranks import TELLING_MODES, alone
 from tests.accelerator.training import build as build_spec
 from tests.harness import Ranks
 from tests.meshes import mesh_of
@@ -150,6 +151,26 @@ def test_the_host_never_waits_in_a_step(late_ranks: Ranks, stage: int) -> None:
 
 
 # ---- strays
+def _absence() -> None:
+    """What a sum makes of an absent part is another nan than what is absent, but in fp32 by chance."""
+    for dtype in (torch.float32, torch.bfloat16):
+        with device.use("lazy"):
+            absent = torch.empty(3, dtype=dtype, device="late")
+            absent.view(torch.uint8).fill_(255)
+            present, total = torch.ones(3, dtype=dtype, device="late"), torch.full((3,), 2, dtype=dtype, device="late")
+            spread_absence(torch.cat([present, present]), 2, total)
+            first = total.clone()
+            spread_absence(torch.cat([present, absent]), 2, total)
+            assert device.synchronisations() == {}
+        assert first.tolist() == [2, 2, 2]
+        assert is_absent(total.cpu())
+
+
+def test_of_absent_parts_there_is_no_sum(late_ranks: Ranks) -> None:
+    """And the host does not look."""
+    late_ranks(1).run(alone, _absence)
+
+
 def _with_a_stray(
     rank: int, world: int, stage: int, kind: str, exact: bool, mode: str, seed: int, hooked: bool = False
 ) -> list[bool]:

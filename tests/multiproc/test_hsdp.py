@@ -284,10 +284,10 @@ def test_meshes_that_cannot_be_used(ranks: Ranks) -> None:
 
 
 # ---- failures
-def _dies(rank: int, world: int, transport: str) -> str:
+def _dies(rank: int, world: int) -> str:
     """Rank 3, of the second replica, in its second step."""
     model = build()
-    rg.shard(model, mesh=mesh_of(REPLICAS, world), timeout=10.0, transport=transport)
+    rg.shard(model, mesh=mesh_of(REPLICAS, world), timeout=10.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=2**-4)
     try:
         for step in range(2):
@@ -302,7 +302,7 @@ def _dies(rank: int, world: int, transport: str) -> str:
 
 def test_a_dead_rank_is_named_in_all_replicas(ranks: Ranks) -> None:
     with pytest.raises(RankError) as caught:
-        ranks(WORLD).run(_dies, "one-sided")
+        ranks(WORLD).run(_dies)
     for rank in range(3):
         assert re.search(r"told: .*rank 3", caught.value.failures[rank]), caught.value.failures[rank]
 

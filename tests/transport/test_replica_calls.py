@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -317,3 +318,25 @@ def _chosen(rank: int, world: int) -> list[bool]:
 
 def test_it_is_chosen_as_without_replicas(ranks: Ranks) -> None:
     assert ranks(WORLD).run(_chosen) == [[False, True, True]] * WORLD
+
+
+def _one_after_the_other(rank: int, world: int) -> list[int]:
+    """How many process groups were made for each of two engines; the first is gone when the second comes."""
+    found = []
+    mesh = mesh_of(REPLICAS, world)
+    for number in range(2):
+        with mock.patch.object(dist, "new_group", wraps=dist.new_group) as made:
+            model = build()
+            rg.shard(model, mesh=mesh, timeout=23.0, transport="collective")  # groups of other time-outs are others
+            loss_of(model, batch(rank, number)).backward()
+            found.append(made.call_count)
+        dist.barrier()  # a rank that drops its model takes its shards along
+        del model
+        gc.collect()
+        dist.barrier()
+    return found
+
+
+def test_an_engine_takes_the_groups_of_one_that_is_gone(ranks: Ranks) -> None:
+    """For two replicas and for the holders of two shards."""
+    assert ranks(WORLD).run(_one_after_the_other) == [[4, 0]] * WORLD
