@@ -30,11 +30,10 @@ from tests.patterns.oracle import expected
 from tests.patterns.rows import CASES
 from tests.patterns.trace import differences
 from tests.reference import Program
-from tests.small import BLOCKS, batch, build
+from tests.small import backwards, batch, build
 from tests.stages import EACH_STAGE, REDUCING_STAGES
 from tests.transport.strays import STRAYS
 
-UNITS = BLOCKS + 1  # and the root
 EXACT = pytest.mark.parametrize("exact", (True, False))
 ROWS = ("11f-replicated-mlp", "11f-replicated_unequal_backwards-mlp", "11f-replicated_changing_units-mlp")
 
@@ -208,6 +207,30 @@ def _follow(twin: MeshTwin) -> None:
 @REDUCING_STAGES
 def test_strays(late_ranks: Ranks, stage: int, exact: bool, kind: str) -> None:
     assert late_ranks(WORLD).run(_with_a_stray, stage, kind, exact, "lazy", 0, timeout=LIMIT) == [[True] * 4] * WORLD
+
+
+def _one_fewer_on_odd_ranks(model: nn.Module, rank: int) -> None:
+    backwards(*range(1 if rank % 2 else 2))(model, rank)
+
+
+def _fewer_in_each(rank: int, world: int, exact: bool) -> bool:
+    """Of each replica a rank does not come to a backward, in which there is nothing to gather: nobody's first call of
+    two ends by itself."""
+    with _on_device(rank, "lazy", 0) as where:
+        twin = _twin(rank, world, 2, exact, where)
+        twin.optimize()
+        for step in range(4):
+            _play(twin, _one_fewer_on_odd_ranks if step == 2 else backwards(0, 1))
+            twin.optimizers[1].step()
+            twin.optimizers[0].step()
+            _follow(twin)
+            twin.zero_grad()
+        return _equal_replicas(twin)
+
+
+@EXACT
+def test_a_stray_in_each_replica(late_ranks: Ranks, exact: bool) -> None:
+    assert late_ranks(WORLD).run(_fewer_in_each, exact, timeout=LIMIT) == [True] * WORLD
 
 
 @EXACT
