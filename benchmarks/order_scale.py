@@ -1,14 +1,18 @@
-"""What it costs ranks to agree on the order of collectives, for worlds of 8 to 16,384: counted, not timed.
+"""What a step costs a rank, for worlds of 8 to 16,384: counted, not timed.
 
     python -m benchmarks.order_scale [--worlds 8,64,512] [--fan-out 32]
 
-Runs the classes of `retrograde.transport.order`, one participant for each rank, over an imagined network in which every
-message takes one *hop*. Data does not move. Three kinds of steps:
+The first table is what ranks say to agree on the order of collectives: the classes of `retrograde.transport.order` as
+the engine has them (nothing is guessed before the first step, nothing issued in advance), one participant for each
+rank, over an imagined network in which every message takes one *hop*. Kinds of steps:
 
+- the first: nothing is foreseen, every want is asked for;
 - alike: every rank does what was foreseen;
 - a late rank: it stops before its first gather, all others nudge, and it leaves the order until the step;
 - a surprise: every rank wants one page that was not foreseen. That takes three grants: the page, and
   twice what follows.
+
+The second table is what a step moves, by the ledger of the engine among imagined ranks (`FakeRanks`).
 """
 
 from __future__ import annotations
@@ -18,6 +22,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+from torch import nn
+
+from retrograde.engine.shard import Options, shard_over
+from retrograde.transport import FakeRanks
 from retrograde.transport.order import (
     STEP,
     Effect,
@@ -36,6 +45,7 @@ from retrograde.transport.order import (
 
 WORLDS = (8, 64, 512, 4096, 16384)
 UNITS = 4
+LAYERS, WIDTH = 8, 1024
 WANTS: tuple[Want, ...] = (
     *(Gather(unit) for unit in range(UNITS)),
     *(want for unit in reversed(range(UNITS)) for want in (Gather(unit), Reduce(unit))),
@@ -56,7 +66,7 @@ class Network:
 
     def __init__(self, world: int, policy: OrderPolicy) -> None:
         self.world = world
-        self.ranks = [Participant(rank, world, policy, WANTS) for rank in range(world)]
+        self.ranks = [Participant(rank, world, policy) for rank in range(world)]
         self.links: set[tuple[int, int]] = set()
         self._travelling: list[tuple[int, int, Send]] = []
         self._events: Counter[type] = Counter()
@@ -145,13 +155,15 @@ class Network:
 
 
 def row(world: int, fan_out: int) -> str:
-    network = Network(world, OrderPolicy(fan_out=fan_out))
+    network = Network(world, OrderPolicy(fan_out=fan_out, depth=0))
+    first = network.step()
     alike = network.step()
     late = network.late_step(world - 1)
     surprise = network.step((*WANTS[:1], Gather(UNITS), *WANTS[1:]))
     depth = Tree(world, fan_out).depth
     assert alike.messages == 2 * (world - 1)
     cells = [world, depth, network.connections(), alike.messages, alike.busiest, f"{alike.kilobytes:.1f}", alike.hops]
+    cells += [first.busiest, first.hops]
     cells += [f"{surprise.busiest - alike.busiest}", surprise.hops - alike.hops]
     cells += [f"{late.busiest - alike.busiest}", late.hops - alike.hops]
     return "| " + " | ".join(map(str, cells)) + " |"
@@ -165,6 +177,8 @@ HEADER = (
     "of the busiest rank",
     "KiB, busiest rank",
     "hops one after the other",
+    "the first step: messages, busiest rank",
+    "hops",
     "a surprise: messages more, busiest rank",
     "hops more",
     "a late rank: messages more, busiest rank",
@@ -172,15 +186,56 @@ HEADER = (
 )
 
 
+# ---- what a step moves
+def moved(world: int) -> str:
+    """Of the last rank, in the second step of some square layers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    engine = shard_over(FakeRanks(world, rank=world - 1), model, Options(stage=3, units=nn.Linear))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        engine.ledger.clear()
+        model(torch.randn(1, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    shard = sum(unit.layout.shard_bytes for unit in engine.units)
+    page = sum(unit.layout.page_bytes for unit in engine.units)
+    counts = [engine.ledger.count(kind) for kind in ("gather", "reduce")]
+    sizes = [page, engine.ledger.bytes("gather"), engine.ledger.bytes("reduce")]
+    cells = [world, *counts, f"{shard / 1024:.1f}", *(f"{size / 2**20:.2f}" for size in sizes), 2 * world]
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+MOVED = (
+    "world",
+    "gathers",
+    "reductions",
+    "KiB of a shard",
+    "MiB of the model, with padding",
+    "that come by gathers",
+    "that go by reductions",
+    "entries of the store read at the start",
+)
+
+
+def _print_head(names: Sequence[str]) -> None:
+    print("| " + " | ".join(names) + " |")
+    print("|" + "---:|" * len(names))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", default=",".join(map(str, WORLDS)))
     parser.add_argument("--fan-out", type=int, default=OrderPolicy().fan_out)
     given = parser.parse_args()
-    print("| " + " | ".join(HEADER) + " |")
-    print("|" + "---:|" * len(HEADER))
-    for world in map(int, given.worlds.split(",")):
+    worlds = [int(world) for world in given.worlds.split(",")]
+    _print_head(HEADER)
+    for world in worlds:
         print(row(world, given.fan_out), flush=True)
+    print()
+    _print_head(MOVED)
+    for world in worlds:
+        print(moved(world), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Does a long run stay as it is? `python -m benchmarks.steady [--steps 2000]`: memory and threads of two ranks.
 
-A tiny model at each stage, by shared memory and by collectives over gloo: what a rank holds after a tenth of its steps
-and at their end, private and shared with other ranks. What is held for each step would show as growth.
+A tiny model at each stage, by shared memory and by collectives over gloo: what a rank holds after a quarter of its
+steps and at their end, private and shared with other ranks. What is held for each step would show as growth.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def _held() -> Held:
 
 
 def held(rank: int, world: int, stage: int, transport: str, steps: int) -> tuple[Held, Held]:
-    """After a tenth of the steps, and after all."""
+    """After a quarter of the steps, when threads and allocators have what they need, and after all."""
     model = build()
     rg.shard(model, stage=stage, transport=transport, timeout=60.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
     first = None
     for number in range(steps):
-        if number == steps // 10:
+        if number == steps // 4:
             first = _held()
         loss_of(model, rank, number).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -71,7 +71,7 @@ def main() -> int:
             more = max(last.nbytes - first.nbytes for first, last in found)
             same = all(last[1:] == first[1:] for first, last in found)
             grew |= more > MOST or not same
-            print(f"stage {stage}, {transport}: {more / 1024:+.0f} KiB in {steps - steps // 10} steps; {found[0][1]}")
+            print(f"stage {stage}, {transport}: {more / 1024:+.0f} KiB in {steps - steps // 4} steps; {found[0][1]}")
     return int(grew)
 
 

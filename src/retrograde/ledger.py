@@ -33,19 +33,22 @@ class Entry(NamedTuple):
 
 
 class Ledger:
-    """An append-only list of entries with running totals. Entries beyond `HISTORY` keep only their totals."""
+    """An append-only list of entries with running totals. Entries beyond `HISTORY` keep only their totals.
+
+    Steps are alike, and so are their entries: those that are equal are one object."""
 
     def __init__(self) -> None:
         self.entries: deque[Entry] = deque(maxlen=HISTORY)
         self.resident = 0
         self.peak = 0
-        self._counts: Counter[tuple[Activity, str]] = Counter()
-        self._bytes: Counter[tuple[Activity, str]] = Counter()
+        self._known: dict[Entry, Entry] = {}
+        self._times: Counter[Entry] = Counter()
 
     def record(self, kind: Activity, unit: str, nbytes: int = 0) -> None:
-        self.entries.append(Entry(kind, unit, nbytes))
-        self._counts[kind, unit] += 1
-        self._bytes[kind, unit] += nbytes
+        entry = Entry(kind, unit, nbytes)
+        entry = self._known.setdefault(entry, entry)
+        self.entries.append(entry)
+        self._times[entry] += 1
 
     def hold(self, nbytes: int) -> None:
         """Page memory was taken (positive) or given back (negative)."""
@@ -54,23 +57,22 @@ class Ledger:
 
     def count(self, kind: str, unit: str | None = None) -> int:
         """How many entries of a kind there were, with one unit or with all."""
-        return _total(self._counts, kind, unit)
+        return sum(self._times[entry] for entry in self._of(kind, unit))
 
     def bytes(self, kind: str, unit: str | None = None) -> int:
         """The bytes of all entries of a kind, with one unit or with all."""
-        return _total(self._bytes, kind, unit)
+        return sum(self._times[entry] * entry.bytes for entry in self._of(kind, unit))
 
     def clear(self) -> None:
         """Forget entries and totals; what is resident now becomes the peak."""
         self.entries.clear()
-        self._counts.clear()
-        self._bytes.clear()
+        self._known.clear()
+        self._times.clear()
         self.peak = self.resident
 
-
-def _total(totals: Counter[tuple[Activity, str]], kind: str, unit: str | None) -> int:
-    kinds = [entry.value for entry in Activity]
-    one_of("kind", kind, kinds, ", ".join(kinds))
-    if unit is not None:
-        instance("unit", unit, str, "is not a name", "a unit's name or None")
-    return sum(n for (k, u), n in totals.items() if k == kind and unit in (None, u))
+    def _of(self, kind: str, unit: str | None) -> list[Entry]:
+        kinds = [entry.value for entry in Activity]
+        one_of("kind", kind, kinds, ", ".join(kinds))
+        if unit is not None:
+            instance("unit", unit, str, "is not a name", "a unit's name or None")
+        return [entry for entry in self._times if entry.kind == kind and unit in (None, entry.unit)]

@@ -66,7 +66,7 @@ def test_stages(late_ranks: Ranks, stage: int) -> None:
         check(late_ranks, case_id, stage, "lazy", 0, "collective")
 
 
-def _step(rank: int, world: int, stage: int) -> tuple[dict[str, int], dict[str, int]]:
+def _step(rank: int, world: int, stage: int, clip: bool) -> tuple[dict[str, int], dict[str, int]]:
     """A step that is like those before it: what made the host wait, and collectives."""
     where = device.of_rank(rank)
     model = build("gpt", where)
@@ -77,6 +77,8 @@ def _step(rank: int, world: int, stage: int) -> tuple[dict[str, int], dict[str, 
         x, y = (tensor.pin_memory() for tensor in spec.batch(rank, step))
         with device.use("lazy"):
             spec.loss(model(x.to(where, non_blocking=True)), y.to(where, non_blocking=True)).backward()
+            if clip:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
             waits, calls = device.synchronisations(), device.collectives()
@@ -89,7 +91,43 @@ def test_the_host_never_waits_in_a_step(late_ranks: Ranks, stage: int) -> None:
     """Four units: root and three blocks. At stage 3 blocks are gathered again in backward, all but the last."""
     gathers = {1: 4, 2: 4, 3: 4 + 3}[stage]
     calls = {"all_gather_single": gathers, "reduce_scatter_single": 4}
-    assert late_ranks(WORLD).run(_step, stage) == [({}, calls)] * WORLD
+    assert late_ranks(WORLD).run(_step, stage, False) == [({}, calls)] * WORLD
+
+
+@EACH_STAGE
+def test_norms_for_clipping_do_not_pass_through_the_host(late_ranks: Ranks, stage: int) -> None:
+    """They are one gather more."""
+    gathers = {1: 4, 2: 4, 3: 4 + 3}[stage] + 1
+    calls = {"all_gather_single": gathers, "reduce_scatter_single": 4}
+    assert late_ranks(WORLD).run(_step, stage, True) == [({}, calls)] * WORLD
+
+
+def _moved(rank: int, world: int, stage: int) -> list[dict[str, int]]:
+    """What moves bytes without changing them: in a pass that gathers, and in one that sends what lies in buckets."""
+    where = device.of_rank(rank)
+    model = build("mlp", where)
+    engine = rg.shard(model, stage=stage, timeout=20.0)
+    spec = SPECS["mlp"]
+    x, y = (tensor.to(where) for tensor in spec.batch(rank, 0))
+    found = []
+    with device.use("lazy"):
+        with torch.no_grad():
+            model(x)
+        assert device.collectives()["all_gather_single"].count >= len(engine.units)  # the root is used twice
+        found.append(device.copies())
+        with engine.no_sync():
+            spec.loss(model(x), y).backward()
+        device.reset_counters()
+        assert all(param.grad is not None for param in model.parameters())
+        assert device.collectives()["reduce_scatter_single"].count == len(engine.units)
+        found.append(device.copies())
+    dist.barrier()
+    return [{name: tally.count for name, tally in copies.items()} for copies in found]
+
+
+@EACH_STAGE
+def test_calls_read_and_write_in_place(late_ranks: Ranks, stage: int) -> None:
+    assert late_ranks(WORLD).run(_moved, stage) == [[{}, {}]] * WORLD
 
 
 def _reduced_bytes(rank: int, world: int, precision: rg.Precision | None) -> tuple[dict[str, int], int]:

@@ -61,6 +61,7 @@ class Peer:
         return self.device.memory(self.shard_numel).fill_(PEER)
 
     def read(self, unit: Unit, page: Tensor, alone: bool) -> Done:
+        unit.fetch_own(page)
         self.device.fetching.run(lambda: page[unit.layout.span(1)].copy_(self.shard))
         return Done()
 

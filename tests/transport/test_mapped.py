@@ -210,6 +210,32 @@ def test_parcels_that_have_been_used_are_given_back_but_for_four() -> None:
     assert _blocks(arena) - empty == 4 * each
 
 
+def test_descriptors_are_few_however_much_is_shared() -> None:
+    """A program may have a thousand of them, and may run for a million steps."""
+
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    arena, peer = _arena()
+    before = descriptors()
+    shards = [arena.allocate(1000 + number, torch.float32, _nothing) for number in range(200)]
+    places = [arena.place_of(shard) for shard in shards]
+    seen = [peer.view(place, 1000, torch.float32) for place in places if place is not None]
+    assert len(seen) == len(shards)
+    assert descriptors() - before <= 2
+    for number in range(500):  # of other lengths, in the same places
+        parcel = peer.unpack(arena.parcel([torch.ones(1 + number)], 1), 1 + number, torch.float32, 1)
+        assert torch.equal(parcel, torch.ones(1 + number))
+    assert descriptors() - before <= 2
+    large = arena.allocate(2**25, torch.float32, _nothing)  # more than the arena has grown to
+    place = arena.place_of(large)
+    assert place is not None
+    assert peer.view(place, 2**25, torch.float32)[-1] == large[-1]
+    assert descriptors() - before <= 4
+    shards[-1].fill_(3.0)
+    assert seen[-1][0] == 3.0, "what was mapped before stays"
+
+
 def test_an_arena_is_its_users_alone() -> None:
     assert stat.S_IMODE(os.fstat(Arena(2, control_length(2)).descriptor).st_mode) == 0o600
 

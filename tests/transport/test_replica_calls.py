@@ -168,8 +168,7 @@ def _counted(rank: int, world: int, stage: int) -> tuple[dict[str, int], dict[st
 
 @EACH_STAGE
 def test_a_step_that_was_foreseen(ranks: Ranks, stage: int) -> None:
-    """Gathers, two calls for each reduction, and the 2 (N - 1) messages of the step's agreement: nothing else. (At
-    stage 1 ranks say at the step what they have.)"""
+    """Gathers, two calls for each reduction, and the 2 (N - 1) messages of the step's agreement: nothing else."""
     again = UNITS - 1 if stage == 3 else 0
     for rank, (calls, messages) in enumerate(ranks(WORLD).run(_counted, stage)):
         replica = [0, 1] if rank < 2 else [2, 3]
@@ -179,8 +178,7 @@ def test_a_step_that_was_foreseen(ranks: Ranks, stage: int) -> None:
             f"ExchangeOffer of {replica}": UNITS,
             f"GatherOffer of {holders}": UNITS,
         }
-        told = {"Ordered": WORLD - 1 if rank == 0 else 1}
-        assert messages == (told | {"Meet": WORLD - 1} if stage == 1 else told)
+        assert messages == {"Ordered": WORLD - 1 if rank == 0 else 1}
 
 
 # ---- ranks that stray
@@ -212,9 +210,8 @@ def _with_a_stray(rank: int, world: int, stage: int, kind: str) -> list[Counted]
 @EACH_STAGE
 def test_a_stray_is_served_and_exact(ranks: Ranks, stage: int, kind: str) -> None:
     """Before the stray, and in the end, a step costs its agreement."""
-    said_at_step = 1 if stage == 1 else 0
     for rank, steps in enumerate(ranks(WORLD).run(_with_a_stray, stage, kind, timeout=LIMIT)):
-        quiet = Counted(WORLD - 1 if rank == 0 else 1, said_at_step, 0)
+        quiet = Counted(WORLD - 1 if rank == 0 else 1, 0, 0)
         assert (steps[STRAY_AT - 1], steps[-1]) == (quiet, quiet)
 
 

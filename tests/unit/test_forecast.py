@@ -72,6 +72,22 @@ def test_learns_another_order_at_once() -> None:
     assert _ahead(forecast) == "cbddbca"
 
 
+def test_a_detour_teaches_nothing() -> None:
+    """What was expected before the step is expected after it, and what nobody expected nobody does."""
+    forecast: Any = Forecast()
+    _step(forecast)
+    forecast.end_step(learned=True)
+    _step(forecast, "acbd", "dbxca")
+    forecast.end_step(learned=False)
+    forecast.use("a", False)
+    assert _ahead(forecast) == "bcddcba"
+    forecast.break_off()
+    _step(forecast, "acbd", "dbca")
+    forecast.end_step(learned=True)
+    forecast.use("a", False)
+    assert _ahead(forecast) == "cbddbca"
+
+
 def test_forward_and_backward_are_apart() -> None:
     """The root at both ends, and a unit whose neighbours are the same in both directions."""
     forecast: Any = Forecast()

@@ -112,7 +112,7 @@ def test_illegal_transitions_of_a_page_raise() -> None:
         made.page.drop()
     made.load()
     with pytest.raises(RuntimeError, match="cannot become LOADING: it is LOADING"):
-        made.page.load(made.shard, lambda into: Done())
+        made.page.load(lambda into: Done())
     with pytest.raises(RuntimeError, match="cannot become ABSENT: it is LOADING"):
         made.page.drop()
 
@@ -120,11 +120,11 @@ def test_illegal_transitions_of_a_page_raise() -> None:
 def test_a_load_that_raises_leaves_the_page_absent() -> None:
     made = unit()
 
-    def refuse(into: Callable[[int], Tensor]) -> Done:
+    def refuse(page: Tensor) -> Done:
         raise ConnectionError
 
     with pytest.raises(ConnectionError):
-        made.page.load(made.shard, refuse)
+        made.page.load(refuse)
     assert made.page.state is PageState.ABSENT
     made.load()
     made.finish_loading()

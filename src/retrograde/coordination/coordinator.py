@@ -23,8 +23,8 @@ Rule 2: an edit and a flush are concluded at one meeting. Otherwise the rank tha
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar, cast
 
 import torch
 
@@ -75,10 +75,32 @@ class Coordinator:
         return [everybody[rank] for rank in self._grid.owners]
 
     def tensors(self, label: str, value: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-        return self.shard_values(label, value)
+        """The same of tensors that have one form on all ranks. Those of a device do not pass through the host."""
+        mine: list[torch.Tensor] = []
+        gathered: list[torch.Tensor] = []
 
-    def attend(self, reason: Reason, label: str, value: Callable[[], Value] = lambda: None) -> list[Position]:
-        """Meet for `reason`, and for what others came for before it; returns the positions of the last meeting."""
+        def form() -> Value:
+            mine[:] = [value()]
+            return list(mine[0].shape) if self._meetings.brings_by_call(mine[0]) else mine[0]
+
+        def gather(positions: Sequence[Position]) -> None:
+            if self._meetings.brings_by_call(mine[0]):
+                _require_one_form(self._transport, label, [position.value for position in positions])
+                gathered.extend(self._meetings.gather(mine[0]))
+
+        positions = self.attend(Reason.VALUE, label, form, gather)
+        return gathered or [cast(torch.Tensor, positions[rank].value) for rank in self._grid.owners]
+
+    def attend(
+        self,
+        reason: Reason,
+        label: str,
+        value: Callable[[], Value] = lambda: None,
+        then: Callable[[Sequence[Position]], None] = lambda positions: None,
+    ) -> list[Position]:
+        """Meet for `reason`, and for what others came for before it; returns the positions of the last meeting.
+
+        `then`: what all ranks do next, before any goes on."""
         flow = self._flow
         self._fence.refuse_capture("{} ({}): ranks meet", reason, label)
 
@@ -97,6 +119,8 @@ class Coordinator:
                 require_same(self._transport, positions)
             flow.sum_sent(positions)
             concluded = self._conclude(first, positions)
+            if reason in concluded:
+                then(positions)
             if Reason.STEP not in concluded:
                 self._transport.meeting_is_over()
             if reason in concluded:
@@ -128,7 +152,18 @@ class Coordinator:
     def flush_pending_gradients(self, why: str) -> None:
         """`.grad` shows what torch would: gradients still pending are reduced first."""
         self._flow.recover()
-        if self._flow.waits and current_backward() == NO_BACKWARD:
+        if current_backward() != NO_BACKWARD:
+            return
+        self._flow.send_pending()
+        if self._flow.waits:
+            self.attend(Reason.FLUSH, why)
+
+    def end_window(self, why: str) -> None:
+        """All ranks come by here: what waited in the window is reduced, also where a rank has nothing of it."""
+        self._flow.recover()
+        if self._flow.sends_pending:
+            self.flush_pending_gradients(why)
+        else:
             self.attend(Reason.FLUSH, why)
 
     def catch_up_on_gradients(self, why: str) -> None:
@@ -139,9 +174,12 @@ class Coordinator:
             self.attend(Reason.VALUE, why)
 
     def wait_for_gradients(self, why: str) -> None:
-        """This rank is about to use gradients and has none: the others' backwards, up to the same place, come first."""
+        """This rank is about to use gradients and has none: what waits here is reduced, or if nothing does, the others'
+        backwards, up to the same place, come first."""
         self._flow.recover()
-        if current_backward() == NO_BACKWARD:
+        if self._flow.waits:
+            self.flush_pending_gradients(why)
+        elif current_backward() == NO_BACKWARD:
             self.attend(Reason.FLUSH, why)
 
     def give_out_gradients(self, why: str) -> None:
@@ -157,6 +195,7 @@ class Coordinator:
             work = self._gathering.gather(unit, page)
             if work is not None:
                 return work
+        unit.fetch_own(page)
         return self._read(unit.index, unit, page)
 
     def read_masters(self, unit: Unit, flat: torch.Tensor) -> Work:
@@ -214,6 +253,8 @@ class Coordinator:
     def begin_step(self) -> None:
         self._flow.recover()
         self._pager.quiesce()
+        self._flow.send_pending()
+        self._pager.end_step()
         self._steps += 1
         self.attend(Reason.STEP, f"step {self._steps}")
         self._pager.release()
@@ -228,3 +269,10 @@ class Coordinator:
         self._transport.shards_changed()
         self._transport.meeting_is_over()
         self._pager.renew()
+
+
+def _require_one_form(transport: Transport, label: str, forms: Sequence[Value]) -> None:
+    """Of the tensors that are about to be gathered."""
+    if any(form != forms[0] for form in forms):
+        found = "; ".join(f"rank {rank}: {form}" for rank, form in enumerate(forms))
+        transport.fail(f"rank {transport.rank}: {label}: ranks have tensors of other shapes ({found})")

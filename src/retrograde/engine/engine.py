@@ -44,7 +44,7 @@ from retrograde.parameters.part import together
 from retrograde.parameters.wholes import plain
 from retrograde.reports import explain, report
 from retrograde.torch_internals import raw_grad, set_data, without_torch_function
-from retrograde.transport import Memory, Reason, Transport
+from retrograde.transport import Memory, Transport
 from retrograde.transport.collective import CollectiveTransport
 
 EngineTransport = CollectiveTransport | Transport
@@ -89,9 +89,10 @@ class Engine:
         self.ledger = Ledger()
         self.pages = BufferPool(Memory.PAGE, transport, streams, self.ledger)
         self.buckets = BufferPool(Memory.BUCKET, transport, streams, Ledger())  # the user's ledger is about pages
-        meetings = Meetings(transport, self.ledger)
+        ordered = transport if isinstance(transport, CollectiveTransport) else None
+        meetings = Meetings(transport, self.ledger, streams, ordered)
         self._strategy = _strategy(transport, grid, policy, self.buckets)
-        gathering = PageGathering(transport, self.pages) if isinstance(transport, CollectiveTransport) else None
+        gathering = None if ordered is None else PageGathering(ordered, self.pages)
         self._windows = Windows()
         self._deliveries = Deliveries()
         keys = Keys(transport)
@@ -99,7 +100,7 @@ class Engine:
         backwards = Backwards(transport, self.units, keys, self._strategy, reducer, self._deliveries, meetings.meet)
         self.pending = PendingGradients(policy, self._windows, keys, reducer)
         self.flow = GradientFlow(grid, self.buckets, self._strategy, reducer, self._deliveries, backwards, self.pending)
-        self.pager = Pager(policy, self.pages, backwards.recover)
+        self.pager = Pager(policy, self.pages, backwards.recover, lambda: 0 if ordered is None else ordered.detours)
         self.coordinator = Coordinator(transport, grid, meetings, fence, self.flow, self.pager, gathering)
         self.saved = SavedTensors(self.pager)
         self.saves_shards = False
@@ -162,12 +163,11 @@ class Engine:
         limit = math.inf if budget is None else parse_bytes(budget, "coalesce(budget)")
         self.flow.recover()
         if sum(self.pending.bytes_waiting.values()) > limit:
-            self.coordinator.attend(Reason.FLUSH, "the start of coalesce(budget=...)")
+            self.coordinator.flush_pending_gradients("the start of coalesce(budget=...)")
         with self._windows.window(limit):
             yield
-        self.flow.recover()
         if not self._windows.open and not self.policy.until_step:
-            self.coordinator.attend(Reason.FLUSH, "the end of coalesce()")
+            self.coordinator.end_window("the end of coalesce()")
 
     @property
     def gradient_divisor(self) -> float:

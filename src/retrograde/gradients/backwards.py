@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from retrograde.gradients.deliveries import Deliveries
-from retrograde.gradients.gradient import Delivery, Gradient, GradientState
+from retrograde.gradients.gradient import Delivery, Gradient, GradientState, uses_of
 from retrograde.gradients.keys import Keys, by_key
 from retrograde.gradients.offers import due_offers, end_of_backward, without_withdrawn
 from retrograde.gradients.reducer import Reducer
@@ -77,6 +77,17 @@ class Backwards:
         self._strategy.advance(backward.unsummed)
         backward.sent.append(gradient)
         return gradient
+
+    def send_between(self, waited: Sequence[Gradient]) -> None:
+        """Outside of a backward, where all ranks come by: what waited goes as the gradients of a backward do."""
+        for sent, gradient in enumerate(waited, start=1):
+            self._reducer.launch(gradient, self._keys.next(gradient.unit), uses_of(gradient.bucket))
+            self._strategy.advance(waited[:sent])
+        if waited:
+            self._keys.end_backward()
+        for gradient in waited:
+            self._deliveries.deliver_all(self._orphan(gradient))
+        self._strategy.finish_sending()
 
     def sum_known(self, backward: Backward) -> None:
         """What needs no meeting: all ranks are known to have sent it, for the same uses."""
@@ -226,7 +237,7 @@ class Backwards:
         self._deliveries.deliver_all(backward.deliveries)
 
     def _orphan(self, gradient: Gradient) -> list[Delivery]:
-        """From backwards that did not raise: it counts, now or at the next meeting."""
+        """From backwards that have ended: it counts, now or at the next meeting."""
         contributors = self._strategy.contributors(gradient)
         if contributors is not None:
             return self._reducer.sum(gradient, contributors)

@@ -31,6 +31,7 @@ class CallKind(Protocol):
     """How a call brings what all ranks have of a gradient to the owners of its shards."""
 
     comes_later: bool  # as `Strategy.comes_later`
+    brings_sum: bool  # not parts: it may go straight to where the sum belongs
 
     def numel(self, unit: Unit) -> int:
         """Elements of the memory for what it brings."""
@@ -49,6 +50,7 @@ class Exchange:
     """Implements `CallKind`: every rank's part of this rank's shard comes apart, and they are added up here."""
 
     comes_later = False
+    brings_sum = False
 
     def __init__(self, transport: OrderedTransport) -> None:
         self._transport = transport
@@ -80,6 +82,7 @@ class BackendSum:
     """Implements `CallKind`: the backend adds up, and who was absent does not show (collective_sum.py, Rule 4)."""
 
     comes_later = True
+    brings_sum = True
 
     def __init__(self, transport: OrderedTransport) -> None:
         self._transport = transport

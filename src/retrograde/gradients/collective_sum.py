@@ -1,8 +1,9 @@
 """Sums by collectives that all ranks come to in one order (transport/order), so that it is known who has a gradient.
 
 A want names what each parameter's gradient is for, so ranks that come to the same one have the same parameters'
-gradients for the same uses. What a flush or a step asks for goes by the same calls: a meeting has said what comes, and
-a rank that has nothing brings zeros, which change no sum.
+gradients for the same uses. What waits until a step or the end of a window is sent there, by wants as in a backward
+(`GradientFlow.send_pending`). What a meeting asks for besides, of a rank that came for something else, goes by the same
+calls: the meeting has said what comes, and a rank that has nothing brings zeros, which change no sum.
 
 There are two kinds of calls (collective_calls.py). With `exact`, in the host's memory, and for whoever sees a sum in
 its backward, every rank's part comes apart (`Exchange`, with replicas `ExchangeOfSums`). Else, on a device, the backend
@@ -27,13 +28,14 @@ from dataclasses import dataclass
 
 import torch
 
+from retrograde.devices import HAPPENED
 from retrograde.gradients.bucket import Bucket
 from retrograde.gradients.collective_calls import Attendance, CallKind
 from retrograde.gradients.gradient import Gradient
 from retrograde.gradients.keys import FLUSHED
-from retrograde.gradients.landing import memory_for_sum
+from retrograde.gradients.landing import let_go_of_sum, memory_for_sum
 from retrograde.gradients.strategy import Contributors, OrderedSum, SumOfOthers
-from retrograde.gradients.sums import add_up
+from retrograde.gradients.sums import add_up, divide
 from retrograde.labels import labelled
 from retrograde.layout import Policy
 from retrograde.pages import BufferPool, Unit
@@ -48,10 +50,12 @@ class _Reduction:
     """A call under way: what it reads, until it has read it, and what it brings."""
 
     kind: CallKind
+    unit: Unit
     work: Work
     bucket: Bucket | None
-    brought: torch.Tensor  # every rank's part of this rank's shard, or their sum
-    apart: torch.Tensor  # what is to be added up: `brought`, or with replicas their sums
+    own: torch.Tensor  # where the sum of this rank's shard belongs
+    brought: torch.Tensor | None  # every rank's part of it, or their sum, which may be there; None: it was added up
+    apart: torch.Tensor | None  # what is to be added up of that, or with replicas their sums
     attendance: Attendance
 
 
@@ -60,6 +64,7 @@ class CollectiveSum:
 
     takes_pieces = False  # a collective takes one
     buffers = 2  # what is sent, and what comes
+    knows_contributors = True
 
     def __init__(
         self,
@@ -97,22 +102,24 @@ class CollectiveSum:
 
     def _is_complete(self, reducing: _Reduction) -> bool:
         if reducing.attendance is Attendance.UNKNOWN:
-            self._look()
+            self._look_at([reducing] if self._streams.on_host else self._unknown())
         return reducing.attendance is Attendance.ALL
 
-    def _look(self) -> None:
-        """At all that nobody has looked at, so that on a device the host waits once."""
+    def _unknown(self) -> list[_Reduction]:
+        """All that nobody has looked at: on a device the host waits once."""
         under_way = [*self._started.values(), *self._given_up.values()]
-        unknown = [reducing for reducing in under_way if reducing.attendance is Attendance.UNKNOWN]
+        return [reducing for reducing in under_way if reducing.attendance is Attendance.UNKNOWN]
+
+    def _look_at(self, unknown: Sequence[_Reduction]) -> None:
         for reducing in unknown:
             self._finish(reducing)
-        found = self._transport.complete([(reducing.work, reducing.apart) for reducing in unknown])
+        found = self._transport.complete([(reducing.work, _apart_in(reducing)) for reducing in unknown])
         for reducing, complete in zip(unknown, found, strict=True):
             reducing.attendance = Attendance.ALL if complete else Attendance.SOME
 
     def _set_apart(self, gradient: Gradient, reducing: _Reduction) -> None:
         """Rule 2."""
-        parts = self._transport.present(reducing.brought)
+        parts = self._transport.present(_parts_in(reducing))
         mine = parts.pop(self._transport.rank)
         self._streams.reducing.run(lambda: gradient.own.copy_(mine))
         self._transport.keep(gradient.key, {rank: part.clone() for rank, part in parts.items()})
@@ -133,20 +140,33 @@ class CollectiveSum:
         want = GradientWant(gradient.key, gradient.unit.name, named_uses(gradient.uses), gradient.key.turn == FLUSHED)
         seen_in_backward = gradient.seen_at_once and not want.at_meeting
         kind = self._seen_at_once if seen_in_backward else self._usual
-        if not self._start(kind, want, gradient.unit, sent, gradient.bucket):
+        if not self._start(kind, want, gradient.unit, sent, gradient.own, gradient.bucket):
             self._one_by_one.launch(gradient)
 
-    def _start(self, kind: CallKind, want: GradientWant, unit: Unit, sent: torch.Tensor, bucket: Bucket | None) -> bool:
+    def _start(
+        self,
+        kind: CallKind,
+        want: GradientWant,
+        unit: Unit,
+        sent: torch.Tensor,
+        own: torch.Tensor,
+        bucket: Bucket | None,
+    ) -> bool:
         """Returns whether it goes by a call."""
         stream = self._streams.reducing
+        straight = kind.brings_sum and sent.dtype == own.dtype
         with labelled("reduction of", unit.name):
-            brought, free = self._pool.take(kind.numel(unit), sent.dtype)
+            if straight:
+                brought, free = own, HAPPENED
+            else:
+                brought, free = self._pool.take(kind.numel(unit), sent.dtype)
             stream.wait(free)
             started = kind.start(want, unit, sent, brought)
         if started is None:
-            self._pool.give(brought, free)
+            if not straight:
+                self._pool.give(brought, free)
             return False
-        reducing = _Reduction(kind, started.work, bucket, brought, started.apart, kind.attendance(want))
+        reducing = _Reduction(kind, unit, started.work, bucket, own, brought, started.apart, kind.attendance(want))
         self._started[want.key] = reducing
         self._sending.append(reducing)
         return True
@@ -166,10 +186,24 @@ class CollectiveSum:
     def _give_back(self, reducing: _Reduction) -> None:
         """Nobody reads what it brought any more."""
         self._finish(reducing)
-        self._pool.give(reducing.brought, self._streams.reducing.record())
+        brought, reducing.brought = reducing.brought, None
+        reducing.apart = None
+        if brought is not None and brought is not reducing.own:
+            self._pool.give(brought, self._streams.reducing.record())
 
     def advance(self, gradients: Sequence[Gradient]) -> None:
-        """A call goes on by itself."""
+        """In the host's memory what has come is added up: else all units' parts would be held till the end of the
+        backward. A device would have to be waited for."""
+        if not self._streams.on_host:
+            return
+        for gradient in gradients:
+            reducing = self._started.get(gradient.key)
+            if reducing is None or reducing.brought is None:
+                continue
+            if not reducing.work.done():
+                return  # those behind it were sent later
+            if self._is_complete(reducing):
+                self._add_up(reducing)
 
     def finish_sending(self) -> None:
         """On an accelerator the host waits for nothing: the memory is free when the stream has come to it."""
@@ -184,7 +218,7 @@ class CollectiveSum:
     def total(self, gradient: Gradient, offers: Contributors) -> torch.Tensor:
         if gradient.key not in self._started:
             return self._one_by_one.total(gradient, offers)
-        return self._total(gradient.key, gradient.unit, gradient.own)
+        return self._total(gradient.key)
 
     def total_of_others(self, unit: Unit, key: Key, offers: Contributors) -> torch.Tensor:
         if key.turn != FLUSHED:
@@ -194,8 +228,8 @@ class CollectiveSum:
         wire = self._policy.on_the_wire(self._policy.waiting(unit.layout.dtype))
         nothing = stream.empty(unit.layout.padded_numel, wire)
         stream.run(nothing.zero_)
-        self._start(self._usual, GradientWant(key, unit.name, b"", at_meeting=True), unit, nothing, None)
-        return self._total(key, unit, own)
+        self._start(self._usual, GradientWant(key, unit.name, b"", at_meeting=True), unit, nothing, own, None)
+        return self._total(key)
 
     def sums_of_others(self, units: Sequence[Unit]) -> list[SumOfOthers]:
         """Rule 4."""
@@ -216,15 +250,22 @@ class CollectiveSum:
         self._streams.current().wait(stream.record())
         return SumOfOthers(unit, uses, own)
 
-    def _total(self, key: Key, unit: Unit, own: torch.Tensor) -> torch.Tensor:
+    def _total(self, key: Key) -> torch.Tensor:
         reducing = self._started.pop(key)
+        if reducing.brought is not None:
+            self._add_up(reducing)
+        self._streams.current().wait(self._streams.reducing.record())
+        return reducing.own
+
+    def _add_up(self, reducing: _Reduction) -> None:
         self._finish(reducing)
-        stream = self._streams.reducing
-        with labelled("sum of gradient of", unit.name):
-            add_up(reducing.kind.summands(reducing.apart, unit), own, self._divisor, stream)
-        self._streams.current().wait(stream.record())
+        stream, own, apart = self._streams.reducing, reducing.own, _apart_in(reducing)
+        with labelled("sum of gradient of", reducing.unit.name):
+            if apart is own:
+                divide(own, self._divisor, stream)
+            else:
+                add_up(reducing.kind.summands(apart, reducing.unit), own, self._divisor, stream)
         self._give_back(reducing)
-        return own
 
     def give_up(self, gradient: Gradient) -> None:
         """The call goes on, and its memory is free after it."""
@@ -238,8 +279,21 @@ class CollectiveSum:
         complete = [key for key, reducing in self._given_up.items() if self._is_complete(reducing)]
         for reducing in self._given_up.values():
             self._give_back(reducing)
+            let_go_of_sum(reducing.unit, self._streams)
         self._given_up.clear()
         return complete
+
+
+def _parts_in(reducing: _Reduction) -> torch.Tensor:
+    """What the call has brought, which nobody has added up."""
+    assert reducing.brought is not None, f"the gradient of unit {reducing.unit.name} has been added up"
+    return reducing.brought
+
+
+def _apart_in(reducing: _Reduction) -> torch.Tensor:
+    """What of it is to be added up."""
+    assert reducing.apart is not None, f"the gradient of unit {reducing.unit.name} has been added up"
+    return reducing.apart
 
 
 def named_uses(uses: Uses) -> bytes:

@@ -16,7 +16,7 @@ Rule 1: what a rank has sent is added up at its next meeting, whatever the meeti
 Rule 2: a backward is a graph task. Nested backwards have their own and meet at their own end, where also what those
         around them have sent is added up; it is handed to autograd by the Packs that wait for it.
 Rule 3: nothing waits for another rank's main thread before the end of the backward.
-Rule 4: gradients that come from other ranks only, or from a flush, are delivered through Pack as well.
+Rule 4: gradients that come from other ranks only, or that waited, are delivered through Pack as well.
 Rule 5: where a part of a sum may come later (`Strategy.comes_later`), a backward does not end with a meeting: what this
         rank knows is delivered, and the rest at the next meeting. What is seen in the backward itself, by a hook or by
         who captures it, is complete there, and may have to be met for.
@@ -190,6 +190,16 @@ class GradientFlow:
     def sum_sent(self, positions: Sequence[Position]) -> None:
         """After a meeting: take part in what any rank has sent."""
         self._backwards.sum_sent(positions)
+
+    @property
+    def sends_pending(self) -> bool:
+        """Does what waits go without a meeting that asks for it?"""
+        return self._strategy.knows_contributors
+
+    def send_pending(self) -> None:
+        """All ranks come by here: what waits goes now, if it needs no meeting."""
+        if self.sends_pending:
+            self._backwards.send_between(self._pending.take_all())
 
     def flush(self, offers: Mapping[int, Offers]) -> None:
         """After a meeting that asks for it: bring what is pending here, take part in what is pending elsewhere. While

@@ -75,3 +75,7 @@ class PendingGradients:
     def take(self, index: int) -> Gradient:
         """It waits no longer."""
         return self.gradients.pop(index)
+
+    def take_all(self) -> list[Gradient]:
+        """In the same order on all ranks."""
+        return [self.take(index) for index in sorted(self.gradients)]

@@ -23,6 +23,7 @@ class ExchangeOfSums:
     """Implements `CallKind`: replicas' sums come apart, and are added up here."""
 
     comes_later = False
+    brings_sum = False
 
     def __init__(self, transport: OrderedTransport, grid: Grid, policy: Policy, stream: Stream) -> None:
         """`stream`: the reducing one."""

@@ -46,6 +46,9 @@ class Strategy(Protocol):
 
     takes_pieces: bool  # may a bucket be in pieces, with gradients where autograd left them?
     buffers: int  # of the size of a bucket, that a gradient under way takes
+    # Is it known without a meeting who has a gradient that was sent, as long as ranks do the same? Then what waits is
+    # sent where ranks come by, and no meeting has to ask for it.
+    knows_contributors: bool
     # May a part of a sum come to `.grad` later than the rest, at the next meeting, if a rank has strayed? Then who
     # computes from `.grad` meets before, and a backward ends without one.
     comes_later: bool
@@ -122,6 +125,7 @@ class OrderedSum:
 
     takes_pieces = True
     buffers = 1
+    knows_contributors = False
     comes_later = False
 
     def __init__(self, transport: Transport, grid: Grid, policy: Policy, pool: BufferPool) -> None:

@@ -46,6 +46,12 @@ def _side_by_side(parts: Sequence[Summand]) -> list[tuple[torch.Tensor, ...]]:
     return list(zip(*cut, strict=True))
 
 
+def divide(own: torch.Tensor, divisor: int, stream: Stream) -> None:
+    """A sum that is where it belongs."""
+    if divisor != 1:
+        stream.run(lambda: own.div_(divisor))
+
+
 def copy_together(part: Summand, into: torch.Tensor, wire: torch.dtype) -> None:
     """Into one piece, as it would be after it had travelled."""
     torch.cat([piece.to(wire) for piece in part], out=into)

@@ -23,11 +23,27 @@ class Forecast:
     def __init__(self) -> None:
         self._next: dict[Moment, tuple[Unit, bool]] = {}
         self._now = NOWHERE
+        self._before: dict[Moment, tuple[Unit, bool] | None] = {}  # what was expected, where this step says otherwise
 
     def use(self, unit: Unit, backward: bool) -> None:
         if self._now is not NOWHERE:
-            self._next[self._now] = unit, backward
+            self._learn(unit, backward)
         self._now = Moment(self._now.unit, unit, backward)
+
+    def _learn(self, unit: Unit, backward: bool) -> None:
+        expected = self._next.get(self._now)
+        if expected != (unit, backward):
+            self._before.setdefault(self._now, expected)
+            self._next[self._now] = unit, backward
+
+    def end_step(self, learned: bool) -> None:
+        """Forget what this step has taught, if it was none to learn from."""
+        for moment, expected in {} if learned else self._before.items():
+            if expected is None:
+                del self._next[moment]
+            else:
+                self._next[moment] = expected
+        self._before.clear()
 
     def break_off(self) -> None:
         """What comes next does not follow from what was before: a step, or the end of a backward, lies between."""

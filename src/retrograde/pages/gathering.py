@@ -2,7 +2,6 @@
 
 import torch
 
-from retrograde.pages.page import fetch_own
 from retrograde.pages.pool import BufferPool
 from retrograde.pages.unit import Unit
 from retrograde.transport import OrderedTransport, Work
@@ -18,8 +17,11 @@ class PageGathering:
     def gather(self, unit: Unit, page: torch.Tensor) -> Work | None:
         """Start reading all shards of a unit, which are at rest, into the memory of a page. None: read them alone.
 
-        A source that is on the host has been brought to its place in the page."""
-        own = page[unit.layout.span(unit.rank)] if unit.source_on_host else unit.source
+        The call takes this rank's from where it lies, but for one that is on the host."""
+        own = unit.source
+        if unit.source_on_host:
+            unit.fetch_own(page)
+            own = page[unit.layout.span(unit.rank)]
         work = self._transport.gather(unit.index, unit.name, own, page)
         streams = self._pool.streams
         if work is not None and unit.stays and not streams.on_host:
@@ -33,8 +35,6 @@ class PageGathering:
         scratch, free = self._pool.take(unit.layout.padded_numel, unit.layout.dtype)
         fetching.wait(free)
         fetching.wait(current.record())  # a step may have written the shard there
-        if unit.source_on_host:
-            fetch_own(scratch, unit.layout.span(unit.rank), unit.source, self._pool.streams)
         work = self.gather(unit, scratch)
         if work is not None:
             work.wait(current)  # which may write the shard next, or have the memory

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import torch
 
-from retrograde.devices import Event, Streams
+from retrograde.devices import Event
 from retrograde.labels import labelled
 from retrograde.layout import Layout
 from retrograde.ledger import Activity
@@ -63,15 +63,7 @@ class Edits(NamedTuple):
 
 NO_EDITS = Edits([], False)
 
-ReadShards = Callable[[torch.Tensor], Work]  # starts reading the other shards into the memory of a page
-
-
-def fetch_own(memory: torch.Tensor, span: slice, shard: torch.Tensor, streams: Streams) -> None:
-    """This rank's part of a page, from where it lies; on the host too."""
-    # A view made here would be held by what waits to run.
-    streams.fetching.run(lambda: memory[span].copy_(shard, non_blocking=True))
-    if shard.device != memory.device:
-        streams.crossing.note(streams.fetching)
+ReadShards = Callable[[torch.Tensor], Work]  # starts reading all shards into the memory of a page
 
 
 class Page:
@@ -145,8 +137,8 @@ class Page:
         self._check(state)
         self.state = state
 
-    def load(self, shard: torch.Tensor, read: ReadShards) -> None:
-        """Start making it whole: this rank's shard is copied, the others' are read."""
+    def load(self, read: ReadShards) -> None:
+        """Start making it whole."""
         self._check(PageState.LOADING)
         self._edits_seen = None  # until it is there: another thread may look meanwhile
         fetching = self._streams.fetching
@@ -156,10 +148,7 @@ class Page:
                 fetching.wait(free)
                 self.count_own_references()  # not when it is ready: a thread that received it may hold views longer
             fetching.wait(self._streams.current().record())  # a step may have written the shard there
-            memory = self._memory
-            if not self.home:
-                fetch_own(memory, self._layout.span(self._shard), shard, self._streams)
-            self._work = read(memory)
+            self._work = read(self._memory)
             self._loaded = fetching.record()
         self._become(PageState.LOADING)
         self._pool.ledger.record(

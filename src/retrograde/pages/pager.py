@@ -42,12 +42,17 @@ class _Masters(NamedTuple):
 class Pager:
     """Decides which pages are in memory."""
 
-    def __init__(self, policy: Policy, pool: BufferPool, entered: Callable[[], None]) -> None:
-        """`entered` is called when code, not autograd, asks for a parameter: a backward that raised has ended then."""
+    def __init__(
+        self, policy: Policy, pool: BufferPool, entered: Callable[[], None], detours: Callable[[], int]
+    ) -> None:
+        """`entered` is called when code, not autograd, asks for a parameter: a backward that raised has ended then.
+        `detours`: how often this rank has strayed from what all ranks do."""
         self._policy = policy
         self._pool = pool
         self._streams = pool.streams
         self._entered = entered
+        self._detours = detours
+        self._detours_before = 0  # the last step
         self._forecast = Forecast()
         self._current: Unit | None = None
         self._backward = NO_BACKWARD  # the one in which the current unit was opened
@@ -190,6 +195,12 @@ class Pager:
         """No read is under way after this."""
         for unit in list(self._resident):
             self._finish_loading(unit)
+
+    def end_step(self) -> None:
+        """Ranks meet for one. What this rank did on a detour it will not do again, and if it prefetched what it expects
+        from there it would stray once more."""
+        before, self._detours_before = self._detours_before, self._detours()
+        self._forecast.end_step(learned=before == self._detours_before)
 
     def quiesce(self) -> None:
         """Before the weights change: what was read is here, and what was edited is known."""

@@ -166,7 +166,18 @@ class Unit:
         if self.page.loading:
             self.page.finish()
         self._read_at = self.version
-        self.page.load(self.source, lambda memory: self._coherence.read(self, memory, alone))
+        _ = self.source  # it is made, if need be, before the page waits for what was issued here
+        self.page.load(lambda memory: self._coherence.read(self, memory, alone))
+
+    def fetch_own(self, page: torch.Tensor) -> None:
+        """This rank's part of a page, from where it lies; on the host too."""
+        if self.stays:
+            return
+        source, span = self.source, self.layout.span(self.rank)
+        # A view made here would be held by what waits to run.
+        self._streams.fetching.run(lambda: page[span].copy_(source, non_blocking=True))
+        if self.source_on_host:
+            self._streams.crossing.note(self._streams.fetching)
 
     def take_part(self) -> None:
         """In the others' reading of a page that is here because somebody holds it."""

@@ -45,18 +45,17 @@ def _norms_of_gradients(coordinator: Coordinator, leaves: list[ShardedParameter]
     coordinator.flush_pending_gradients("p.grad is used")
     dtypes: list[torch.dtype] = []
 
-    def mine() -> torch.Tensor | None:
+    def mine() -> torch.Tensor:
         leaves[0].unit.await_gradients()
         with plain_for_a_while(leaves) as having:
             grads = [leaf.grad for leaf in having if leaf.grad is not None]
             dtypes[:] = [grad.dtype for grad in grads]
-            return norms_of_pieces(grads, order) if grads else None
+            return norms_of_pieces(grads, order) if grads else torch.empty(0, dtype=torch.double)
 
     label = f"norm {order:g} of the gradients of {leaves[0].slot.name} and {len(leaves) - 1} more"
-    by_rank = [norms for norms in coordinator.shard_values(label, mine) if norms is not None]
-    if not by_rank:
+    found = norms_of_wholes(coordinator.tensors(label, mine), order)
+    if not dtypes:
         return []
-    found = norms_of_wholes(by_rank, order)
     if len(set(dtypes)) == 1:
         return [found.to(dtypes[0].to_real())]
     return [norm.to(dtype.to_real()) for norm, dtype in zip(found.unbind(), dtypes, strict=True)]

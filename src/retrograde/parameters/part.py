@@ -176,8 +176,16 @@ def bring_gradients(parts: Iterable[Part], meet: bool) -> None:
 
 def everybodys(what: str, parts: Sequence[Part], value: Callable[[], V]) -> list[V]:
     """The values of all ranks that hold pieces of these, in the order of the pieces."""
-    label = f"{what} of {parts[0].slot.name}" + f" and {len(parts) - 1} more" * (len(parts) > 1)
-    return parts[0].coordinator.shard_values(label, value)
+    return parts[0].coordinator.shard_values(_named(what, parts), value)
+
+
+def everybodys_tensors(what: str, parts: Sequence[Part], value: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+    """The same of tensors that have one form on all ranks."""
+    return parts[0].coordinator.tensors(_named(what, parts), value)
+
+
+def _named(what: str, parts: Sequence[Part]) -> str:
+    return f"{what} of {parts[0].slot.name}" + f" and {len(parts) - 1} more" * (len(parts) > 1)
 
 
 def together(

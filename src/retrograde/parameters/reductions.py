@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from retrograde.pages import alive
-from retrograde.parameters.part import Part, everybodys
+from retrograde.parameters.part import Part, everybodys, everybodys_tensors
 from retrograde.parameters.routes import Call, norm_order
 from retrograde.torch_internals import norms_of, without_torch_function
 
@@ -93,7 +93,7 @@ def norms(parts: Sequence[Part], order: float) -> list[Number]:
         with without_torch_function():
             return norms_of_pieces([part.piece for part in parts], order)
 
-    found = norms_of_wholes(everybodys(f"norm {order:g}", parts, mine), order)
+    found = norms_of_wholes(everybodys_tensors(f"norm {order:g}", parts, mine), order)
     if len(set(dtypes)) == 1:
         return list(found.to(dtypes[0].to_real()).unbind())
     return [norm.to(dtype.to_real()) for norm, dtype in zip(found.unbind(), dtypes, strict=True)]
@@ -134,6 +134,6 @@ def unscaled(call: Call) -> Any:
     found_inf = call.args[1]
     with without_torch_function():
         result = call.func(*call.args, **call.kwargs)
-    by_rank = everybodys("found_inf", [call.first], found_inf.clone)
+    by_rank = everybodys_tensors("found_inf", [call.first], found_inf.clone)
     found_inf.copy_(functools.reduce(torch.maximum, by_rank))
     return result

@@ -200,6 +200,17 @@ class OrderedTransport(Transport, Protocol):
     def gather(self, unit: int, name: str, shard: torch.Tensor, memory: torch.Tensor) -> Work | None:
         """Start making a page of all ranks' shards, which are at rest, in `memory`."""
 
+    @property
+    def detours(self) -> int:
+        """How often this rank has left the order."""
+
+    @property
+    def shards(self) -> int:
+        """How many ranks hold a model together, and take part in a call."""
+
+    def gather_tensors(self, mine: torch.Tensor, gathered: torch.Tensor) -> Work:
+        """At a meeting, on the current stream: start bringing the tensors of those ranks, all of one form, by shard."""
+
     def exchange(self, want: GradientWant, parts: torch.Tensor, received: torch.Tensor) -> Work | None:
         """Start sending to each rank its part of a gradient, and receiving this rank's, in the order of ranks."""
 

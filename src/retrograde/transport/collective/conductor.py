@@ -92,6 +92,10 @@ class Conductor:
         watch = threading.Thread(target=_watch, args=(weakref.ref(self),), name="retrograde-order", daemon=True)
         watch.start()
 
+    @property
+    def detours(self) -> int:
+        return self._participant.member.detours
+
     # ---- the program
     def want(self, want: Want, offer: AnyOffer, what: str) -> Work | None:
         """Returns the call that serves it, which has been issued with `offer`; None: it is to be served one-sidedly."""

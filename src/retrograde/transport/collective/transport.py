@@ -9,7 +9,8 @@
 | a gradient in its backward                       | by an all-to-all or a reduce-scatter, which is a want   |
 | gradients that a meeting asks for                | by the same calls: after a meeting all know what comes  |
 | a step at which nobody has anything to say       | by the order's own agreement                            |
-| what ranks say at other meetings                 | by messages, when the order has brought them together   |
+| what ranks say at other meetings                 | by messages, when the order has brought them together;  |
+|                                                  | tensors of a device by an all-gather                    |
 | a page or gradient of a rank that strays         | one-sidedly; it takes part in calls all the same        |
 
 The order is one for all ranks, also where they are replicas of a model: then the call of a gather is one of this
@@ -139,6 +140,18 @@ class CollectiveTransport:
         self.check()
         offer = GatherOffer(shard, memory, self._streams.fetching)
         return self._conductor.want(Gather(unit), offer, f"the gather of unit {name}")
+
+    @property
+    def detours(self) -> int:
+        return self._conductor.detours
+
+    @property
+    def shards(self) -> int:
+        return self._communicator.size
+
+    def gather_tensors(self, mine: torch.Tensor, gathered: torch.Tensor) -> Work:
+        """No want: a meeting has said that all ranks do this next."""
+        return self._communicator.start(GatherOffer(mine, gathered, self._streams.current()))
 
     def read(self, unit: int, name: str, stamp: Stamp, into: Mapping[int, torch.Tensor]) -> Work:
         return self._aside.read(unit, name, stamp, into)

@@ -14,6 +14,7 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -24,6 +25,7 @@ _PAGE = mmap.PAGESIZE
 _FLAGS = 64  # bytes are a multiple of it, so that data are aligned as torch's allocator does it
 _SPARE = 4  # parcels that are kept for the next ones: fresh memory costs page faults
 _WORD = 8
+_GROWTH = 2**26  # bytes by which an arena grows at least
 _SMALL = 2**18  # bytes up to which a copy is one call; larger ones torch may divide among threads
 
 
@@ -36,15 +38,34 @@ def _flags_length(world: int) -> int:
     return -(-world // _FLAGS) * _FLAGS
 
 
-class Stretch:
-    """A part of a rank's arena, mapped into this process."""
+class Stretch(NamedTuple):
+    """A part of a rank's arena, as this process sees it."""
 
-    def __init__(self, descriptor: int, offset: int, nbytes: int, length: int) -> None:
-        """`nbytes`: of its data. `length`: with the flags before them."""
-        self.offset = offset
-        self.nbytes = nbytes
-        self.memory = mmap.mmap(descriptor, length, offset=offset)
-        self.address = address_of(self.memory)  # in this process
+    offset: int
+    nbytes: int  # of its data
+    memory: memoryview  # with the flags before the data; lives as long as tensors that lie in it
+    address: int
+
+
+class Mapping:
+    """An arena, mapped into this process as a whole: a mapping takes a descriptor and stretches may be many.
+
+    When the arena has grown it is mapped anew. What lies in the mapping before keeps that one."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._whole = mmap.mmap(descriptor, 0)
+        self._address = address_of(self._whole)
+
+    def stretch(self, offset: int, nbytes: int, length: int) -> Stretch:
+        """`length`: of its data and the flags before them."""
+        end = offset + length
+        if end > len(self._whole):
+            self._whole = mmap.mmap(self._descriptor, 0)
+            self._address = address_of(self._whole)
+        if offset % _PAGE or end > len(self._whole):
+            raise OSError(f"there is nothing at {offset}, {nbytes} bytes")
+        return Stretch(offset, nbytes, memoryview(self._whole)[offset:end], self._address + offset)
 
 
 class Arena:
@@ -54,7 +75,7 @@ class Arena:
         """`control`: bytes at the beginning, for letters."""
         self.flags = _flags_length(world)
         self._process = os.getpid()
-        self._end = -(-control // _PAGE) * _PAGE
+        self._end = -(-control // _PAGE) * _PAGE  # of what has been handed out
         self._free: defaultdict[int, list[int]] = defaultdict(list)  # places in the file, by length
         self._tensors: dict[int, SharedPlace] = {}  # by the address of their memory
         self._parcels: list[tuple[Stretch, int]] = []  # that were given out, with their receivers
@@ -62,8 +83,10 @@ class Arena:
         self.descriptor = os.memfd_create("retrograde", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.fchmod(self.descriptor, 0o600)  # other users do not get it by /proc either
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        self._size = self._end
         os.posix_fallocate(self.descriptor, 0, self._end)
         self.control = mmap.mmap(self.descriptor, self._end)
+        self._mapping = Mapping(self.descriptor)
 
     # ---- memory that lasts
     def allocate(self, numel: int, dtype: torch.dtype, before_it_goes: Callable[[], None]) -> torch.Tensor:
@@ -91,9 +114,16 @@ class Arena:
     def reserve(self, nbytes: int) -> Stretch:
         length = self._length(nbytes)
         offset = self._free[length].pop() if self._free[length] else self._end
-        os.posix_fallocate(self.descriptor, offset, length)
+        self._grow(offset + length)
+        os.posix_fallocate(self.descriptor, offset, length)  # memory for it there is, or an error
         self._end = max(self._end, offset + length)
-        return Stretch(self.descriptor, offset, nbytes, length)
+        return self._mapping.stretch(offset, nbytes, length)
+
+    def _grow(self, end: int) -> None:
+        """In few steps. What nobody has reserved takes no memory."""
+        if end > self._size:
+            self._size = max(_GROWTH, 2 * self._size, -(-end // _PAGE) * _PAGE)
+            os.ftruncate(self.descriptor, self._size)
 
     def _length(self, nbytes: int) -> int:
         return -(-(self.flags + nbytes) // _PAGE) * _PAGE
@@ -153,7 +183,7 @@ class SharedWord:
     def __init__(self, arena: Arena) -> None:
         self._stretch = arena.reserve(_WORD)
         self.place = SharedPlace(self._stretch.offset, _WORD, 0)
-        memory = memoryview(self._stretch.memory)
+        memory = self._stretch.memory
         self._closed = False
         self._flags = memory[: arena.flags]
         self._word = memory[arena.flags : arena.flags + _WORD].cast("q")
@@ -189,7 +219,7 @@ class PeerArena:
         if not sealed or not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
             raise OSError(f"descriptor {descriptor} of process {process} is not an arena")
         self.control = mmap.mmap(self._descriptor, control)
-        self._mapped: dict[tuple[int, int], Stretch] = {}
+        self._mapping = Mapping(self._descriptor)
 
     def view(self, place: SharedPlace, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A tensor that lies there."""
@@ -211,10 +241,10 @@ class PeerArena:
         _set_flag(self._stretch(place).memory, receiver)
 
     def flags(self, place: SharedPlace) -> memoryview:
-        return memoryview(self._stretch(place).memory)[: self._flags]
+        return self._stretch(place).memory[: self._flags]
 
     def word(self, place: SharedPlace) -> memoryview:
-        return memoryview(self._stretch(place).memory)[self._flags : self._flags + _WORD].cast("q")
+        return self._stretch(place).memory[self._flags : self._flags + _WORD].cast("q")
 
     def copy_out(self, place: SharedPlace, at: int, tensor: torch.Tensor) -> None:
         """Fill a tensor whose elements lie side by side with what is `at` bytes from the beginning of a parcel."""
@@ -230,14 +260,7 @@ class PeerArena:
             tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).copy_(there)
 
     def _stretch(self, place: SharedPlace) -> Stretch:
-        at = (place.offset, place.nbytes)
-        found = self._mapped.get(at)
-        if found is None:
-            length = self._flags + place.nbytes
-            if place.offset % _PAGE or place.offset + length > os.fstat(self._descriptor).st_size:
-                raise OSError(f"there is nothing at {place}")
-            found = self._mapped[at] = Stretch(self._descriptor, place.offset, place.nbytes, length)
-        return found
+        return self._mapping.stretch(place.offset, place.nbytes, self._flags + place.nbytes)
 
 
 def _copy_in(stretch: Stretch, at: int, piece: torch.Tensor) -> None:
@@ -252,5 +275,5 @@ def _copy_in(stretch: Stretch, at: int, piece: torch.Tensor) -> None:
     torch.frombuffer(stretch.memory, dtype=torch.uint8, count=nbytes, offset=at).copy_(plain)
 
 
-def _set_flag(memory: mmap.mmap, rank: int) -> None:
+def _set_flag(memory: memoryview, rank: int) -> None:
     memory[rank] = 1

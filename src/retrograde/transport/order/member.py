@@ -96,6 +96,7 @@ class OrderMember:
         self._phase = MemberPhase.RUNNING
         self._period = 0
         self._volatile: frozenset[int] = frozenset()
+        self.detours = 0  # how often this rank has left
         self._place = MeetingPlace(rank, STEP, "")  # where the program is or was last, by name
         self._wish: Want | None = None  # what the program waits for
         self._go: Go | None = None
@@ -241,6 +242,7 @@ class OrderMember:
     def _leave(self, until: int) -> Effects:
         """Rule 7: OUT until the boundary."""
         self._out = True
+        self.detours += 1
         return [*self._drop_spares(), *self._complete(until)]
 
     def _keep_spares(self, gap: list[Want]) -> Effects:
