@@ -23,6 +23,13 @@ PART = (
     ("wait", "fences.py", "serving.wait(self._written)", "one-sided"),
     ("to_host", "staged.py", "return found if isinstance(found, str)", "one-sided"),
     ("wait", "pool.py", "self._homes.pop(", "window"),
+    ("record", "collective_sum.py", "self._pool.give(brought", "offload, given up on another way"),
+    ("wait", "collective_sum.py", "stream.wait(free)", "offload, work before a step"),
+    ("wait", "source.py", "fetching.wait(", "offload, evaluated and edited"),
+    ("wait", "streams.py", "self.returning.wait(event)", "offload, evaluated and edited"),
+    ("call", "gathering.py", "work.wait(current)", "edits of what is held"),
+    ("call", "meetings.py", "self._ordered.gather_tensors(", "norms"),
+    ("hold", "ties.py", "current.hold(part)", "pipeline, a tie with gradients on one rank"),
 )
 
 

@@ -9,103 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import retrograde as rg
 from tests.harness import Ranks
 from tests.live import live_bytes
-from tests.small import Small
+from tests.multiproc.on_meta import MODELS, SEED, Net, Parent, Unresettable, Wide, init_own
 from tests.stages import EACH_STAGE, EACH_WORLD, OPPOSITE_STAGES, WITH_OTHERS
-
-SEED = 41
-
-
-class Tied(nn.Module):
-    """The head shares the embedding's weight, as language models do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = Small()
-        self.body.head.weight = self.body.embed.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.body(ids)
-
-
-class Net(nn.Module):
-    """Buffers, and modules whose reset is not a plain draw."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(3, 5, 3)
-        self.norms = nn.ModuleList(nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 5)) for _ in range(3))
-        self.memory = nn.LSTM(5, 4, num_layers=2)
-        self.attention = nn.MultiheadAttention(8, 2)
-        self.pair = nn.Bilinear(2, 3, 2)
-
-
-class Frozen(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 6)
-        self.first.requires_grad_(False)
-        self.rest = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.PReLU()) for _ in range(2))
-
-
-class Shared(nn.Module):
-    """One layer under two names, which draws its numbers once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 6)
-        self.again, self.last = self.first, nn.Linear(6, 6)
-
-
-class Parent(nn.Module):
-    """Its reset knows its children's shapes and sets some of them, as GPT's scaled initialisation does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 40)
-        self.scale = nn.Parameter(torch.empty(3))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.trunc_normal_(self.second.weight, std=0.02)
-        self.first.bias.data.zero_()
-        nn.init.normal_(self.scale, std=self.second.weight.shape[0] ** -0.5)
-
-
-class Container(nn.Module):
-    """It has no parameters of its own, and draws those of its children again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 7) for _ in range(3))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        for layer in self.layers:
-            layer.reset_parameters()  # type: ignore[operator]
-
-
-class Transformer(nn.Transformer):
-    """torch's own, whose reset goes over all parameters."""
-
-    def __init__(self) -> None:
-        super().__init__(8, 2, 1, 1, dim_feedforward=12)
-
-
-MODELS = {
-    "small": Small,
-    "tied": Tied,
-    "net": Net,
-    "frozen": Frozen,
-    "shared": Shared,
-    "parent": Parent,
-    "container": Container,
-    "transformer": Transformer,
-}
 
 
 def _materialized(rank: int, world: int, name: str, stage: int) -> None:
@@ -164,43 +74,15 @@ def test_a_reset_that_needs_its_children_is_refused(ranks: Ranks, kind: type[Par
 
 
 # ---- by a function of the user's
-class Scale(nn.Module):
-    """As transformers' norms and rotary embeddings: no reset, a weight, and a buffer that is not saved."""
-
-    frequencies: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(6))
-        self.register_buffer("frequencies", torch.arange(6.0), persistent=False)
-
-
-class Unresettable(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), Scale()) for _ in range(3))
-
-
-def _init(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear):
-        nn.init.normal_(module.weight, std=0.02)
-        nn.init.zeros_(module.bias)
-    if isinstance(module, nn.Sequential):  # as GPT's scaled initialisation
-        nn.init.normal_(module[0].weight, std=0.001)
-    if isinstance(module, Scale):
-        nn.init.uniform_(module.weight)
-        module.frequencies.copy_(torch.arange(6.0))
-
-
 def _made_by_init(rank: int, world: int, stage: int) -> None:
     expected = Unresettable()
     torch.manual_seed(SEED)
-    expected.apply(_init)
+    expected.apply(init_own)
     after = torch.get_rng_state()
     with torch.device("meta"):
         model = Unresettable()
     torch.manual_seed(SEED)
-    rg.shard(model, stage, init=_init)
+    rg.shard(model, stage, init=init_own)
     assert torch.equal(torch.get_rng_state(), after), "the state of the random numbers is another one"
     state = model.state_dict()
     assert all(torch.equal(state[key], value) for key, value in expected.state_dict().items())
@@ -231,7 +113,7 @@ def _init_on_one_rank(rank: int, world: int) -> str:
     with torch.device("meta"):
         model = Unresettable()
     with pytest.raises(rg.RetrogradeError) as caught:
-        rg.shard(model, 3, init=_init if rank == 0 else None)
+        rg.shard(model, 3, init=init_own if rank == 0 else None)
     return str(caught.value)
 
 
@@ -242,13 +124,6 @@ def test_a_rank_without_init(ranks: Ranks) -> None:
 
 
 # ---- memory
-class Wide(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)) for _ in range(8))
-        self.head = nn.Linear(64, 10)
-
-
 @contextmanager
 def _sampled(samples: list[int]) -> Iterator[None]:
     """Live bytes at the end of every reset: the module's full parameters exist then."""

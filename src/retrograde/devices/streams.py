@@ -250,10 +250,10 @@ def another_stream(device: torch.device) -> Stream:
     return Stream() if device.type == "cpu" else DeviceStream(torch.Stream(device))
 
 
-def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
-    """Where a model lives: on its first parameter's device. One on the meta device is made real on the host."""
+def device_of(tensors: Iterable[torch.Tensor], otherwise: torch.device = HOST) -> torch.device:
+    """Where a model lives: on its first parameter's device. `otherwise`: if all of it is on the meta device."""
     real = (tensor.device for tensor in tensors if tensor.device.type != "meta")
-    return next(real, HOST)
+    return next(real, otherwise)
 
 
 def can_compute(device: torch.device) -> bool:

@@ -33,6 +33,8 @@ def materialize(model: nn.Module, device: torch.device, move_in: MoveIn, init: I
     """Reset every module that has parameters on the meta device, or in which all were; `move_in` makes a parameter real
     with its first value, and may be called again with another."""
     given = _Given(model, device, move_in)
+    if all(map(_is_meta, model.parameters())):
+        _bring_buffers(model, device)
     for module in dict.fromkeys(_construction_order(model)):  # a shared one is made once
         own = {key: p for key, p in own_parameters(module).items() if p is not None and given.here(p)}
         buffers = {key: b for key, b in own_buffers(module).items() if b is not None and _is_meta(b)}
@@ -52,6 +54,15 @@ def materialize(model: nn.Module, device: torch.device, move_in: MoveIn, init: I
             if made is not None and _is_meta(param):
                 move_in(param, made)
             del made  # before the next module is made
+
+
+def _bring_buffers(model: nn.Module, device: torch.device) -> None:
+    """Those that are real already, as tables of angles may be, go where the parameters will be."""
+    moved: dict[int, torch.Tensor] = {}  # several modules may have one
+    for module in model.modules():
+        for key, buffer in own_buffers(module).items():
+            if buffer is not None and not _is_meta(buffer):
+                own_buffers(module)[key] = moved.setdefault(id(buffer), buffer.to(device))
 
 
 class _Given:

@@ -45,7 +45,7 @@ from retrograde.parameters import ShardedParameter, refuse_pieces_outside, watch
 from retrograde.parameters.access import patch, unpatched
 from retrograde.transport import ProcessRanks, Ranks, Transport
 from retrograde.transport.collective import CollectiveTransport
-from retrograde.transport.groups import grid_of, group_of_replicas, process_group_of
+from retrograde.transport.groups import device_for, grid_of, group_of_replicas, process_group_of
 from retrograde.transport.values import exchange
 
 FindUnits = Callable[..., list[UnitSpec]]  # `find_units` of one model, and how it is sharded
@@ -82,19 +82,19 @@ def shard(
     `rg.Precision`. `exact=False`, the default on accelerators: collectives bring gradients, and there the backend adds
     them up in its own order. `transport`: "collective", the default on accelerators and with `exact=False`: by
     collectives of torch.distributed, but for what only some ranks do; "one-sided": without them. `resident`: bytes of
-    pages that may stay at stage 3 beyond the one in use and the one being prefetched. `offload`, of a model on an
-    accelerator: "optimizer" keeps leaves, gradients and optimizer state in the host's memory; "parameters" at stage 3
-    also pages' sources. `mesh`: of one dimension, or of two, (replicate, shard). `timeout`: seconds until a rank that
-    never comes becomes a `DivergenceError`. `whole`: parameters that are not cut, for optimizers that need matrices
-    (Muon): each is held by one rank, with gradient and state: "matrices", "all", a list of parameters, modules or
-    names, or a predicate of (name, parameter). `init`: a function that gives modules on the meta device their values,
-    as `model.apply(init)` would, instead of `reset_parameters()`. `overlap=False`: all on the current stream."""
+    pages that may stay at stage 3 beyond the one in use and the one prefetched. `offload`, of a model on a device:
+    "optimizer" keeps leaves, gradients and optimizer state in the host's memory; "parameters" at stage 3 also pages'
+    sources. `mesh`: of one dimension, or of two, (replicate, shard). `timeout`: seconds until a rank that never comes
+    becomes a `DivergenceError`. `whole`: parameters that one rank each holds, for optimizers that need matrices (Muon):
+    "matrices", "all", a list of parameters, modules or names, or a predicate of (name, parameter). `overlap=False`: all
+    on the current stream. `init`: a function that gives modules on the meta device their values, as `model.apply(init)`
+    would, instead of `reset_parameters()`; on the accelerator, if `mesh` or else the process group is for it."""
     group = _group(process_group, mesh)
     ranks = ProcessRanks(group, _connecting_time(timeout))
-    how = (stage, units, join, precision, reduce, exact, resident, prefetch, overlap, transport, timeout)
-    options = Options(*how, whole, offload, init)
+    how = (stage, units, join, precision, reduce, exact, resident, prefetch, overlap, transport, timeout, whole)
+    options = Options(*how, offload, init)
     grid = None if mesh is None or mesh.ndim == 1 else grid_of(mesh, group)
-    return shard_over(ranks, model, options, grid)
+    return shard_over(ranks, model, options, grid, home=device_for(group, mesh))
 
 
 class Options(NamedTuple):
@@ -166,13 +166,14 @@ def shard_over(
     options: Options,
     grid: Grid | None = None,
     sources: Mapping[int, ShardedParameter] = MappingProxyType({}),
+    home: torch.device = HOST,
 ) -> Engine:
     """`shard()` over any kind of ranks: processes, threads, or imagined ones (transport/).
 
-    `grid`: who holds which shard; by default all ranks hold the model together. `sources`: whose values parameters on
-    the meta device get, by their identity; the others draw theirs."""
+    `grid`: who holds which shard; by default all hold the model together. `sources`: whose values parameters on meta
+    get, by their identity; others draw theirs. `home`: where a model goes that is all on meta."""
     grid = grid or Grid.line(ranks.rank, ranks.world)
-    streams = streams_of(_device_of(model), options.overlaps)
+    streams = streams_of(_device_of(model, home), options.overlaps)
     fence = WriteFence(streams)
     start = _start(ranks, fence, streams, options)
     first = start.transport
@@ -185,8 +186,7 @@ def shard_over(
         specs = _units_of(model, find, streams.device)
         check_resettable(model, sources, options.init)
         _prepare_torch()
-        added = partial(_added, model, find, streams.device)
-        shard_copy = partial(_shard_copy, ranks, _for_copies(options, model), grid)
+        shard_copy = partial(_shard_copy, ranks, _for_copies(options, model), grid, streams.device)
     _check_same(first.rank, exchange(first, "shard()", _description(specs, arguments)))
     engine = Engine(
         model,
@@ -195,7 +195,7 @@ def shard_over(
         start.open(grid.rows),
         grid,
         fence,
-        lambda engine: _grow(engine, added(), options.init),
+        lambda engine: _grow(engine, _added(model, find, streams.device), options.init),
         lambda memo: copied(model, memo, policy.precision, shard_copy),
     )
     _enlist(engine, specs, sources, options.init)
@@ -219,9 +219,9 @@ def _start(ranks: Ranks, fence: WriteFence, streams: Streams, options: Options) 
     return _Start(transport, lambda rows: transport)
 
 
-def _device_of(model: nn.Module) -> torch.device:
+def _device_of(model: nn.Module, home: torch.device) -> torch.device:
     """Where its parameters are. What is no model, or is where nothing can be computed, is told when all can be told."""
-    device = device_of(model.parameters()) if isinstance(model, nn.Module) else HOST
+    device = device_of(model.parameters(), home) if isinstance(model, nn.Module) else HOST
     return device if can_compute(device) else HOST
 
 
@@ -244,9 +244,14 @@ def _for_copies(options: Options, model: nn.Module) -> Options:
 
 
 def _shard_copy(
-    ranks: Ranks, options: Options, grid: Grid, made: nn.Module, sources: Mapping[int, ShardedParameter]
+    ranks: Ranks,
+    options: Options,
+    grid: Grid,
+    home: torch.device,
+    made: nn.Module,
+    sources: Mapping[int, ShardedParameter],
 ) -> Engine:
-    return shard_over(ranks, made, options, grid, sources)
+    return shard_over(ranks, made, options, grid, sources, home)
 
 
 def _units_of(model: nn.Module, find: FindUnits, device: torch.device) -> list[UnitSpec]:

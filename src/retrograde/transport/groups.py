@@ -1,9 +1,12 @@
-"""Which ranks are meant: from what users give to a process group of torch.distributed, and who is where in it."""
+"""Which ranks are meant: from what users give to a process group of torch.distributed, who is where in it, and which
+device it is for."""
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from retrograde.arguments import Refusal
+from retrograde.devices import HOST
 from retrograde.layout import Grid
 
 GroupOfRanks = DeviceMesh | dist.ProcessGroup | None
@@ -27,6 +30,24 @@ def process_group_of(ranks: GroupOfRanks, name: str, example: str, error: Refusa
         return ranks
     assert dist.group.WORLD is not None  # there is one while torch.distributed is initialized
     return dist.group.WORLD
+
+
+def device_for(group: dist.ProcessGroup, mesh: DeviceMesh | None) -> torch.device:
+    """Where a model belongs that is nowhere yet: on the CPU, or on the accelerator's current device. A mesh says it.
+
+    A process group is for the accelerator if it has a backend for it that is not the CPU's as well: gloo may serve
+    both, and counts as the CPU's."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return HOST
+    wanted = _has_backend_of_its_own(group, accelerator.type) if mesh is None else mesh.device_type == accelerator.type
+    return torch.device(accelerator.type, torch.accelerator.current_device_index()) if wanted else HOST
+
+
+def _has_backend_of_its_own(group: dist.ProcessGroup, kind: str) -> bool:
+    """`kind`: of device."""
+    backends = dict(each.split(":") for each in dist.get_backend_config(group).split(","))
+    return kind in backends and backends[kind] != backends.get("cpu")
 
 
 # ---- meshes of two dimensions: (replicate, shard)
