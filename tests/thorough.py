@@ -67,6 +67,19 @@ THOROUGH: dict[str, tuple[But, ...]] = {
         But("test_several_ranks_in_the_backends_order", kind=("skips a unit",)),
         But("test_in_every_order", mode=("random",)),
     ),
+    "accelerator/test_replicas.py": (
+        But("test_in_every_order", mode=("sides", "random")),
+        But("test_rows", case_id=("11f-replicated_changing_units-mlp",)),
+        But(
+            "test_strays", stage=(2,), kind=("takes another order", "one backward fewer", "evaluates before a barrier")
+        ),
+        But("test_strays_in_every_order", mode=("sides",)),
+        But("test_strays_with_hooks", kind=("skips a unit",)),
+    ),
+    "transport/test_replica_calls.py": (
+        But("test_a_stray_is_served_and_exact", stage=(1, 3)),
+        But("test_ranks_that_differ", stage=(2, 3)),
+    ),
     "transport/test_strays.py": (But("test_a_stray_is_served_and_exact", stage=(1, 3)),),
     "accelerator/test_overlap.py": (But("test_the_same_numbers_compiled"),),
 }

@@ -201,8 +201,8 @@ def _default_sums(rank: int, world: int) -> list[bool]:
 
 
 def test_the_backend_adds_up_by_default(late_ranks: Ranks) -> None:
-    """Where gradients go by collectives: not one-sidedly, and not those of replicas."""
-    assert late_ranks(WORLD).run(_default_sums) == [[True, False, False]] * WORLD
+    """Where gradients go by collectives, also of replicas: not one-sidedly."""
+    assert late_ranks(WORLD).run(_default_sums) == [[True, False, True]] * WORLD
 
 
 class _Mixed(nn.Module):

@@ -89,11 +89,10 @@ def _with_a_stray(
     return found
 
 
-def _check_quiet(seen: list[list[Seen]], world: int, stage: int, exact: bool) -> None:
+def _check_quiet(seen: list[list[Seen]], world: int, exact: bool) -> None:
     """Before the stray, and in the last step."""
-    said_at_step = 1 if stage == 1 else 0
     for rank, steps in enumerate(seen):
-        quiet = Counted(world - 1 if rank == 0 else 1, said_at_step, 0)
+        quiet = Counted(world - 1 if rank == 0 else 1, 0, 0)
         assert (steps[STRAY_AT - 1].counted, steps[-1].counted) == (quiet, quiet)
         if not exact:
             assert (steps[STRAY_AT - 1].waits, steps[-1].waits) == ({}, {})
@@ -103,7 +102,7 @@ def _check_quiet(seen: list[list[Seen]], world: int, stage: int, exact: bool) ->
 @STAGES_WITH_OTHERS
 def test_a_stray_is_served_and_exact(late_ranks: Ranks, world: int, stage: int, kind: str) -> None:
     seen = late_ranks(world).run(_with_a_stray, stage, kind, True, timeout=LIMIT)
-    _check_quiet(seen, world, stage, exact=True)
+    _check_quiet(seen, world, exact=True)
 
 
 @pytest.mark.parametrize("kind", STRAYS)
@@ -111,7 +110,7 @@ def test_a_stray_is_served_and_exact(late_ranks: Ranks, world: int, stage: int, 
 def test_a_stray_is_served_in_the_backends_order(late_ranks: Ranks, stage: int, kind: str) -> None:
     """It is exact with two ranks, of which one strays: there is one order of two numbers."""
     seen = late_ranks(2).run(_with_a_stray, stage, kind, False, timeout=LIMIT)
-    _check_quiet(seen, 2, stage, exact=False)
+    _check_quiet(seen, 2, exact=False)
 
 
 def _with_others(rank: int, world: int, kind: str) -> None:

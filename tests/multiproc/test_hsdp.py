@@ -17,27 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import retrograde as rg
 from tests.harness import RankError, Ranks
 from tests.meshes import mesh_of
-from tests.multiproc.twin import Twin
+from tests.multiproc.replicas import DIFFERENT, REPLICAS, TIMEOUT, WORLD, MeshTwin
 from tests.small import Small, batch, build, loss_of
 from tests.stages import EACH_STAGE, PAGE_STAGES
 from tests.transport.delays import delayed
-
-WORLD, REPLICAS = 4, 2
-TIMEOUT = 20.0
-
-
-class MeshTwin(Twin):
-    replicas = REPLICAS
-
-    def __init__(self, rank: int, world: int, stage: int, **options: Any) -> None:
-        super().__init__(rank, world, stage, mesh=mesh_of(REPLICAS, world), timeout=TIMEOUT, **options)
-
-    def compare_replicas(self) -> None:
-        """Bit for bit, what each rank holds of the model."""
-        mine = torch.cat([unit.shard for unit in self.engine.units])
-        everybody = [torch.empty_like(mine) for _ in range(self.world)]
-        dist.all_gather(everybody, mine)
-        assert torch.equal(mine, everybody[(self.rank + 2) % 4])
 
 
 # ---- training
@@ -121,34 +104,6 @@ def test_no_sync(ranks: Ranks, stage: int) -> None:
 
 
 # ---- ranks that differ
-def _more_backwards(model: nn.Module, rank: int) -> None:
-    """Rank 3 does two more than rank 0, and rank 1 none."""
-    for step in range((1, 0, 2, 3)[rank]):
-        loss_of(model, batch(rank, step)).backward()
-
-
-def _only_some_blocks(model: Any, rank: int) -> None:
-    """Each replica leaves out another block, and rank 3 all but one."""
-    x = model.embed(batch(rank))
-    for index, block in enumerate(model.blocks):
-        if index != rank // 2 and (rank != 3 or index == 2):
-            x = block(x)
-    x.sum().backward()
-
-
-def _given_inputs(model: nn.Module, rank: int) -> None:
-    """Ranks of the second replica ask for the gradients of two parameters only."""
-    params = [model.get_parameter(name) for name in ("blocks.0.up.weight", "head.bias")]
-    loss_of(model, batch(rank)).backward(inputs=params if rank > 1 else None)
-
-
-DIFFERENT: dict[str, Callable[[Any, int], None]] = {
-    "more backwards": _more_backwards,
-    "only some blocks": _only_some_blocks,
-    "given inputs": _given_inputs,
-}
-
-
 def _differing(rank: int, world: int, stage: int, name: str) -> None:
     twin = MeshTwin(rank, world, stage)
     twin.optimize()
@@ -319,8 +274,6 @@ def _bad_meshes(rank: int, world: int) -> None:
         _refused(lambda: rg.shard(model, mesh=elsewhere), "mesh has ranks [[0, 1]]", f"not rank {rank}")
     dist.barrier()
     square = mesh_of(REPLICAS, world)
-    _refused(lambda: rg.shard(model, mesh=square, exact=False), "exact=False", "give exact=True")
-    dist.barrier()
     mine = square if rank else None
     _refused(lambda: rg.shard(model, mesh=mine), "mesh=[[0, 1, 2, 3]] on rank 0, mesh=[[0, 1], [2, 3]] on rank 1")
     dist.barrier()

@@ -285,7 +285,7 @@ def _given_up(rank: int, world: int) -> int:
             loss_of(model, batch(rank, number)).backward()
             dist.barrier()
             if number == 0:
-                engine.transport._communicator._own.calls.begin()  # type: ignore[union-attr]
+                engine.transport._communicator._owners.calls.begin()  # type: ignore[union-attr]
             del model, engine
             gc.collect()
     return groups.made

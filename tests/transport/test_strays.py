@@ -15,7 +15,7 @@ from torch import Tensor
 
 import retrograde as rg
 from retrograde.gradients.keys import Keys
-from retrograde.gradients.offers import due_offers
+from retrograde.gradients.offers import due_offers, end_of_backward
 from retrograde.transport import Key, Position, Reason, Use
 from retrograde.transport.collective.courtesy import is_absent, present_parts
 from retrograde.transport.connections import Connections
@@ -64,8 +64,9 @@ def test_what_is_absent_is_told_from_zeros_and_from_nans(dtype: torch.dtype) -> 
 
 
 # ---- which gradients go together
-def _at(reason: Reason, sent: Sequence[Key], ended: int | None = None) -> Position:
-    return Position(reason, "", dict.fromkeys(sent, (Use.ACCUMULATED,)), {}, ended)
+def _at(reason: Reason, sent: Sequence[Key], ended: int | None = None, needed: Sequence[Key] | None = None) -> Position:
+    value = None if ended is None else end_of_backward(ended, needed)
+    return Position(reason, "", dict.fromkeys(sent, (Use.ACCUMULATED,)), {}, value)
 
 
 def test_what_was_sent_in_a_later_backward_waits() -> None:
@@ -75,6 +76,14 @@ def test_what_was_sent_in_a_later_backward_waits() -> None:
     assert {rank: list(sent) for rank, sent in due_offers(positions).items()} == {0: [early], 1: [early], 2: [early]}
     assert list(due_offers(positions[1:])[0]) == [early, late]
     assert list(due_offers([_at(Reason.STEP, [late])])[0]) == [late]
+
+
+def test_only_what_cannot_wait_is_added_up_within_backwards() -> None:
+    """Rank 0 is at the end of a backward, where a hook waits for one of the sums; rank 1 at a step."""
+    seen, other = Key(0, 3, 0, 2, 0), Key(1, 3, 0, 2, 0)
+    positions = [_at(Reason.BACKWARD, [seen, other], 0, [seen]), _at(Reason.STEP, [seen, other])]
+    assert {rank: list(sent) for rank, sent in due_offers(positions).items()} == {0: [seen], 1: [seen]}
+    assert list(due_offers(positions[1:])[0]) == [seen, other]
 
 
 def test_backwards_are_counted_where_they_end_without_a_meeting() -> None:

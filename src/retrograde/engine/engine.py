@@ -20,9 +20,11 @@ from retrograde.errors import ShardingError
 from retrograde.gradients import (
     BackendSum,
     Backwards,
+    CallKind,
     CollectiveSum,
     Deliveries,
     Exchange,
+    ExchangeOfSums,
     GradientFlow,
     Keys,
     OrderedSum,
@@ -51,11 +53,14 @@ _A_RANK = "a rank of this engine's process group, or None"
 
 def _strategy(transport: EngineTransport, grid: Grid, policy: Policy, buckets: BufferPool) -> Strategy:
     one_by_one = OrderedSum(transport, grid, policy, buckets)
-    if isinstance(transport, CollectiveTransport) and grid.replicas == 1:
-        in_rank_order = policy.exact or buckets.streams.on_host
-        kind = Exchange(transport) if in_rank_order else BackendSum(transport)
-        return CollectiveSum(transport, policy, buckets, one_by_one, kind)
-    return one_by_one
+    if not isinstance(transport, CollectiveTransport):
+        return one_by_one
+    streams = buckets.streams
+    apart: CallKind = Exchange(transport)
+    if grid.replicas > 1:
+        apart = ExchangeOfSums(transport, grid, policy, streams.reducing)
+    usual = apart if policy.exact or streams.on_host else BackendSum(transport)
+    return CollectiveSum(transport, policy, buckets, one_by_one, usual, apart)
 
 
 class Engine:

@@ -115,8 +115,8 @@ class Options(NamedTuple):
     offload: Offload | str | None = None
     init: Initializer | None = None
 
-    def policy(self, on_host: bool, replicas: int) -> Policy:
-        by_backend = not on_host and replicas == 1 and self.transport != "one-sided"
+    def policy(self, on_host: bool) -> Policy:
+        by_backend = not on_host and self.transport != "one-sided"
         exact = not by_backend if self.exact is None else self.exact
         flag("overlap", self.overlap)
         one_of("transport", self.transport, TRANSPORTS, '"auto", "collective" or "one-sided"')
@@ -132,10 +132,10 @@ class Options(NamedTuple):
         except ShardingError:
             return True
 
-    def by_collectives(self, ranks: ProcessRanks, streams: Streams, replicas: int) -> bool:
-        """What "auto" comes to. Gradients of replicas do not go by collectives."""
+    def by_collectives(self, ranks: ProcessRanks, streams: Streams) -> bool:
+        """What "auto" comes to."""
         wanted = self.asks_backend or ranks.should_call(streams)
-        return self.transport == "collective" or (self.transport == "auto" and wanted and replicas == 1)
+        return self.transport == "collective" or (self.transport == "auto" and wanted)
 
     @property
     def asks_backend(self) -> bool:
@@ -175,13 +175,13 @@ def shard_over(
     grid = grid or Grid.line(ranks.rank, ranks.world)
     streams = streams_of(_device_of(model, home), options.overlaps)
     fence = WriteFence(streams)
-    start = _start(ranks, fence, streams, options, grid)
+    start = _start(ranks, fence, streams, options)
     first = start.transport
     with first.shared_fate("shard()"):
         first.timeout = seconds("timeout", options.timeout)
-        policy = options.policy(streams.on_host, grid.replicas)
+        policy = options.policy(streams.on_host)
         arguments = options.said(policy, grid)
-        _check_sums(options, ranks, grid)
+        _check_sums(options, ranks)
         find = _finding(model, options, policy, grid)
         specs = _units_of(model, find, streams.device)
         check_resettable(model, sources, options.init)
@@ -210,9 +210,9 @@ class _Start(NamedTuple):
     open: Callable[[Sequence[Sequence[int]]], EngineTransport]
 
 
-def _start(ranks: Ranks, fence: WriteFence, streams: Streams, options: Options, grid: Grid) -> _Start:
+def _start(ranks: Ranks, fence: WriteFence, streams: Streams, options: Options) -> _Start:
     """A mistake in the argument is told when all can be told."""
-    if isinstance(ranks, ProcessRanks) and options.by_collectives(ranks, streams, grid.replicas):
+    if isinstance(ranks, ProcessRanks) and options.by_collectives(ranks, streams):
         start = ranks.collective_start(fence, streams, WAIT_FOR_ARGUMENTS)
         return _Start(start.aside, start.open)
     transport = ranks.transport(fence, streams, WAIT_FOR_ARGUMENTS)
@@ -355,24 +355,17 @@ def _group(process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> 
     return process_group_of(ranks, "mesh", "mesh['dp']", ShardingError)
 
 
-def _check_sums(options: Options, ranks: Ranks, grid: Grid) -> None:
+def _check_sums(options: Options, ranks: Ranks) -> None:
     """Can there be collectives, and can the backend add up, if they are asked for?"""
     if (options.asks_backend or options.transport == "collective") and not isinstance(ranks, ProcessRanks):
         raise ShardingError(
             f"exact=False and transport='collective' cannot be used over {type(ranks).__name__}: collectives are "
             f"between processes; give neither"
         )
-    if not options.asks_backend:
-        return
-    if options.transport == "one-sided":
+    if options.asks_backend and options.transport == "one-sided":
         raise ShardingError(
             "exact=False with transport='one-sided' cannot be used: the backend adds up by collectives; give "
             "exact=True, or transport='collective'"
-        )
-    if grid.replicas > 1:
-        raise ShardingError(
-            f"exact=False with {grid.replicas} replicas of {grid.shards} shard(s) cannot be used: the backend adds up "
-            f"over one dimension; give exact=True, or a mesh of one dimension"
         )
 
 

@@ -2,14 +2,13 @@
 
 The rules are those of flow.py."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from retrograde.gradients.deliveries import Deliveries
 from retrograde.gradients.gradient import Delivery, Gradient, GradientState, uses_of
 from retrograde.gradients.keys import Keys, by_key
-from retrograde.gradients.offers import due_offers, last_due, without_withdrawn
+from retrograde.gradients.offers import due_offers, end_of_backward, without_withdrawn
 from retrograde.gradients.reducer import Reducer
 from retrograde.gradients.strategy import Strategy
 from retrograde.pages import Unit
@@ -66,14 +65,15 @@ class Backwards:
         number = current_backward()
         if number not in self.running:
             self.running[number] = Backward()
+            self._reducer.begin_backward()
             at_end_of_backward(lambda: self._close(number))
         return self.running[number]
 
     def send(self, gradient: Gradient, uses: Uses, goes_early: bool = False) -> Gradient:
         """Launch a gradient in the backward that runs now, which does not end before the gradient has been added up."""
         gradient.went_early = goes_early
-        self._reducer.launch(gradient, self._keys.next(gradient.unit, goes_early), uses)
         backward = self.current()
+        self._reducer.launch(gradient, self._keys.next(gradient.unit, goes_early), uses)
         self._strategy.advance(backward.unsummed)
         backward.sent.append(gradient)
         return gradient
@@ -120,11 +120,18 @@ class Backwards:
         """All ranks meet. Returns what each has sent before it."""
         label = f"backward {self._ended} since the last step"
         offers = self.offers()
-        positions = self._meet(Position(Reason.BACKWARD, label, offers, {}, self._keys.backward))
+        ended = end_of_backward(self._keys.backward, self._needed())
+        positions = self._meet(Position(Reason.BACKWARD, label, offers, {}, ended))
         backward.deliveries += self._sum_up(positions)
         self._strategy.finish_sending()
         self._transport.meeting_is_over()
         return due_offers(positions)
+
+    def _needed(self) -> list[Key] | None:
+        """What cannot wait for another meeting; None: nothing can."""
+        if not self._strategy.comes_later:
+            return None
+        return [gradient.key for gradient in self._unsummed() if not self._reducer.comes_later(gradient)]
 
     def offers(self) -> Offers:
         """For the meeting to come: what it will add up."""
@@ -147,7 +154,7 @@ class Backwards:
 
     def take_in_sums(self) -> None:
         """Ranks have come together, and this one is about to say something that depends on its gradients."""
-        self._deliveries.deliver_all(self._reducer.sums_of_others(math.inf))
+        self._deliveries.deliver_all(self._reducer.sums_of_others())
 
     def _sum_up(self, positions: Sequence[Position]) -> list[Delivery]:
         """All that any rank has sent before this meeting; returns what no Pack of this rank waits for."""
@@ -166,7 +173,7 @@ class Backwards:
                 self._check_same_attempt(gradient, by_rank)
             deliveries += self._reducer.sum(gradient, ranks)
         self.orphans = [gradient for gradient in self.orphans if gradient.state is GradientState.SENT]
-        return deliveries + self._reducer.sums_of_others(last_due(positions))
+        return self._reducer.sums_of_others() + deliveries
 
     def _check_in_time(self, gradient: Gradient) -> None:
         """`torch.autograd.grad` returns one sum: what others ended before it cannot be added to that any more."""

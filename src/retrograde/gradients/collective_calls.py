@@ -1,7 +1,9 @@
-"""The two kinds of collective by which gradients are reduced: an exchange of parts, and a sum by the backend."""
+"""The kinds of collective by which gradients are reduced: an exchange of parts, and a sum by the backend.
+
+With replicas an exchange is of another kind: replica_calls.py."""
 
 from enum import Enum, auto
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -18,6 +20,13 @@ class Attendance(Enum):
     SOME = auto()
 
 
+class StartedCall(NamedTuple):
+    """`apart`: what it brings that is still to be added up, or the sum."""
+
+    work: Work
+    apart: torch.Tensor
+
+
 class CallKind(Protocol):
     """How a call brings what all ranks have of a gradient to the owners of its shards."""
 
@@ -27,13 +36,13 @@ class CallKind(Protocol):
     def numel(self, unit: Unit) -> int:
         """Elements of the memory for what it brings."""
 
-    def start(self, want: GradientWant, sent: torch.Tensor, brought: torch.Tensor) -> Work | None:
+    def start(self, want: GradientWant, unit: Unit, sent: torch.Tensor, brought: torch.Tensor) -> StartedCall | None:
         """None: this rank has strayed from the order, and takes no part in the call."""
 
     def attendance(self, want: GradientWant) -> Attendance:
         """What is known when it starts."""
 
-    def parts(self, brought: torch.Tensor, unit: Unit) -> list[Summand]:
+    def summands(self, apart: torch.Tensor, unit: Unit) -> list[Summand]:
         """What is still to be added up, in order."""
 
 
@@ -49,18 +58,24 @@ class Exchange:
     def numel(self, unit: Unit) -> int:
         return unit.layout.padded_numel
 
-    def start(self, want: GradientWant, sent: torch.Tensor, brought: torch.Tensor) -> Work | None:
-        return self._transport.exchange(want, sent, brought)
+    def start(self, want: GradientWant, unit: Unit, sent: torch.Tensor, brought: torch.Tensor) -> StartedCall | None:
+        work = self._transport.exchange(want, sent, brought)
+        return None if work is None else StartedCall(work, brought)
 
     def attendance(self, want: GradientWant) -> Attendance:
         """After a meeting nobody is absent."""
         nobody_is_absent = want.at_meeting or self._transport.world == 1
         return Attendance.ALL if nobody_is_absent else Attendance.UNKNOWN
 
-    def parts(self, brought: torch.Tensor, unit: Unit) -> list[Summand]:
+    def summands(self, apart: torch.Tensor, unit: Unit) -> list[Summand]:
         """By rank."""
-        numel = unit.shard.numel()
-        return [[part] for part in brought.view(-1, numel)] if numel else [[brought]]
+        return shards_of(apart, unit)
+
+
+def shards_of(flat: torch.Tensor, unit: Unit) -> list[Summand]:
+    """Several pieces of the size of a shard, one after the other."""
+    numel = unit.shard.numel()
+    return [[part] for part in flat.view(-1, numel)] if numel else [[flat]]
 
 
 class BackendSum:
@@ -75,12 +90,13 @@ class BackendSum:
     def numel(self, unit: Unit) -> int:
         return unit.shard.numel()
 
-    def start(self, want: GradientWant, sent: torch.Tensor, brought: torch.Tensor) -> Work | None:
-        return self._transport.add_up(want, sent, brought)
+    def start(self, want: GradientWant, unit: Unit, sent: torch.Tensor, brought: torch.Tensor) -> StartedCall | None:
+        work = self._transport.add_up(want, sent, brought)
+        return None if work is None else StartedCall(work, brought)
 
     def attendance(self, want: GradientWant) -> Attendance:
         return Attendance.ALL
 
-    def parts(self, brought: torch.Tensor, unit: Unit) -> list[Summand]:
+    def summands(self, apart: torch.Tensor, unit: Unit) -> list[Summand]:
         """It is the sum."""
-        return [[brought]]
+        return [[apart]]

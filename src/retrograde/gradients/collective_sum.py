@@ -6,7 +6,8 @@ gradients for the same uses. What waits until a step or the end of a window is s
 calls: the meeting has said what comes, and a rank that has nothing brings zeros, which change no sum.
 
 There are two kinds of calls (collective_calls.py). With `exact`, in the host's memory, and for whoever sees a sum in
-its backward, every rank's part comes apart (`Exchange`). Else, on a device, the backend adds them up (`BackendSum`).
+its backward, every rank's part comes apart (`Exchange`, with replicas `ExchangeOfSums`). Else, on a device, the backend
+adds them up (`BackendSum`).
 
 Rule 1: a rank that has strayed from the order puts its parts one by one (`OrderedSum`).
 Rule 2: an exchange in which a rank was absent is given over to `OrderedSum`, with the parts that came: they are added
@@ -29,7 +30,7 @@ import torch
 
 from retrograde.devices import HAPPENED
 from retrograde.gradients.bucket import Bucket
-from retrograde.gradients.collective_calls import Attendance, CallKind, Exchange
+from retrograde.gradients.collective_calls import Attendance, CallKind
 from retrograde.gradients.gradient import Gradient
 from retrograde.gradients.keys import FLUSHED
 from retrograde.gradients.landing import let_go_of_sum, memory_for_sum
@@ -54,6 +55,7 @@ class _Reduction:
     bucket: Bucket | None
     own: torch.Tensor  # where the sum of this rank's shard belongs
     brought: torch.Tensor | None  # every rank's part of it, or their sum, which may be there; None: it was added up
+    apart: torch.Tensor | None  # what is to be added up of that, or with replicas their sums
     attendance: Attendance
 
 
@@ -65,7 +67,13 @@ class CollectiveSum:
     knows_contributors = True
 
     def __init__(
-        self, transport: OrderedTransport, policy: Policy, pool: BufferPool, one_by_one: OrderedSum, usual: CallKind
+        self,
+        transport: OrderedTransport,
+        policy: Policy,
+        pool: BufferPool,
+        one_by_one: OrderedSum,
+        usual: CallKind,
+        seen_at_once: CallKind,
     ) -> None:
         """`one_by_one`: for what ranks that stray bring, and for what they were absent from. `usual`: the kind of call
         for sums that nobody sees before the backward has ended."""
@@ -76,7 +84,7 @@ class CollectiveSum:
         self._pool = pool
         self._streams = pool.streams
         self._usual = usual
-        self._seen_at_once = Exchange(transport)
+        self._seen_at_once = seen_at_once
         self.comes_later = usual.comes_later
         self._started: dict[Key, _Reduction] = {}
         self._sending: deque[_Reduction] = deque()
@@ -105,7 +113,7 @@ class CollectiveSum:
     def _look_at(self, unknown: Sequence[_Reduction]) -> None:
         for reducing in unknown:
             self._finish(reducing)
-        found = self._transport.complete([(reducing.work, _parts_in(reducing)) for reducing in unknown])
+        found = self._transport.complete([(reducing.work, _apart_in(reducing)) for reducing in unknown])
         for reducing, complete in zip(unknown, found, strict=True):
             reducing.attendance = Attendance.ALL if complete else Attendance.SOME
 
@@ -153,12 +161,12 @@ class CollectiveSum:
             else:
                 brought, free = self._pool.take(kind.numel(unit), sent.dtype)
             stream.wait(free)
-            work = kind.start(want, sent, brought)
-        if work is None:
+            started = kind.start(want, unit, sent, brought)
+        if started is None:
             if not straight:
                 self._pool.give(brought, free)
             return False
-        reducing = _Reduction(kind, unit, work, bucket, own, brought, kind.attendance(want))
+        reducing = _Reduction(kind, unit, started.work, bucket, own, brought, started.apart, kind.attendance(want))
         self._started[want.key] = reducing
         self._sending.append(reducing)
         return True
@@ -179,6 +187,7 @@ class CollectiveSum:
         """Nobody reads what it brought any more."""
         self._finish(reducing)
         brought, reducing.brought = reducing.brought, None
+        reducing.apart = None
         if brought is not None and brought is not reducing.own:
             self._pool.give(brought, self._streams.reducing.record())
 
@@ -222,9 +231,9 @@ class CollectiveSum:
         self._start(self._usual, GradientWant(key, unit.name, b"", at_meeting=True), unit, nothing, own, None)
         return self._total(key)
 
-    def sums_of_others(self, units: Sequence[Unit], last: float) -> list[SumOfOthers]:
+    def sums_of_others(self, units: Sequence[Unit]) -> list[SumOfOthers]:
         """Rule 4."""
-        return [self._sum_of_others(units[brought.key.unit], brought) for brought in self._transport.take_sums(last)]
+        return [self._sum_of_others(units[brought.key.unit], brought) for brought in self._transport.take_sums()]
 
     def _sum_of_others(self, unit: Unit, brought: CourtesySum) -> SumOfOthers:
         uses = read_uses(brought.uses, len(unit.leaves))
@@ -250,12 +259,12 @@ class CollectiveSum:
 
     def _add_up(self, reducing: _Reduction) -> None:
         self._finish(reducing)
-        stream, own, brought = self._streams.reducing, reducing.own, _parts_in(reducing)
+        stream, own, apart = self._streams.reducing, reducing.own, _apart_in(reducing)
         with labelled("sum of gradient of", reducing.unit.name):
-            if brought is own:
+            if apart is own:
                 divide(own, self._divisor, stream)
             else:
-                add_up(reducing.kind.parts(brought, reducing.unit), own, self._divisor, stream)
+                add_up(reducing.kind.summands(apart, reducing.unit), own, self._divisor, stream)
         self._give_back(reducing)
 
     def give_up(self, gradient: Gradient) -> None:
@@ -279,6 +288,12 @@ def _parts_in(reducing: _Reduction) -> torch.Tensor:
     """What the call has brought, which nobody has added up."""
     assert reducing.brought is not None, f"the gradient of unit {reducing.unit.name} has been added up"
     return reducing.brought
+
+
+def _apart_in(reducing: _Reduction) -> torch.Tensor:
+    """What of it is to be added up."""
+    assert reducing.apart is not None, f"the gradient of unit {reducing.unit.name} has been added up"
+    return reducing.apart
 
 
 def named_uses(uses: Uses) -> bytes:

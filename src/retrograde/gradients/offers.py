@@ -1,11 +1,12 @@
 """What ranks say at a meeting about gradients they have sent, and what follows from it."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Self
 
 from retrograde.gradients.keys import by_key
 from retrograde.pages import Unit
-from retrograde.transport import Offers, Position, Reason, Transport, Use, Uses
+from retrograde.transport import Key, Offers, Position, Reason, Transport, Use, Uses, Value
 
 
 def accumulated(offers: Mapping[int, Uses]) -> tuple[bool, ...]:
@@ -13,17 +14,56 @@ def accumulated(offers: Mapping[int, Uses]) -> tuple[bool, ...]:
     return tuple(Use.ACCUMULATED in uses for uses in zip(*offers.values(), strict=True))
 
 
-def last_due(positions: Sequence[Position]) -> float:
-    """The first of the backwards at whose end a rank is: a meeting adds up what was sent up to it."""
-    ended = [position.value for position in positions if position.reason is Reason.BACKWARD]
-    return min([number for number in ended if isinstance(number, int)], default=math.inf)
+def end_of_backward(number: int, needed: Iterable[Key] | None) -> Value:
+    """What a rank says at the end of a backward: which one it is, and the sums that cannot wait; None: none can."""
+    return [number, None if needed is None else [_said(key) for key in needed]]
+
+
+def _said(key: Key) -> list[int]:
+    return [key.unit, key.meeting, key.attempt, key.turn, key.backward]
+
+
+class Due:
+    """What a meeting adds up.
+
+    Where parts of sums may come later (flow.py, Rule 5) a meeting at the end of a backward is for those that cannot
+    wait. What else was put is added up where no rank is in a backward, on top of what all calls have brought: so all
+    ranks that hold a shard add the same numbers in the same order."""
+
+    def __init__(self, last: float, needed: frozenset[Key] | None) -> None:
+        """`last`: the first of the backwards at whose end a rank is: what was sent up to it is due. `needed`: of that,
+        if it is not all."""
+        self._last = last
+        self._needed = needed
+
+    @classmethod
+    def at(cls, positions: Sequence[Position]) -> Self:
+        last = math.inf
+        needed: frozenset[Key] | None = None
+        for number, keys in _ended(positions):
+            last = min(last, number)
+            if keys is not None:
+                needed = keys if needed is None else needed | keys
+        return cls(last, needed)
+
+    def has(self, key: Key) -> bool:
+        return key.backward <= self._last and (self._needed is None or key in self._needed)
+
+
+def _ended(positions: Sequence[Position]) -> Iterator[tuple[int, frozenset[Key] | None]]:
+    for position in positions:
+        if position.reason is Reason.BACKWARD:
+            assert isinstance(position.value, Sequence)
+            number, keys = position.value
+            assert isinstance(number, int)
+            yield number, None if keys is None else frozenset(Key(*key) for key in keys)  # type: ignore[union-attr, misc]
 
 
 def due_offers(positions: Sequence[Position]) -> dict[int, Offers]:
     """What a meeting adds up, and what was withdrawn."""
-    last = last_due(positions)
+    due = Due.at(positions)
     return {
-        rank: {key: uses for key, uses in position.sent.items() if key.backward <= last or not uses}
+        rank: {key: uses for key, uses in position.sent.items() if due.has(key) or not uses}
         for rank, position in enumerate(positions)
     }
 

@@ -29,6 +29,13 @@ class Reducer:
         self._pool = pool
         self._streams = pool.streams
         self._ledger = ledger
+        self._any_hooked = False
+
+    def begin_backward(self) -> None:
+        """With replicas, ranks that hold the same shard add to `.grad` in the same order. For what a hook sees some
+        ranks meet earlier than others, so if there is one, no part of any sum may come later."""
+        several = self._strategy.comes_later and self._grid.replicas > 1
+        self._any_hooked = several and any(unit.hooked for unit in self._units)
 
     # ---- to the other ranks
     def first(self, unit: Unit, dtype: torch.dtype, grads: Grads, lone: Lone) -> Gradient:
@@ -40,7 +47,7 @@ class Reducer:
     def launch(self, gradient: Gradient, key: Key, uses: Uses) -> None:
         unit = gradient.unit
         if self.comes_later(gradient):
-            gradient.seen_at_once = Use.CAPTURED in uses or unit.hooked
+            gradient.seen_at_once = Use.CAPTURED in uses or unit.hooked or self._any_hooked
         gradient.send(key, uses, memory_for_sum(unit, self._streams))
         gradient.bucket.close(self._streams.reducing)
         self._strategy.launch(gradient)
@@ -83,9 +90,9 @@ class Reducer:
         self._ledger.record(Activity.JOIN, unit.name, self._bytes_to_replicas(unit) if here else 0)
         return Delivery(unit, self._strategy.total_of_others(unit, key, ranks), accumulated(ranks))
 
-    def sums_of_others(self, last: float) -> list[Delivery]:
-        """From calls in which this rank brought nothing, of backwards up to this one."""
-        found = self._strategy.sums_of_others(self._units, last)
+    def sums_of_others(self) -> list[Delivery]:
+        """From calls in which this rank brought nothing."""
+        found = self._strategy.sums_of_others(self._units)
         for each in found:
             self._ledger.record(Activity.JOIN, each.unit.name, 0)
         return [Delivery(each.unit, each.total, accumulated({0: each.uses})) for each in found]

@@ -71,8 +71,8 @@ class Strategy(Protocol):
     def total_of_others(self, unit: Unit, key: Key, offers: Contributors) -> torch.Tensor:
         """The same where this rank has nothing to add."""
 
-    def sums_of_others(self, units: Sequence[Unit], last: float) -> Sequence[SumOfOthers]:
-        """What has come by calls in which this rank brought nothing, of backwards up to this one."""
+    def sums_of_others(self, units: Sequence[Unit]) -> Sequence[SumOfOthers]:
+        """What has come by calls in which this rank brought nothing, in their order."""
 
     def give_up(self, gradient: Gradient) -> None:
         """The backward that launched it raised."""
@@ -276,7 +276,7 @@ class OrderedSum:
         del self._sums[gradient.key]
         let_go_of_sum(gradient.unit, self._streams)
 
-    def sums_of_others(self, units: Sequence[Unit], last: float) -> Sequence[SumOfOthers]:
+    def sums_of_others(self, units: Sequence[Unit]) -> Sequence[SumOfOthers]:
         """Every rank takes part in all there is."""
         return ()
 

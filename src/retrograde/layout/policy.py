@@ -71,7 +71,7 @@ class Policy(NamedTuple):
 
     def between_replicas(self, dtype: torch.dtype) -> torch.dtype:
         """In which sums of gradients of this dtype travel: unless told otherwise, as they were added up."""
-        if self.exact and self.precision.wire is None:
+        if self.precision.wire is None:
             return torch.promote_types(dtype, torch.float32)
         return self.on_the_wire(dtype)
 

@@ -178,6 +178,21 @@ class GradientWant(NamedTuple):
     at_meeting: bool
 
 
+class ReplicaExchange(NamedTuple):
+    """An exchange of a gradient's parts among a replica's ranks, and then of the sums of replicas among the ranks that
+    hold the same shard.
+
+    `parts`: what this rank has for each rank of its replica. `received`: what each of them has of this rank's shard.
+    `add_up` issues, on the reducing stream, their sum, which goes to `own` as it travels. `sums`: that of each replica,
+    in order; `own` is a part of it."""
+
+    parts: torch.Tensor
+    received: torch.Tensor
+    add_up: Callable[[], None]
+    own: torch.Tensor
+    sums: torch.Tensor
+
+
 class OrderedTransport(Transport, Protocol):
     """One whose pages and gradients go by collectives, in an order that all ranks share. What does not fit into it goes
     one by one: then the following return None, and the caller reads or puts."""
@@ -199,22 +214,27 @@ class OrderedTransport(Transport, Protocol):
     def exchange(self, want: GradientWant, parts: torch.Tensor, received: torch.Tensor) -> Work | None:
         """Start sending to each rank its part of a gradient, and receiving this rank's, in the order of ranks."""
 
+    def exchange_sums(self, want: GradientWant, offered: ReplicaExchange) -> Work | None:
+        """The same where there are several replicas. `add_up` may be called by any thread."""
+
     def complete(self, exchanges: Sequence[tuple[Work, torch.Tensor]]) -> list[bool]:
-        """Of exchanges for which the reducing stream waits, each with what was received: did every rank bring a part?
-        The host waits for them, once."""
+        """Of exchanges for which the reducing stream waits, each with the parts that were received, or the replicas'
+        sums: did every rank bring a part? The host waits for them, once."""
 
     def present(self, received: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Of an exchange that is done: the parts of those that brought one, in the host's memory."""
+        """Of an exchange that is done: the parts of this replica's ranks, of those that brought one, in the host's
+        memory."""
 
     def keep(self, key: Key, parts: dict[int, torch.Tensor]) -> None:
         """They count as put by these ranks under `key`."""
 
     def add_up(self, want: GradientWant, whole: torch.Tensor, total: torch.Tensor) -> Work | None:
-        """Start adding up `whole` over all ranks, in the backend's order; this rank's part of it goes to `total`.
+        """Start adding up `whole` over all ranks, in the backend's order; this rank's part of it goes to `total`. With
+        replicas the backend adds up each one's ranks, and then replicas.
         A rank that was absent has brought zeros; whatever it puts under this key comes on top."""
 
-    def take_sums(self, last: float) -> list[CourtesySum]:
-        """What has come by such calls for this rank, which was absent: of backwards up to this one."""
+    def take_sums(self) -> list[CourtesySum]:
+        """What has come by such calls for this rank, which was absent, in their order."""
 
 
 class Parts(NamedTuple):

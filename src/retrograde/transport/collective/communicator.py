@@ -78,7 +78,17 @@ class SumOffer(NamedTuple):
         return [_started(dist.reduce_scatter_single(self.total, self.whole, group=group, async_op=True))]
 
 
-Offer = GatherOffer | ExchangeOffer | SumOffer
+class TotalOffer(NamedTuple):
+    """What the ranks of a group have in `total` is added up there, on all of them, by the backend."""
+
+    total: torch.Tensor
+    stream: Stream
+
+    def start(self, group: dist.ProcessGroup) -> list[dist.Work]:
+        return [_started(dist.all_reduce(self.total, group=group, async_op=True))]
+
+
+Offer = GatherOffer | ExchangeOffer | SumOffer | TotalOffer
 
 
 class CallWork:
@@ -153,6 +163,11 @@ class DeviceCall(CallWork):
         self._ends = ends
         self._ended = ends.record()
 
+    def begin_with(self, first: "DeviceCall") -> None:
+        """It takes what this one brings, so both are one to whoever watches them."""
+        self._issued = first._issued
+        self._behind = first._behind
+
     def wait(self, stream: Stream) -> None:
         self.finish(stream)
 
@@ -197,8 +212,17 @@ class Communicator:
 
     def start_aside(self, offer: Offer) -> CallWork:
         """The same, where the stream has something else to do meanwhile."""
+        started = self.issue(offer)
+        if self._ends is None:
+            return CallWork(started, offer, self._host, self.calls)
+        return DeviceCall(started, offer, self._host, self.calls, self._ends)
+
+    def issue(self, offer: Offer) -> list[dist.Work]:
+        """To the backend, and nothing else."""
         started: list[dist.Work] = []
         offer.stream.run(lambda: started.extend(offer.start(self._own.group)))
-        if self._ends is None:
-            return CallWork(started, offer, self._host, self._own.calls)
-        return DeviceCall(started, offer, self._host, self._own.calls, self._ends)
+        return started
+
+    @property
+    def calls(self) -> Calls:
+        return self._own.calls

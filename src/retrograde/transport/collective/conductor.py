@@ -23,8 +23,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from retrograde.transport.collective.communicator import POLL, CallWork, Communicator, GatherOffer, Offer
+from retrograde.transport.collective.communicator import POLL, CallWork, GatherOffer
 from retrograde.transport.collective.courtesy import Courtesies, SparePage
+from retrograde.transport.collective.replicas import AnyOffer, MeshCommunicator
 from retrograde.transport.one_sided import OneSidedTransport
 from retrograde.transport.order import (
     Abort,
@@ -67,7 +68,7 @@ class Conductor:
         self,
         participant: Participant,
         host: OneSidedTransport,
-        communicator: Communicator,
+        communicator: MeshCommunicator,
         courtesies: Courtesies,
         patience: CallPatience,
     ) -> None:
@@ -78,7 +79,7 @@ class Conductor:
         self._courtesies = courtesies
         self._patience = patience
         self.passed = host.meetings  # meetings after which gradients are counted anew; the same on all ranks
-        self._offered: Offer | None = None
+        self._offered: AnyOffer | None = None
         self._wanted = ""  # what it is for, in words
         self._served: list[Work | None] = []  # what the program waits for, when it has come; None: one-sidedly
         self._settled: list[Settle] = []
@@ -96,8 +97,9 @@ class Conductor:
         return self._participant.member.detours
 
     # ---- the program
-    def want(self, want: Want, offer: Offer, what: str) -> Work | None:
+    def want(self, want: Want, offer: AnyOffer, what: str) -> Work | None:
         """Returns the call that serves it, which has been issued with `offer`; None: it is to be served one-sidedly."""
+        self._communicator.line.advance()
         with self._changed:
             self._begin_period()
             self._offered = offer
@@ -137,7 +139,10 @@ class Conductor:
 
     def _settle(self, what: str) -> Settle:
         """All calls of the period have been issued by all ranks: those for the others' sake are done next."""
-        self._wait(lambda: self._courtesies.done, what, look_again=POLL)
+        line = self._communicator.line
+        while not self._courtesies.done:
+            self._wait(lambda: self._courtesies.done or line.is_due, what, look_again=POLL)
+            line.advance()
         with self._changed:
             self._courtesies.end_period()
         self._resting = True
@@ -209,7 +214,8 @@ class Conductor:
 
     # ---- the watch
     def look(self) -> None:
-        """Fire alarms that have stood for their time, and look for calls that are done or overdue."""
+        """Issue what is due, fire alarms that have stood their time, and look for calls that are done or overdue."""
+        self._communicator.line.advance()
         with self._changed:
             now = time.monotonic()
             self._look_at_alarms(now)

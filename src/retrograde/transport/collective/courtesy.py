@@ -15,24 +15,25 @@ Rule 2: memory of a call lives until it has been waited for by whoever finds it 
 Rule 3: on a device all this is done on the serving stream, which waits for nothing but what last wrote the shard. What
         came of gradients is brought to the host's memory. The host waits for these calls before ranks go on from a
         meeting, so whoever writes the shard next comes after them.
+Rule 4: where a reduction is two calls (replicas.py), a stream waits for other ranks between them. It is one of its own:
+        what is served one-sidedly must not wait for those who ask for it, nor what came for calls that follow.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from retrograde.devices import Event, Stream, Streams
-from retrograde.transport.collective.communicator import (
-    CallWork,
-    Communicator,
-    ExchangeOffer,
-    GatherOffer,
-    Offer,
-    SumOffer,
-)
+from retrograde.devices import Event, Stream, Streams, another_stream
+from retrograde.transport.collective.communicator import CallWork, ExchangeOffer, GatherOffer, SumOffer
 from retrograde.transport.collective.labels import ReductionLabel
+from retrograde.transport.collective.replicas import (
+    AnyOffer,
+    MeshCommunicator,
+    TwoStepOffer,
+    sum_in_two_steps,
+)
 from retrograde.transport.messages import Key
 from retrograde.transport.order import Gather, Reduce, Want
 from retrograde.transport.protocol import CourtesySum, GatheredShards
@@ -54,6 +55,21 @@ def present_parts(received: torch.Tensor, world: int) -> dict[int, torch.Tensor]
     """What came from each rank that was not absent."""
     rows = enumerate(received.view(world, received.numel() // world).unbind())
     return {rank: part for rank, part in rows if not is_absent(part)}
+
+
+def parts_by_rank(received: torch.Tensor, ranks: Sequence[int]) -> dict[int, torch.Tensor]:
+    """The same, where these ranks' parts came."""
+    return {ranks[place]: part for place, part in present_parts(received, len(ranks)).items()}
+
+
+def spread_absence(received: torch.Tensor, size: int, total: torch.Tensor) -> None:
+    """If one of these parts is nothing, so is their sum. On a device the host does not look."""
+    if received.is_cpu:
+        if len(present_parts(received, size)) < size:
+            total.view(torch.uint8).fill_(_NOTHING)
+    elif received.numel():
+        absent = received.view(torch.uint8).view(size, -1).amin(1).eq(_NOTHING).any()
+        total.view(torch.uint8).masked_fill_(absent, _NOTHING)
 
 
 def first_bytes(received: torch.Tensor, world: int) -> torch.Tensor:
@@ -107,12 +123,13 @@ class _Courtesy(NamedTuple):
 class Courtesies:
     """One rank's. Its callers hold the lock of the connections."""
 
-    def __init__(self, communicator: Communicator, shards: GatheredShards, streams: Streams) -> None:
+    def __init__(self, communicator: MeshCommunicator, shards: GatheredShards, streams: Streams) -> None:
         self._communicator = communicator
         self._shards = shards
         self._streams = streams
         self._running: list[_Courtesy] = []
         self._stream = streams.serving
+        self._reducing = self._stream if communicator.replicas == 1 else another_stream(streams.device)  # Rule 4
         self._scratch: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # pages that nobody reads
         self._nothing: dict[tuple[int, torch.dtype, int], torch.Tensor] = {}
         self._parts: dict[tuple[Key, int], torch.Tensor] = {}
@@ -155,22 +172,35 @@ class Courtesies:
     def _reduce(self, unit: int, attended: _Attended) -> CallWork:
         numel, dtype = self._shards.shard_numel(unit), attended.label.travels_as
         whole = numel * self._communicator.size
+        stream = self._reducing
         if attended.label.apart:
-            received = self._stream.empty(whole, dtype)
-            offer: Offer = ExchangeOffer(self._filled(whole, dtype, _NOTHING), received, self._stream)
+            received = stream.empty(whole, dtype)
+            parts = self._filled(whole, dtype, _NOTHING)
+            offer = self._exchange(ExchangeOffer(parts, received, stream), numel, attended.label.sums_travel_as)
         else:
-            received = self._stream.empty(numel, dtype)
-            offer = SumOffer(self._filled(whole, dtype, _SUMMAND), received, self._stream)
+            received = stream.empty(numel, dtype)
+            offer = self._sum(SumOffer(self._filled(whole, dtype, _SUMMAND), received, stream))
         return self._start(offer, attended, received)
+
+    def _exchange(self, offer: ExchangeOffer, numel: int, dtype: torch.dtype) -> AnyOffer:
+        """A replica without this rank has no sum for the others."""
+        replicas = self._communicator.replicas
+        if replicas == 1:
+            return offer
+        sums = offer.stream.empty(replicas * numel, dtype)
+        return TwoStepOffer(offer, lambda: None, GatherOffer(self._filled(numel, dtype, _NOTHING), sums, offer.stream))
+
+    def _sum(self, offer: SumOffer) -> AnyOffer:
+        return offer if self._communicator.replicas == 1 else sum_in_two_steps(offer.whole, offer.total, offer.stream)
 
     def _filled(self, numel: int, dtype: torch.dtype, byte: int) -> torch.Tensor:
         form = (numel, dtype, byte)
         if form not in self._nothing:
-            made = self._nothing[form] = self._stream.empty(numel, dtype)
-            self._stream.run(lambda: made.view(torch.uint8).fill_(byte))
+            made = self._nothing[form] = self._reducing.empty(numel, dtype)
+            self._reducing.run(lambda: made.view(torch.uint8).fill_(byte))
         return self._nothing[form]
 
-    def _start(self, offer: Offer, attended: _Attended | None, received: torch.Tensor) -> CallWork:
+    def _start(self, offer: AnyOffer, attended: _Attended | None, received: torch.Tensor) -> CallWork:
         work = self._communicator.start_aside(offer)
         self._running.append(_Courtesy(work, attended, received))
         return work
@@ -194,7 +224,7 @@ class Courtesies:
     def _take_in(self, attended: _Attended, came: torch.Tensor) -> None:
         key, label = attended
         if label.apart:
-            self.keep(key, present_parts(came, self._communicator.size))
+            self.keep(key, parts_by_rank(came, self._communicator.owners))
         else:
             self._sums.append(CourtesySum(key, label.uses, came))
 
@@ -211,10 +241,9 @@ class Courtesies:
     def has_sums(self) -> bool:
         return bool(self._sums)
 
-    def take_sums(self, last: float) -> list[CourtesySum]:
-        """Of backwards up to this one, in the same order on all ranks that were absent."""
-        taken = [brought for brought in self._sums if brought.key.backward <= last]
-        self._sums = [brought for brought in self._sums if brought.key.backward > last]
+    def take_sums(self) -> list[CourtesySum]:
+        """In the same order on all ranks that were absent."""
+        taken, self._sums = self._sums, []
         return taken
 
     def keep(self, key: Key, parts: dict[int, torch.Tensor]) -> None:

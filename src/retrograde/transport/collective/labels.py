@@ -11,7 +11,7 @@ from retrograde.transport.records import Count, Record
 
 
 class ReductionLabel(Record, frozen=True):
-    """Which of a unit's gradients since the last boundary, how and in which dtype it travels, and what it is for.
+    """Which of a unit's gradients since the last boundary, how and in which dtypes it travels, and what it is for.
 
     Ranks that want the same reduction have the same key for it, but for the boundary, which all have passed."""
 
@@ -19,12 +19,13 @@ class ReductionLabel(Record, frozen=True):
     turn: Count
     backward: Count
     dtype: str
+    sums: str  # the dtype of replicas' sums, where there are replicas
     apart: bool  # do owners get each rank's part, or their sum?
     uses: bytes
 
     @classmethod
-    def of(cls, key: Key, dtype: torch.dtype, apart: bool, uses: bytes) -> Self:
-        return cls(key.attempt, key.turn, key.backward, str(dtype), apart, uses)
+    def of(cls, key: Key, dtype: torch.dtype, sums: torch.dtype, apart: bool, uses: bytes) -> Self:
+        return cls(key.attempt, key.turn, key.backward, str(dtype), str(sums), apart, uses)
 
     @classmethod
     def read(cls, want: Reduce) -> Self:
@@ -39,3 +40,7 @@ class ReductionLabel(Record, frozen=True):
     @property
     def travels_as(self) -> torch.dtype:
         return DTYPES[self.dtype]
+
+    @property
+    def sums_travel_as(self) -> torch.dtype:
+        return DTYPES[self.sums]

@@ -13,8 +13,8 @@
 |                                                  | tensors of a device by an all-gather                    |
 | a page or gradient of a rank that strays         | one-sidedly; it takes part in calls all the same        |
 
-The order is one for all ranks, also where they are replicas of a model: then a call is one of this replica's ranks, and
-gradients, which replicas add up together, go one-sidedly.
+The order is one for all ranks, also where they are replicas of a model: then the call of a gather is one of this
+replica's ranks, and a reduction is two calls (replicas.py).
 
 `aside` is a transport that needs no other rank's main thread (one_sided.py, on a device staged.py).
 """
@@ -26,22 +26,19 @@ from typing import NamedTuple, NoReturn
 import torch
 
 from retrograde.devices import Stream, Streams
-from retrograde.transport.collective.communicator import (
-    CallWork,
-    Communicator,
-    ExchangeOffer,
-    GatherOffer,
-    SumOffer,
-)
+from retrograde.transport.collective.communicator import CallWork, ExchangeOffer, GatherOffer, SumOffer
 from retrograde.transport.collective.conductor import CallPatience, Conductor
 from retrograde.transport.collective.courtesy import (
     Courtesies,
     first_bytes,
     first_size,
     looks_absent,
+    parts_by_rank,
     present_parts,
+    spread_absence,
 )
 from retrograde.transport.collective.labels import ReductionLabel
+from retrograde.transport.collective.replicas import AnyOffer, MeshCommunicator, TwoStepOffer, sum_in_two_steps
 from retrograde.transport.messages import Key, Reason, Stamp
 from retrograde.transport.one_sided import OneSidedTransport
 from retrograde.transport.order import (
@@ -58,6 +55,7 @@ from retrograde.transport.protocol import (
     GradientWant,
     Memory,
     Position,
+    ReplicaExchange,
     Transport,
     Work,
 )
@@ -88,7 +86,7 @@ class CollectiveStart(NamedTuple):
         timeout, rank = self.aside.timeout, self.aside.rank
         patience = patience_of(timeout, self.streams.on_host)
         participant = Participant(rank, self.aside.world, OrderPolicy(depth=0, patience=patience))
-        communicator = Communicator(self.host, self.streams, rows)
+        communicator = MeshCommunicator(self.host, self.streams, rows)
         courtesies = Courtesies(communicator, self.shards, self.streams)
         calls = CallPatience(wanted=patience.nudge, courtesy=timeout / 8)
         conductor = Conductor(participant, self.host, communicator, courtesies, calls)
@@ -102,7 +100,7 @@ class CollectiveTransport:
     """Implements `OrderedTransport`."""
 
     def __init__(
-        self, start: CollectiveStart, communicator: Communicator, courtesies: Courtesies, conductor: Conductor
+        self, start: CollectiveStart, communicator: MeshCommunicator, courtesies: Courtesies, conductor: Conductor
     ) -> None:
         self._aside = start.aside
         self._host = start.host
@@ -164,37 +162,60 @@ class CollectiveTransport:
     # ---- gradients, all ranks at once
     def exchange(self, want: GradientWant, parts: torch.Tensor, received: torch.Tensor) -> Work | None:
         """Start sending to each rank its part, and receiving this rank's, in the order of ranks."""
-        return self._reduce(want, ExchangeOffer(parts, received, self._streams.reducing))
+        offer = ExchangeOffer(parts, received, self._streams.reducing)
+        return self._reduce(want, offer, ReductionLabel.of(want.key, parts.dtype, parts.dtype, True, want.uses))
+
+    def exchange_sums(self, want: GradientWant, offered: ReplicaExchange) -> Work | None:
+        """The same among this replica's ranks, and then of replicas' sums among the holders of this rank's shard."""
+        stream = self._streams.reducing
+
+        def between() -> None:
+            offered.add_up()
+            stream.run(lambda: spread_absence(offered.received, self._communicator.size, offered.own))
+
+        first = ExchangeOffer(offered.parts, offered.received, stream)
+        offer = TwoStepOffer(first, between, GatherOffer(offered.own, offered.sums, stream))
+        label = ReductionLabel.of(want.key, offered.parts.dtype, offered.sums.dtype, True, want.uses)
+        return self._reduce(want, offer, label)
 
     def complete(self, exchanges: Sequence[tuple[Work, torch.Tensor]]) -> list[bool]:
         """On a device the first elements come to the host, and all of it only if they look like somebody's absence."""
         if self._streams.on_host:
-            return [self._is_complete(received) for _, received in exchanges]
+            return [self._is_complete(brought) for _, brought in exchanges]
         for work, _ in exchanges:
             assert isinstance(work, CallWork)
             work.wait_on_host()
         stream = self._streams.reducing
+        count = self._summands
         firsts: list[torch.Tensor] = []
-        stream.run(lambda: firsts.append(torch.cat([first_bytes(each, self.world) for _, each in exchanges])))
-        found = stream.to_host(firsts[0]).split_with_sizes([first_size(each, self.world) for _, each in exchanges])
+        stream.run(lambda: firsts.append(torch.cat([first_bytes(each, count) for _, each in exchanges])))
+        found = stream.to_host(firsts[0]).split_with_sizes([first_size(each, count) for _, each in exchanges])
         pairs = zip(found, exchanges, strict=True)
-        return [not looks_absent(bytes_, self.world) or self._is_complete(each) for bytes_, (_, each) in pairs]
+        return [not looks_absent(bytes_, count) or self._is_complete(each) for bytes_, (_, each) in pairs]
 
-    def _is_complete(self, received: torch.Tensor) -> bool:
-        return len(self.present(received)) == self.world
+    def _is_complete(self, brought: torch.Tensor) -> bool:
+        on_host = self._streams.reducing.to_host(brought)
+        return len(present_parts(on_host, self._summands)) == self._summands
+
+    @property
+    def _summands(self) -> int:
+        """How many rows an exchange brings: ranks' parts, or replicas' sums."""
+        return self._communicator.replicas if self._communicator.replicas > 1 else self.world
 
     def present(self, received: torch.Tensor) -> dict[int, torch.Tensor]:
-        return present_parts(self._streams.reducing.to_host(received), self.world)
+        return parts_by_rank(self._streams.reducing.to_host(received), self._communicator.owners)
 
     def add_up(self, want: GradientWant, whole: torch.Tensor, total: torch.Tensor) -> Work | None:
         """Start adding up `whole` over all ranks, in the backend's order; this rank's part of it goes to `total`."""
-        return self._reduce(want, SumOffer(whole, total, self._streams.reducing))
+        stream = self._streams.reducing
+        one_replica = self._communicator.replicas == 1
+        offer = SumOffer(whole, total, stream) if one_replica else sum_in_two_steps(whole, total, stream)
+        return self._reduce(want, offer, ReductionLabel.of(want.key, total.dtype, total.dtype, False, want.uses))
 
-    def _reduce(self, want: GradientWant, offer: ExchangeOffer | SumOffer) -> Work | None:
+    def _reduce(self, want: GradientWant, offer: AnyOffer, label: ReductionLabel) -> Work | None:
         self.check()
         if want.at_meeting:
             return self._communicator.start(offer)
-        label = ReductionLabel.of(want.key, offer[0].dtype, isinstance(offer, ExchangeOffer), want.uses)
         return self._conductor.want(label.want(want.key.unit), offer, f"the reduction of unit {want.name}")
 
     # ---- gradients, one by one
@@ -219,11 +240,11 @@ class CollectiveTransport:
             came = self._courtesies.take(key, src)
         return from_host(came, self._streams)
 
-    def take_sums(self, last: float) -> list[CourtesySum]:
+    def take_sums(self) -> list[CourtesySum]:
         if not self._courtesies.has_sums:
             return []
         with self._host.connections.changed:
-            taken = self._courtesies.take_sums(last)
+            taken = self._courtesies.take_sums()
         return [brought._replace(total=from_host(brought.total, self._streams)) for brought in taken]
 
     def discard_parts(self) -> None:
