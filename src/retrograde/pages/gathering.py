@@ -17,9 +17,9 @@ class PageGathering:
     def gather(self, unit: Unit, page: torch.Tensor) -> Work | None:
         """Start reading all shards of a unit, which are at rest, into the memory of a page. None: read them alone.
 
-        The call takes this rank's from where it lies, but for one that is on the host. Where the page stays, that is its
-        place in the page, which a call leaves alone: others may read it there, and must, for this call may wait for
-        them."""
+        The call takes this rank's from where it lies, but for one that is on the host. Where the page stays, that is
+        its place in the page, which a call leaves alone: others may read it there, and must, for this call may wait
+        for them."""
         own = unit.source
         if unit.source_on_host:
             unit.fetch_own(page)

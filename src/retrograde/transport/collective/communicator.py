@@ -50,6 +50,14 @@ class GatherOffer(NamedTuple):
     page: torch.Tensor
     stream: Stream  # on which both may be used
 
+    @property
+    def written(self) -> list[slice]:
+        """Which elements of the page a gather writes: not those of a shard that lies in its place there."""
+        first = (self.shard.data_ptr() - self.page.data_ptr()) // self.page.itemsize
+        if not 0 <= first < self.page.numel():
+            return [slice(None)]
+        return [slice(0, first), slice(first + self.shard.numel(), None)]
+
     def start(self, group: dist.ProcessGroup) -> list[dist.Work]:
         if self.shard.is_cpu and self.shard.nbytes >= LARGE:
             return broadcast_each(self.shard, self.page, group)

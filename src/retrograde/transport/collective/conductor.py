@@ -191,7 +191,7 @@ class Conductor:
         try:
             if role is Role.SPARE and isinstance(call.want, Gather):
                 work, page = self._courtesies.fetch(call.want)
-                self._spares[call.number] = SparePage(work, page, page)
+                self._spares[call.number] = SparePage(work, page)
             else:
                 work = self._courtesies.attend(call.want, self.passed)
             if work.in_order:
@@ -206,7 +206,7 @@ class Conductor:
             return self._open[call.number]
         assert isinstance(self._offered, GatherOffer)
         self._open[call.number] = spare.work
-        return SparePage(spare.work, spare.page, self._offered.page)
+        return SparePage(spare.work, spare.page, self._offered)
 
     # ---- the service thread
     def _hear(self, source: int, data: bytes) -> None:

@@ -93,7 +93,7 @@ class SparePage:
 
     work: CallWork
     page: torch.Tensor
-    memory: torch.Tensor
+    wanted: GatherOffer | None = None
     _copied: Event = None  # once it has been, by the first that waits
 
     def wait(self, stream: Stream) -> None:
@@ -101,7 +101,10 @@ class SparePage:
             stream.wait(self._copied)
             return
         self.work.wait(stream)
-        stream.run(lambda: self.memory.copy_(self.page))
+        assert self.wanted is not None, "nobody has wanted it yet"
+        for place in self.wanted.written:
+            into, came = self.wanted.page[place], self.page[place]
+            stream.run(lambda into=into, came=came: into.copy_(came))  # type: ignore[misc]
         stream.hold(self.page)
         self._copied = stream.record()
 
