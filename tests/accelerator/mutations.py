@@ -65,6 +65,7 @@ BY_THE_HOST = "the host waits in the thread that serves, and the checker takes t
 ON_THE_HOST = "memory of the host: nothing is on a stream"
 COPIES = "it also copies: without it nothing arrives"
 AT_ONCE = "what overlap=False asks for; the numbers need the later wait alone"
+LOOKED_AT = "the host has just had the same bytes (`complete`), and mostly in the same memory"
 OF_A_LANE = "it comes to the waits of a lane, which are sites of their own"
 
 # Sites that may be left out without anything to be seen here, by file and code, and why they are there.
@@ -74,6 +75,10 @@ NOT_SHOWN: dict[tuple[str, str], str] = {
         "communicator.py",
         "self._behind = offer.stream.record()  # the call begins when what was issued before it is done",
     ): "it orders nothing: the watch asks whether the device has come to the call",
+    (
+        "transport.py",
+        "return parts_by_rank(self._streams.reducing.to_host(received), self._communicator.owners)",
+    ): LOOKED_AT,
     ("bucket.py", "stream.wait(other.event)"): IN_EVERY_ORDER,
     ("streams.py", "self.reducing.wait(current.record())  # what had the memory before"): IN_EVERY_ORDER,
     ("fences.py", "self._written = current.record()  # what undoes it is there"): BY_THE_HOST,

@@ -20,12 +20,11 @@ Rule 4: where a reduction is two calls (replicas.py), a stream waits for other r
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from retrograde.devices import Event, Stream, Streams, another_stream
+from retrograde.devices import Stream, Streams, another_stream
 from retrograde.transport.collective.communicator import CallWork, ExchangeOffer, GatherOffer, SumOffer
 from retrograde.transport.collective.labels import ReductionLabel
 from retrograde.transport.collective.replicas import (
@@ -87,26 +86,20 @@ def looks_absent(firsts: torch.Tensor, world: int) -> bool:
     return bool(firsts.numel()) and bool((firsts.view(world, -1) == _NOTHING).all(1).any())
 
 
-@dataclass(slots=True)
-class SparePage:
-    """A page that came before this rank's program wanted it. Implements `Work` for who wants it now."""
+class SparePage(NamedTuple):
+    """A page that came before this rank's program wanted it. Implements `Work` for who wants it now, and waits once."""
 
     work: CallWork
     page: torch.Tensor
     wanted: GatherOffer | None = None
-    _copied: Event = None  # once it has been, by the first that waits
 
     def wait(self, stream: Stream) -> None:
-        if self._copied is not None:
-            stream.wait(self._copied)
-            return
         self.work.wait(stream)
         assert self.wanted is not None, "nobody has wanted it yet"
         for place in self.wanted.written:
             into, came = self.wanted.page[place], self.page[place]
             stream.run(lambda into=into, came=came: into.copy_(came))  # type: ignore[misc]
         stream.hold(self.page)
-        self._copied = stream.record()
 
     def done(self) -> bool:
         return False  # something is left to be issued
