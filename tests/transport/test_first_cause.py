@@ -29,12 +29,12 @@ def _raise() -> None:
     raise ValueError("a mistake of this rank's own")
 
 
-def _trains_until_one_dies(rank: int, world: int, how: str, seed: int) -> None:
+def _trains_until_one_dies(rank: int, world: int, how: str, seed: int, transport: str) -> None:
     """Ranks at their own pace, so that some notice the death late, when others have already left because of it."""
     chance = random.Random(f"{seed} {rank}")
     victim, last = seed % world, random.Random(seed).randrange(1, 4)
     model = build()
-    rg.shard(model, 1 + seed % 3, timeout=20.0)
+    rg.shard(model, 1 + seed % 3, timeout=20.0, transport=transport)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(100):
         time.sleep(chance.random() * 0.05)
@@ -59,10 +59,11 @@ def _named(rank: int, ending: Ending) -> set[str]:
 
 @pytest.mark.parametrize("how", DEATHS)
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("transport", ("auto", "collective"))
 @pytest.mark.timeout(120)
-def test_survivors_name_the_rank_that_died(how: str, seed: int) -> None:
+def test_survivors_name_the_rank_that_died(how: str, seed: int, transport: str) -> None:
     victim = seed % WORLD
-    endings = run_to_the_end(_trains_until_one_dies, WORLD, how, seed, timeout=50.0)
+    endings = run_to_the_end(_trains_until_one_dies, WORLD, how, seed, transport, timeout=50.0)
     assert endings[victim].code == DEATHS[how][1], endings[victim]
     for rank, ending in enumerate(endings):
         if rank != victim:

@@ -46,6 +46,7 @@ from retrograde.transport.wires import Sending
 
 _AT_ONCE = 256  # positions in a message, whose length is limited (envelope.py)
 _LOOK_AGAIN = 0.002  # seconds between two looks at whether a gradient has been sent
+_UNTIL_HEARD = 2.0  # seconds after which a rank that has gone is known to have gone
 
 
 class _Request(NamedTuple):
@@ -297,6 +298,14 @@ class OneSidedTransport:
             f"at {what}, but {places}. Let every rank come to the same steps (they may skip units, "
             f"reorder them or do fewer backwards), or raise shard(timeout=...)"
         )
+
+    def fail_of_backend(self, what: str, error: Exception) -> NoReturn:
+        """A call of the process group's backend failed, mostly since a rank has gone: that is heard a little later."""
+        with self.connections.changed:
+            self.connections.wait_until(lambda: self.failure is not None or self._lost is not None, _UNTIL_HEARD)
+            self.check()
+            self._fail_if_gone([], what)
+        self.fail(f"{self._own_name}: {what} failed in the backend of torch.distributed: {error}", error)
 
     def _fail_if_gone(self, finished: list[int], what: str) -> None:
         """Those that are missing will not come: they have finished, or a rank has been lost."""

@@ -124,7 +124,10 @@ class CallWork:
             self._waits_since = time.monotonic()
             self.wait_on_host()
             self._waits_since = None
-        self.finish(stream)
+        try:
+            self.finish(stream)
+        except RuntimeError as error:
+            self._host.fail_of_backend(self.what, error)
 
     def wait_on_host(self) -> None:
         """The host waits, but leaves it to `finish` to say so to a stream."""

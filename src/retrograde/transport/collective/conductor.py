@@ -52,6 +52,7 @@ from retrograde.transport.order import (
 from retrograde.transport.protocol import Work
 
 _WATCH = 0.05  # seconds between two looks at alarms and calls
+_UNTIL_TOLD = 2.0  # seconds after which a call that could not be issued is told to all, if no other cause is known
 
 
 class CallPatience(NamedTuple):
@@ -59,6 +60,14 @@ class CallPatience(NamedTuple):
 
     wanted: float
     courtesy: float  # on a device, of one that was issued in advance for the others' sake
+
+
+class _Broken(NamedTuple):
+    """A call that could not be issued."""
+
+    what: str
+    error: Exception
+    since: float
 
 
 class Conductor:
@@ -88,6 +97,7 @@ class Conductor:
         self._open: dict[int, CallWork] = {}  # calls of the program's that may not be done
         self._spares: dict[int, SparePage] = {}
         self._standing: dict[Alarm, float] = {}  # since when
+        self._broken: _Broken | None = None
         host.listen(self._hear)
         watch = threading.Thread(target=_watch, args=(weakref.ref(self),), name="retrograde-order", daemon=True)
         watch.start()
@@ -107,12 +117,14 @@ class Conductor:
             self._served.clear()
             self._settled.clear()
             self._carry_out(self._participant.want(want))
-        self._wait(lambda: bool(self._served or self._settled), what)
+        self._wait(lambda: bool(self._served or self._settled or self._broken), what)
+        self._fail_if_broken()
         if self._settled:  # all ranks have come together here: the order is one again
             self._settle(what)
             self.passed += 1
             self.rest()
-            self._wait(lambda: bool(self._served), what)
+            self._wait(lambda: bool(self._served or self._broken), what)
+            self._fail_if_broken()
         self._offered = None
         return self._served.pop()
 
@@ -123,7 +135,8 @@ class Conductor:
             self._settled.clear()
             self._arriving = True
             self._carry_out(self._participant.arrive(boundary, name))
-        self._wait(lambda: bool(self._settled), what, for_main_threads=True)
+        self._wait(lambda: bool(self._settled or self._broken), what, for_main_threads=True)
+        self._fail_if_broken()
         self._arriving = False
         return self._settle(what).places
 
@@ -144,7 +157,9 @@ class Conductor:
             self._wait(lambda: self._courtesies.done or line.is_due, what, look_again=POLL)
             line.advance()
         with self._changed:
-            self._courtesies.end_period()
+            error = self._courtesies.end_period()
+        if error is not None:
+            self._host.fail_of_backend("a call for the others' sake", error)
         self._resting = True
         return self._settled.pop()
 
@@ -162,7 +177,7 @@ class Conductor:
                     self._host.tell_order(effect.to, encode(effect.message))
                 case Issue():
                     self._issue(effect.call, effect.role)
-                case Serve():
+                case Serve() if self._broken is None:
                     self._served.append(self._work_of(effect.call))
                 case ServeOneSided():
                     self._served.append(None)
@@ -172,33 +187,49 @@ class Conductor:
                     self._spares.pop(effect.call.number, None)
                 case Abort():
                     self._host.give_up(effect.cause)
-                case Sleep() | Passed():
+                case Serve() | Sleep() | Passed():
                     pass
         self._host.connections.notify()
 
     def _issue(self, call: CollectiveCall, role: Role) -> None:
-        if role is Role.OWN:
-            assert self._offered is not None
-            work = self._communicator.start(self._offered)
-            work.what = self._wanted
-            work.patience = self._patience.wanted
-            self._open[call.number] = work
-        elif self._host.failure is None:
-            self._attend(call, role)
+        """What goes wrong here is not the service thread's affair, nor is it the first cause, if a rank has gone."""
+        if self._broken is not None or (role is not Role.OWN and self._host.failure is not None):
+            return
+        try:
+            if role is Role.OWN:
+                self._start_own(call)
+            else:
+                self._attend(call, role)
+        except Exception as error:
+            doing = "called" if role is Role.OWN else "was to take part, for the others, in"
+            self._broken = _Broken(f"rank {self._host.rank} {doing} {call.want}", error, time.monotonic())
+
+    def _start_own(self, call: CollectiveCall) -> None:
+        assert self._offered is not None
+        work = self._communicator.start(self._offered)
+        work.what = self._wanted
+        work.patience = self._patience.wanted
+        self._open[call.number] = work
 
     def _attend(self, call: CollectiveCall, role: Role) -> None:
-        """What goes wrong here is not the service thread's affair: all are told."""
-        try:
-            if role is Role.SPARE and isinstance(call.want, Gather):
-                work, page = self._courtesies.fetch(call.want)
-                self._spares[call.number] = SparePage(work, page)
-            else:
-                work = self._courtesies.attend(call.want, self.passed)
-            if work.in_order:
-                work.patience = self._patience.wanted if role is Role.SPARE else self._patience.courtesy
-                self._open[call.number] = work
-        except Exception as error:
-            self._host.give_up(f"rank {self._host.rank} was to take part in {call.want} for the others: {error}")
+        if role is Role.SPARE and isinstance(call.want, Gather):
+            work, page = self._courtesies.fetch(call.want)
+            self._spares[call.number] = SparePage(work, page)
+        else:
+            work = self._courtesies.attend(call.want, self.passed)
+        if work.in_order:
+            work.patience = self._patience.wanted if role is Role.SPARE else self._patience.courtesy
+            self._open[call.number] = work
+
+    def _fail_if_broken(self) -> None:
+        if self._broken is not None:
+            self._host.fail_of_backend(self._broken.what, self._broken.error)
+
+    def _tell_if_broken(self, now: float) -> None:
+        """The program may be elsewhere, and others wait."""
+        broken = self._broken
+        if broken is not None and self._host.failure is None and now - broken.since > _UNTIL_TOLD:
+            self._host.give_up(f"{broken.what}: {broken.error}")
 
     def _work_of(self, call: CollectiveCall) -> Work:
         spare = self._spares.pop(call.number, None)
@@ -219,6 +250,7 @@ class Conductor:
         with self._changed:
             now = time.monotonic()
             self._look_at_alarms(now)
+            self._tell_if_broken(now)
             self._courtesies.collect()
             self._look_at_calls(now)
 

@@ -224,13 +224,12 @@ class Courtesies:
         else:
             self._sums.append(CourtesySum(key, label.uses, came))
 
-    def end_period(self) -> None:
-        """All calls of a period are done."""
+    def end_period(self) -> Exception | None:
+        """All calls of a period are done. Returns what went wrong in one."""
         self.collect()
-        if self._error is not None:
-            raise self._error
         self._scratch.clear()
         self._nothing.clear()
+        return self._error
 
     # ---- what came in calls and waits to be added up
     @property

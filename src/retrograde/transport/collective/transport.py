@@ -151,7 +151,7 @@ class CollectiveTransport:
 
     def gather_tensors(self, mine: torch.Tensor, gathered: torch.Tensor) -> Work:
         """No want: a meeting has said that all ranks do this next."""
-        return self._communicator.start(GatherOffer(mine, gathered, self._streams.current()))
+        return self._start(GatherOffer(mine, gathered, self._streams.current()), "a gather of values")
 
     def read(self, unit: int, name: str, stamp: Stamp, into: Mapping[int, torch.Tensor]) -> Work:
         return self._aside.read(unit, name, stamp, into)
@@ -214,9 +214,17 @@ class CollectiveTransport:
 
     def _reduce(self, want: GradientWant, offer: AnyOffer, label: ReductionLabel) -> Work | None:
         self.check()
+        what = f"the reduction of unit {want.name}"
         if want.at_meeting:
+            return self._start(offer, what)
+        return self._conductor.want(label.want(want.key.unit), offer, what)
+
+    def _start(self, offer: AnyOffer, what: str) -> Work:
+        """At a meeting: all ranks do so next."""
+        try:
             return self._communicator.start(offer)
-        return self._conductor.want(label.want(want.key.unit), offer, f"the reduction of unit {want.name}")
+        except RuntimeError as error:
+            self._host.fail_of_backend(what, error)
 
     # ---- gradients, one by one
     def put(self, key: Key, parts: Mapping[int, Sequence[torch.Tensor]]) -> Work:
