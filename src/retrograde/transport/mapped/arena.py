@@ -14,7 +14,6 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -38,13 +37,19 @@ def _flags_length(world: int) -> int:
     return -(-world // _FLAGS) * _FLAGS
 
 
-class Stretch(NamedTuple):
-    """A part of a rank's arena, as this process sees it."""
+class Stretch:
+    """A part of a rank's arena, as this process sees it.
 
-    offset: int
-    nbytes: int  # of its data
-    memory: memoryview  # with the flags before the data; lives as long as tensors that lie in it
-    address: int
+    No named tuple: those have code in no file, which Dynamo would look at where a compiled model reads a page."""
+
+    __slots__ = ("address", "memory", "nbytes", "offset")
+
+    def __init__(self, offset: int, nbytes: int, memory: memoryview, address: int) -> None:
+        """`nbytes`: of its data. `memory`: with the flags before them; it lives as long as tensors that lie in it."""
+        self.offset = offset
+        self.nbytes = nbytes
+        self.memory = memory
+        self.address = address
 
 
 class Mapping:
