@@ -166,6 +166,10 @@ def row(world: int, fan_out: int) -> str:
     cells += [first.busiest, first.hops]
     cells += [f"{surprise.busiest - alike.busiest}", surprise.hops - alike.hops]
     cells += [f"{late.busiest - alike.busiest}", late.hops - alike.hops]
+    return _row(cells)
+
+
+def _row(cells: Sequence[object]) -> str:
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
@@ -203,7 +207,7 @@ def moved(world: int) -> str:
     counts = [engine.ledger.count(kind) for kind in ("gather", "reduce")]
     sizes = [page, engine.ledger.bytes("gather"), engine.ledger.bytes("reduce")]
     cells = [world, *counts, f"{shard / 1024:.1f}", *(f"{size / 2**20:.2f}" for size in sizes), 2 * world]
-    return "| " + " | ".join(map(str, cells)) + " |"
+    return _row(cells)
 
 
 MOVED = (
@@ -219,7 +223,7 @@ MOVED = (
 
 
 def _print_head(names: Sequence[str]) -> None:
-    print("| " + " | ".join(names) + " |")
+    print(_row(names))
     print("|" + "---:|" * len(names))
 
 

@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import retrograde as rg
-from retrograde.devices import streams_of
 from retrograde.transport.staged import StagedShards
 from tests.accelerator import device
 from tests.accelerator.matrix import play_late
@@ -125,10 +124,9 @@ def _served(rank: int, world: int, stage: int) -> int:
         model(x)
         served = 0
         if rank == 1:
-            shards, streams = engine._fence, streams_of(where)
-            streams.serving = engine.pages.streams.serving
+            shards = StagedShards(engine._fence, engine.pages.streams)
             for unit in engine.units:
-                shard = StagedShards(shards, streams).shard_for(unit.index, shards.stamp(unit))
+                shard = shards.shard_for(unit.index, engine._fence.stamp(unit))
                 served += isinstance(shard, torch.Tensor) and bool(shard.isfinite().all())
             store.set(f"served at stage {stage}", "")
     dist.barrier()

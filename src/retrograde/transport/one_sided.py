@@ -46,7 +46,7 @@ from retrograde.transport.wires import Sending
 
 _AT_ONCE = 256  # positions in a message, whose length is limited (envelope.py)
 _LOOK_AGAIN = 0.002  # seconds between two looks at whether a gradient has been sent
-_UNTIL_HEARD = 2.0  # seconds after which a rank that has gone is known to have gone
+UNTIL_HEARD = 2.0  # seconds after which a rank that has gone is known to have gone
 
 
 class _Request(NamedTuple):
@@ -302,7 +302,7 @@ class OneSidedTransport:
     def fail_of_backend(self, what: str, error: Exception) -> NoReturn:
         """A call of the process group's backend failed, mostly since a rank has gone: that is heard a little later."""
         with self.connections.changed:
-            self.connections.wait_until(lambda: self.failure is not None or self._lost is not None, _UNTIL_HEARD)
+            self.connections.wait_until(lambda: self.failure is not None or self._lost is not None, UNTIL_HEARD)
             self.check()
             self._fail_if_gone([], what)
         self.fail(f"{self._own_name}: {what} failed in the backend of torch.distributed: {error}", error)

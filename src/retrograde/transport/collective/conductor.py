@@ -26,7 +26,7 @@ from typing import NamedTuple
 from retrograde.transport.collective.communicator import POLL, CallWork, GatherOffer
 from retrograde.transport.collective.courtesy import Courtesies, SparePage
 from retrograde.transport.collective.replicas import AnyOffer, MeshCommunicator
-from retrograde.transport.one_sided import OneSidedTransport
+from retrograde.transport.one_sided import UNTIL_HEARD, OneSidedTransport
 from retrograde.transport.order import (
     Abort,
     Alarm,
@@ -52,7 +52,6 @@ from retrograde.transport.order import (
 from retrograde.transport.protocol import Work
 
 _WATCH = 0.05  # seconds between two looks at alarms and calls
-_UNTIL_TOLD = 2.0  # seconds after which a call that could not be issued is told to all, if no other cause is known
 
 
 class CallPatience(NamedTuple):
@@ -226,9 +225,9 @@ class Conductor:
             self._host.fail_of_backend(self._broken.what, self._broken.error)
 
     def _tell_if_broken(self, now: float) -> None:
-        """The program may be elsewhere, and others wait."""
+        """The program may be elsewhere, and others wait: if no other cause has been heard, this is it."""
         broken = self._broken
-        if broken is not None and self._host.failure is None and now - broken.since > _UNTIL_TOLD:
+        if broken is not None and self._host.failure is None and now - broken.since > UNTIL_HEARD:
             self._host.give_up(f"{broken.what}: {broken.error}")
 
     def _work_of(self, call: CollectiveCall) -> Work:
