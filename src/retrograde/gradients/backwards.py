@@ -74,15 +74,13 @@ class Backwards:
         gradient.went_early = goes_early
         backward = self.current()
         self._reducer.launch(gradient, self._keys.next(gradient.unit, goes_early), uses)
-        self._strategy.advance(backward.unsummed)
         backward.sent.append(gradient)
         return gradient
 
     def send_between(self, waited: Sequence[Gradient]) -> None:
         """Outside of a backward, where all ranks come by: what waited goes as the gradients of a backward do."""
-        for sent, gradient in enumerate(waited, start=1):
+        for gradient in waited:
             self._reducer.launch(gradient, self._keys.next(gradient.unit), uses_of(gradient.bucket))
-            self._strategy.advance(waited[:sent])
         if waited:
             self._keys.end_backward()
         for gradient in waited:

@@ -87,6 +87,7 @@ class CollectiveSum:
         self._seen_at_once = seen_at_once
         self.comes_later = usual.comes_later
         self._started: dict[Key, _Reduction] = {}
+        self._unread: dict[_Reduction, None] = {}  # of these, whose results nobody has added up; in their order
         self._sending: deque[_Reduction] = deque()
         self._given_up: dict[Key, _Reduction] = {}
 
@@ -129,6 +130,7 @@ class CollectiveSum:
 
     # ---- sending
     def launch(self, gradient: Gradient) -> None:
+        before = list(self._unread)
         while len(self._sending) >= MOST_IN_FLIGHT:
             self._finish_first()
         wire = self._policy.on_the_wire(self._policy.waiting(gradient.unit.layout.dtype))
@@ -142,6 +144,7 @@ class CollectiveSum:
         kind = self._seen_at_once if seen_in_backward else self._usual
         if not self._start(kind, want, gradient.unit, sent, gradient.own, gradient.bucket):
             self._one_by_one.launch(gradient)
+        self._advance(before)
 
     def _start(
         self,
@@ -168,6 +171,7 @@ class CollectiveSum:
             return False
         reducing = _Reduction(kind, unit, started.work, bucket, own, brought, started.apart, kind.attendance(want))
         self._started[want.key] = reducing
+        self._unread[reducing] = None
         self._sending.append(reducing)
         return True
 
@@ -185,21 +189,19 @@ class CollectiveSum:
 
     def _give_back(self, reducing: _Reduction) -> None:
         """Nobody reads what it brought any more."""
+        self._unread.pop(reducing, None)
         self._finish(reducing)
         brought, reducing.brought = reducing.brought, None
         reducing.apart = None
         if brought is not None and brought is not reducing.own:
             self._pool.give(brought, self._streams.reducing.record())
 
-    def advance(self, gradients: Sequence[Gradient]) -> None:
+    def _advance(self, under_way: Sequence[_Reduction]) -> None:
         """In the host's memory what has come is added up: else all units' parts would be held till the end of the
         backward. A device would have to be waited for."""
         if not self._streams.on_host:
             return
-        for gradient in gradients:
-            reducing = self._started.get(gradient.key)
-            if reducing is None or reducing.brought is None:
-                continue
+        for reducing in under_way:
             if not reducing.work.done():
                 return  # those behind it were sent later
             if self._is_complete(reducing):
@@ -270,7 +272,8 @@ class CollectiveSum:
     def give_up(self, gradient: Gradient) -> None:
         """The call goes on, and its memory is free after it."""
         if gradient.key in self._started:
-            self._given_up[gradient.key] = self._started.pop(gradient.key)
+            reducing = self._given_up[gradient.key] = self._started.pop(gradient.key)
+            self._unread.pop(reducing, None)
         else:
             self._one_by_one.give_up(gradient)
 

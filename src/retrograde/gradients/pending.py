@@ -1,5 +1,7 @@
 """Gradients that wait: added up on this rank, by unit, until a step, a flush or the next backward outside a window."""
 
+import math
+
 import torch
 
 from retrograde.gradients.bucket import Grads, Lone
@@ -29,7 +31,8 @@ class PendingGradients:
 
     def admit(self, unit: Unit) -> list[int] | None:
         """The units that must go first for the gradient of `unit` to wait within the budget; None: it cannot wait."""
-        return self._windows.admit(unit.index, self.waiting_bytes(unit), self.bytes_waiting)
+        waiting = self.bytes_waiting if self._windows.budget < math.inf else {}  # else all of them fit
+        return self._windows.admit(unit.index, self.waiting_bytes(unit), waiting)
 
     def waiting_bytes(self, unit: Unit) -> int:
         """What a gradient of this unit takes while it waits."""

@@ -54,13 +54,11 @@ class Strategy(Protocol):
     comes_later: bool
 
     def launch(self, gradient: Gradient) -> None:
-        """It was sent just now: start what can be started before a meeting says who else has it."""
+        """It was sent just now: start what can be started before a meeting says who else has it. And go on with what
+        was launched before it, as far as that needs no waiting."""
 
     def contributors(self, gradient: Gradient) -> Contributors | None:
         """Who has it, where that is known without a meeting."""
-
-    def advance(self, gradients: Sequence[Gradient]) -> None:
-        """Go on with what was launched, as far as that needs no waiting."""
 
     def begin_sums(self, offers: Mapping[Key, Contributors]) -> None:
         """A meeting has said who has which gradients. `total` of each comes next, in the same order on all ranks."""
@@ -135,7 +133,8 @@ class OrderedSum:
         self._divisor = grid.world if policy.mean else 1
         self._streams = pool.streams
         self._sending: _Sending | None = None
-        self._sums: dict[Key, _ShardSum] = {}
+        self._sums: dict[Key, _ShardSum] = {}  # until somebody asks for their totals
+        self._waiting: dict[Key, _ShardSum] = {}  # of these, for parts of others
 
     def contributors(self, gradient: Gradient) -> Contributors | None:
         return None
@@ -155,6 +154,7 @@ class OrderedSum:
 
         with labelled("send gradient of", gradient.unit.name):
             self._streams.reducing.run(send)
+        self._advance_waiting()
         shard = self._begin(gradient, bucket.parts(self._grid.shard))
         if wire != bucket.dtype:
             self._leave_bucket(shard)  # it counts as the others would get it
@@ -165,7 +165,8 @@ class OrderedSum:
         self._begin(gradient, [gradient.own])
 
     def _begin(self, gradient: Gradient, mine: Summand) -> _ShardSum:
-        shard = self._sums[gradient.key] = _ShardSum(gradient.unit, gradient.key, gradient.own, mine)
+        shard = _ShardSum(gradient.unit, gradient.key, gradient.own, mine)
+        self._sums[gradient.key] = self._waiting[gradient.key] = shard
         return shard
 
     def finish_sending(self) -> None:
@@ -174,7 +175,7 @@ class OrderedSum:
         sending, self._sending = self._sending, None
         stream = self._streams.reducing
         sending.work.wait(stream)
-        if sending.shard.key in self._sums:  # else it was given up
+        if sending.shard.key in self._waiting:  # else it is finished, or was given up
             self._advance(sending.shard)
             if sending.shard.in_bucket:
                 self._leave_bucket(sending.shard)
@@ -187,15 +188,17 @@ class OrderedSum:
         shard.mine = [shard.own]
 
     # ---- before a meeting: what is complete. Else all units' parts would be held till the end of the backward
-    def advance(self, gradients: Sequence[Gradient]) -> None:
-        for gradient in gradients:
-            self._advance(self._sums[gradient.key])
+    def _advance_waiting(self) -> None:
+        for shard in list(self._waiting.values()):
+            self._advance(shard)
 
     def _advance(self, shard: _ShardSum) -> None:
         if not shard.ranks and self._are_here(shard.key, self._grid.owners):
             self._add_ranks(shard, self._grid.owners)
         if shard.ranks and not shard.finished and self._are_here(shard.key, self._grid.holders):
             self._add_replicas(shard, range(self._grid.replicas))
+        if shard.finished:
+            del self._waiting[shard.key]
 
     def _are_here(self, key: Key, ranks: Sequence[int]) -> bool:
         return all(rank == self._transport.rank or self._transport.arrived(key, rank) for rank in ranks)
@@ -247,6 +250,7 @@ class OrderedSum:
         """Nothing has to be started: parts are on their way."""
 
     def total(self, gradient: Gradient, offers: Contributors) -> torch.Tensor:
+        self._waiting.pop(gradient.key, None)
         return self._complete(self._sums.pop(gradient.key), offers)
 
     def total_of_others(self, unit: Unit, key: Key, offers: Contributors) -> torch.Tensor:
@@ -274,6 +278,7 @@ class OrderedSum:
 
     def give_up(self, gradient: Gradient) -> None:
         del self._sums[gradient.key]
+        self._waiting.pop(gradient.key, None)
         let_go_of_sum(gradient.unit, self._streams)
 
     def sums_of_others(self, units: Sequence[Unit]) -> Sequence[SumOfOthers]:

@@ -30,12 +30,17 @@ class Windows:
         finally:
             self.open.pop()
 
+    @property
+    def budget(self) -> float:
+        """Bytes that may wait; infinite without a window that says so."""
+        return min(self.open, default=math.inf)
+
     def admit(self, unit: int, need: int, waiting: Mapping[int, int]) -> list[int] | None:
         """Who must be reduced early for `unit` to wait beside those `waiting` (bytes by unit); None: it cannot wait."""
         self._gradients += 1
         before = self._came.get(unit, 0)
         self._came[unit] = self._gradients
-        free = min(self.open, default=math.inf) - sum(waiting.values())
+        free = self.budget - sum(waiting.values())
         if unit in waiting:
             return []
         cold = sorted((self._came.get(other, 0), other) for other in waiting)

@@ -59,6 +59,7 @@ class Pager:
         self._used: dict[int, set[Unit]] = {}  # by the backwards that run
         self._guesses: set[Unit] = set()  # prefetched, and not used since
         self._resident: dict[Unit, None] = {}  # in the order of their coming
+        self._passing_bytes = 0  # of resident units whose pages do not stay
         self._shown: dict[int, Unit] = {}  # storage of a page that is ready -> its unit
         self._held: set[Unit] = set()  # were to be dropped, and are here because somebody holds them
         self._masters: _Masters | None = None  # the last that were read, until a page is, or a state dict has them all
@@ -139,7 +140,9 @@ class Pager:
         elif unit in self._held:
             unit.take_part()  # whether ranks read a page does not depend on what one of them holds
         self._held.discard(unit)
-        self._resident.setdefault(unit)
+        if unit not in self._resident:
+            self._resident[unit] = None
+            self._passing_bytes += _passing_bytes(unit)
 
     def _finish_loading(self, unit: Unit) -> None:
         storage = unit.page.storage
@@ -186,6 +189,7 @@ class Pager:
             self._held.add(unit)
             return
         del self._resident[unit]
+        self._passing_bytes -= _passing_bytes(unit)
         del self._shown[storage]
         if self._current is unit:
             self._current = None
@@ -243,14 +247,22 @@ class Pager:
             spared.add(self._current if coming is expected or expected is None else expected)
         if self._idle_bytes(spared) <= self._policy.resident:
             return
-        for unit in self._by_next_use():
-            if unit not in spared and self._idle_bytes(spared) > self._policy.resident:
+        for unit in self._last_needed_first(spared):
+            if self._idle_bytes(spared) > self._policy.resident:
                 self._drop(unit)
 
-    def _by_next_use(self) -> list[Unit]:
-        """Resident units, the one needed last first; never needed again counts as last."""
+    def _last_needed_first(self, spared: set[Unit]) -> list[Unit]:
+        """Resident units that may go; never needed again counts as last."""
+        idle = [unit for unit in self._resident if unit not in spared and not unit.stays]
+        if len(idle) < 2:
+            return idle  # stage 3, as a rule: the forecast need not be followed
         when = {unit: index for index, unit in reversed(list(enumerate(self._forecast.ahead(HORIZON))))}
-        return sorted(self._resident, key=lambda unit: when.get(unit, HORIZON), reverse=True)
+        return sorted(idle, key=lambda unit: when.get(unit, HORIZON), reverse=True)
 
     def _idle_bytes(self, spared: set[Unit]) -> int:
-        return sum(unit.layout.page_bytes for unit in self._resident if unit not in spared and not unit.stays)
+        return self._passing_bytes - sum(_passing_bytes(unit) for unit in spared if unit in self._resident)
+
+
+def _passing_bytes(unit: Unit) -> int:
+    """Of its page, if that goes again."""
+    return 0 if unit.stays else unit.layout.page_bytes
