@@ -79,6 +79,10 @@ NOT_SHOWN: dict[tuple[str, str], str] = {
         "transport.py",
         "return parts_by_rank(self._streams.reducing.to_host(received), self._communicator.owners)",
     ): LOOKED_AT,
+    (
+        "courtesy.py",
+        "courtesy.work.finish(self._stream)",
+    ): "the host has seen that the call is done, and asks for its results only then",
     ("bucket.py", "stream.wait(other.event)"): IN_EVERY_ORDER,
     ("streams.py", "self.reducing.wait(current.record())  # what had the memory before"): IN_EVERY_ORDER,
     ("fences.py", "self._written = current.record()  # what undoes it is there"): BY_THE_HOST,
@@ -115,6 +119,8 @@ UNVISITED: dict[tuple[str, str], str] = {
         "self._transport.put(result, {other: [total] for other in others}).wait(self._streams.current())",
     ): ON_THE_HOST,
     ("ties.py", "work.wait(self._streams.current())"): ON_THE_HOST,
+    ("replicas.py", "self._first.finish(self._steps.stream)"): ON_THE_HOST,
+    ("replicas.py", "super().finish(stream)"): ON_THE_HOST,
     ("transport.py", "work.wait(stream)"): ON_THE_HOST,
     ("unit.py", "self._coherence.read_masters(self, flat).wait(stream)"): COPIES,
 }
@@ -140,7 +146,7 @@ class _Watch:
 def watched(without: Site | None) -> Iterator[_Watch]:
     watch = _Watch(without)
     record, wait, to_host = DeviceStream.record, DeviceStream.wait, DeviceStream.to_host
-    call, hold = DeviceCall.wait, DeviceStream.hold
+    call, finish, hold = DeviceCall.wait, DeviceCall.finish, DeviceStream.hold
 
     def hasty(stream: DeviceStream, tensor: Tensor) -> Tensor:
         return to_host(stream, tensor) if watch.obeys("to_host") else _unsynchronised(stream, tensor)
@@ -151,6 +157,7 @@ def watched(without: Site | None) -> Iterator[_Watch]:
         (DeviceStream, "to_host"): hasty,
         (DeviceStream, "hold"): lambda stream, tensor: hold(stream, tensor) if watch.obeys("hold") else None,
         (DeviceCall, "wait"): lambda work, stream: call(work, stream) if watch.obeys("call") else None,
+        (DeviceCall, "finish"): lambda work, stream: finish(work, stream) if watch.obeys("call") else None,
     }
     with contextlib.ExitStack() as stack:
         for (owner, name), patch in patches.items():
@@ -208,7 +215,7 @@ def sites_in_sources() -> set[Site]:
             continue
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                wanted = {"wait": 1, "record": 0, "to_host": 1, "hold": 1}.get(node.func.attr)
+                wanted = {"wait": 1, "record": 0, "to_host": 1, "hold": 1, "finish": 1}.get(node.func.attr)
                 if wanted == len(node.args) and not ast.unparse(node.func.value).endswith("ledger"):
                     found.add(Site(node.func.attr, path.name, text.splitlines()[node.lineno - 1].strip()))
     return found

@@ -16,6 +16,7 @@ from tests.accelerator import device
 from tests.accelerator.pipelines import pipeline_of
 from tests.accelerator.pipelines import step as pipeline_step
 from tests.accelerator.training import build
+from tests.meshes import mesh_of
 from tests.patterns.models import SPECS, Batch
 from tests.pipeline.cases import CASES
 
@@ -23,12 +24,13 @@ from tests.pipeline.cases import CASES
 class _Scene:
     """A sharded model, and what is seen of it in the end."""
 
-    def __init__(self, rank: int, name: str = "mlp", timeout: float = 20.0, **options: Any) -> None:
+    def __init__(self, rank: int, name: str = "mlp", timeout: float = 20.0, replicas: int = 1, **options: Any) -> None:
         self.rank = rank
         self.where = device.of_rank(rank)
         self.spec = SPECS[name]
         self.model = build(name, self.where)
-        self.engine = rg.shard(self.model, timeout=timeout, **options)
+        mesh = mesh_of(replicas, dist.get_world_size())
+        self.engine = rg.shard(self.model, timeout=timeout, mesh=mesh, **options)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.values: list[Tensor] = []
 
@@ -385,11 +387,17 @@ SCENES: dict[str, Scene] = {
     "pipeline": Scene(pipeline, {"schedule": "zb-h1", "case": "transformer"}),
     "pipeline, a tie with gradients on one rank": Scene(pipeline, {"schedule": "1f1b", "case": "tied, transposed"}),
     "pipeline, a tie": Scene(pipeline, {"schedule": "1f1b", "case": "tied at both ends"}),
+    "replicas": Scene(steps, {"replicas": 2, "transport": "collective", "exact": True}),
+    "replicas, backend's order": Scene(steps, {"replicas": 2, "transport": "collective", "exact": False}),
+    "replicas, one-sided": Scene(steps, {"replicas": 2, "transport": "one-sided", "exact": True}),
+    "replicas, given up": Scene(given_up, {"replicas": 2, "transport": "collective", "exact": True}),
     # Those that take seconds: a site is shown by the first scene that shows it.
     "stray": Scene(stray, {"transport": "collective", "exact": True}),
+    "stray in a replica": Scene(stray, {"replicas": 2, "transport": "collective", "exact": True}),
     "other order, stage 2": Scene(other_order, {"transport": "collective", "exact": True, "stage": 2}),
     "behind": Scene(behind, {"transport": "collective", "exact": True}, "sides"),
     "behind, stage 2": Scene(behind, {"transport": "collective", "exact": True, "stage": 2}),
     "one backward fewer": Scene(one_backward_fewer, {"transport": "collective", "exact": False}),
     "stray, backend's order": Scene(stray, {"transport": "collective", "exact": False}),
+    "stray in a replica, backend's order": Scene(stray, {"replicas": 2, "transport": "collective", "exact": False}),
 }

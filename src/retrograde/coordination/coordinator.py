@@ -81,7 +81,8 @@ class Coordinator:
 
         def form() -> Value:
             mine[:] = [value()]
-            return list(mine[0].shape) if self._meetings.brings_by_call(mine[0]) else mine[0]
+            by_call = self._meetings.brings_by_call(mine[0])
+            return [*mine[0].shape, str(mine[0].dtype)] if by_call else mine[0]
 
         def gather(positions: Sequence[Position]) -> None:
             if self._meetings.brings_by_call(mine[0]):
@@ -159,7 +160,8 @@ class Coordinator:
             self.attend(Reason.FLUSH, why)
 
     def end_window(self, why: str) -> None:
-        """All ranks come by here: what waited in the window is reduced, also where a rank has nothing of it."""
+        """All ranks come by here: what waited in the window is reduced. A rank that has nothing of it takes part now,
+        or if what waits goes by calls, at its next meeting."""
         self._flow.recover()
         if self._flow.sends_pending:
             self.flush_pending_gradients(why)
@@ -254,7 +256,7 @@ class Coordinator:
         self._flow.recover()
         self._pager.quiesce()
         self._flow.send_pending()
-        self._pager.end_step()
+        self._pager.end_forecast()
         self._steps += 1
         self.attend(Reason.STEP, f"step {self._steps}")
         self._pager.release()
@@ -275,4 +277,4 @@ def _require_one_form(transport: Transport, label: str, forms: Sequence[Value]) 
     """Of the tensors that are about to be gathered."""
     if any(form != forms[0] for form in forms):
         found = "; ".join(f"rank {rank}: {form}" for rank, form in enumerate(forms))
-        transport.fail(f"rank {transport.rank}: {label}: ranks have tensors of other shapes ({found})")
+        transport.fail(f"rank {transport.rank}: {label}: ranks have tensors of other shapes or dtypes ({found})")

@@ -80,15 +80,16 @@ def shard(
     `units`: "auto" (repeated blocks), module classes, or a predicate; `join`: those of fewer bytes become one unit with
     the next. `precision`: "bf16" or "fp16" (modules compute in it, the optimizer updates fp32 masters), or an
     `rg.Precision`. `exact=False`, the default on accelerators: collectives bring gradients, and there the backend adds
-    them up in its own order. `transport`: "collective", the default on accelerators and with `exact=False`: by
-    collectives of torch.distributed, but for what only some ranks do; "one-sided": without them. `resident`: bytes of
-    pages that may stay at stage 3 beyond the one in use and the one prefetched. `offload`, of a model on a device:
-    "optimizer" keeps leaves, gradients and optimizer state in the host's memory; "parameters" at stage 3 also pages'
-    sources. `mesh`: of one dimension, or of two, (replicate, shard). `timeout`: seconds until a rank that never comes
-    becomes a `DivergenceError`. `whole`: parameters that one rank each holds, for optimizers that need matrices (Muon):
-    "matrices", "all", a list of parameters, modules or names, or a predicate of (name, parameter). `overlap=False`: all
-    on the current stream. `init`: a function that gives modules on the meta device their values, as `model.apply(init)`
-    would, instead of `reset_parameters()`; on the accelerator, if `mesh` or else the process group is for it."""
+    them up in its own order. `transport`: "collective", the default on accelerators, between hosts and with
+    `exact=False`: by collectives of torch.distributed, but for what only some ranks do; "one-sided": without them.
+    `resident`: bytes of pages that may stay at stage 3 beyond the one in use and the one prefetched. `offload`, of a
+    model on a device: "optimizer" keeps leaves, gradients and optimizer state in the host's memory; "parameters" at
+    stage 3 also pages' sources. `mesh`: of one dimension, or of two, (replicate, shard). `timeout`: seconds until a
+    rank that never comes becomes a `DivergenceError`. `whole`: parameters that one rank each holds, for optimizers that
+    need matrices (Muon): "matrices", "all", a list of parameters, modules or names, or a predicate of (name,
+    parameter). `overlap=False`: all on the current stream. `init`: a function that gives modules on the meta device
+    their values, as `model.apply(init)` would, instead of `reset_parameters()`; on the accelerator, if `mesh` or else
+    the process group is for it."""
     group = _group(process_group, mesh)
     ranks = ProcessRanks(group, _connecting_time(timeout))
     how = (stage, units, join, precision, reduce, exact, resident, prefetch, overlap, transport, timeout, whole)

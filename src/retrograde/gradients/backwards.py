@@ -12,7 +12,7 @@ from retrograde.gradients.offers import due_offers, end_of_backward, without_wit
 from retrograde.gradients.reducer import Reducer
 from retrograde.gradients.strategy import Strategy
 from retrograde.pages import Unit
-from retrograde.torch_internals import at_end_of_backward, current_backward
+from retrograde.torch_internals import current_backward, follow_backward
 from retrograde.transport import Key, Offers, Position, Reason, Transport, Use, Uses
 
 MeetOthers = Callable[[Position], list[Position]]  # wait for every rank's next meeting; everybody's position, by rank
@@ -22,6 +22,7 @@ MeetOthers = Callable[[Position], list[Position]]  # wait for every rank's next 
 class Backward:
     """One that runs: what it sent, what of it Pack will ask for (by unit), and what came from others."""
 
+    is_over: Callable[[], bool]
     sent: list[Gradient] = field(default_factory=list)
     for_pack: dict[int, Gradient] = field(default_factory=dict)
     deliveries: list[Delivery] = field(default_factory=list)
@@ -34,8 +35,8 @@ class Backward:
 class Backwards:
     """Those that run, and what ended ones have sent that nobody has added up.
 
-    One thread of the user's uses an engine at a time: a backward that is known here, and is not the one that runs in
-    the thread that asks, has raised."""
+    One thread of the user's uses an engine at a time: a backward that is known here and began after the one that runs
+    in the thread that asks has raised. So has one that is over without having said so."""
 
     def __init__(
         self,
@@ -57,16 +58,17 @@ class Backwards:
         self._reducer = reducer
         self._deliveries = deliveries
         self._meet = meet
-        self._ended = 0  # since the last step
+        self._begun = 0  # since the last step
 
     # ---- one runs
     def current(self) -> Backward:
         """The one that runs now. It may have begun just now."""
         number = current_backward()
         if number not in self.running:
-            self.running[number] = Backward()
+            self.recover()
+            self._begun += 1
+            self.running[number] = Backward(follow_backward(lambda: self._close(number)))
             self._reducer.begin_backward()
-            at_end_of_backward(lambda: self._close(number))
         return self.running[number]
 
     def send(self, gradient: Gradient, uses: Uses, goes_early: bool = False) -> Gradient:
@@ -96,7 +98,7 @@ class Backwards:
 
     # ---- it meets the others
     def meet_at_once(self, gradient: Gradient, must_be_alike: bool) -> None:
-        """All ranks have sent it, if `must_be_alike` for the same uses, or one is told that it is alone."""
+        """Fails unless every rank has sent it, if `must_be_alike` for the same uses."""
         offered = self.meet_for([gradient], self.current())
         theirs = [of_rank.get(gradient.key) for of_rank in offered.values()]
         if None in theirs or (must_be_alike and any(uses != gradient.uses for uses in theirs)):
@@ -108,7 +110,6 @@ class Backwards:
 
     def meet_for(self, gradients: Sequence[Gradient], backward: Backward) -> dict[int, Offers]:
         """Until these have been added up. Returns what each rank had sent before the last meeting."""
-        self._ended += 1
         while True:
             offers = self._meet_at_end(backward)
             if all(gradient.state is not GradientState.SENT for gradient in gradients):
@@ -116,7 +117,7 @@ class Backwards:
 
     def _meet_at_end(self, backward: Backward) -> dict[int, Offers]:
         """All ranks meet. Returns what each has sent before it."""
-        label = f"backward {self._ended} since the last step"
+        label = f"backward {self._begun} since the last step"
         offers = self.offers()
         ended = end_of_backward(self._keys.backward, self._needed())
         positions = self._meet(Position(Reason.BACKWARD, label, offers, {}, ended))
@@ -126,7 +127,7 @@ class Backwards:
         return due_offers(positions)
 
     def _needed(self) -> list[Key] | None:
-        """What cannot wait for another meeting; None: nothing can."""
+        """What cannot wait for another meeting; None: all of it is needed now."""
         if not self._strategy.comes_later:
             return None
         return [gradient.key for gradient in self._unsummed() if not self._reducer.comes_later(gradient)]
@@ -159,7 +160,6 @@ class Backwards:
         offers = without_withdrawn(due_offers(positions), self._transport, self._units)
         mine = {gradient.key: gradient for gradient in self._unsummed()}
         by_rank = by_key(offers)
-        self._strategy.begin_sums(by_rank)
         deliveries = []
         for key, ranks in by_rank.items():
             gradient = mine.get(key)
@@ -203,7 +203,7 @@ class Backwards:
         backward = self.running.get(number)
         if backward is None:
             return  # it raised, and the next entry has cleaned up
-        self.sum_known(backward)  # of what only had to go early no Pack runs
+        self.sum_known(backward)  # what went early to make room has no Pack that would ask for it
         needed = [gradient for gradient in backward.unsummed if not self._reducer.comes_later(gradient)]
         if needed:
             self.meet_for(needed, backward)
@@ -215,11 +215,11 @@ class Backwards:
 
     # ---- or it raised
     def recover(self) -> None:
-        """Clean up after backwards that raised: those that began after the one that runs now, or all if none does."""
+        """Clean up after backwards that raised."""
         if not self.running:
             return
         now = current_backward()
-        for number in [number for number in self.running if number > now]:
+        for number in [number for number, each in self.running.items() if number > now or each.is_over()]:
             self._abandon(self.running.pop(number))
 
     def _abandon(self, backward: Backward) -> None:
@@ -250,5 +250,6 @@ class Backwards:
     # ---- steps
     def pass_step(self) -> None:
         """All ranks are at a step, and everything has been added up."""
-        self._ended = 0
+        self._begun = 0
+        self._strategy.pass_step()
         self._transport.discard_parts()

@@ -23,7 +23,7 @@ Rule 5: so a rank that puts does not meet at the end of its backward where nobod
 import hashlib
 import zlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -120,13 +120,16 @@ class CollectiveSum:
 
     def _set_apart(self, gradient: Gradient, reducing: _Reduction) -> None:
         """Rule 2."""
-        parts = self._transport.present(_parts_in(reducing))
-        mine = parts.pop(self._transport.rank)
-        self._streams.reducing.run(lambda: gradient.own.copy_(mine))
-        self._transport.keep(gradient.key, {rank: part.clone() for rank, part in parts.items()})
-        self._one_by_one.take_over(gradient)
+        self._one_by_one.take_over(gradient, self._keep_parts(gradient.key, reducing))
         del self._started[gradient.key]
         self._give_back(reducing)
+
+    def _keep_parts(self, key: Key, reducing: _Reduction) -> torch.Tensor:
+        """The others' that came. Returns this rank's own, as the others have it."""
+        parts = self._transport.present(_parts_in(reducing))
+        mine = parts.pop(self._transport.rank)
+        self._transport.keep(key, {rank: part.clone() for rank, part in parts.items()})
+        return mine
 
     # ---- sending
     def launch(self, gradient: Gradient) -> None:
@@ -214,9 +217,6 @@ class CollectiveSum:
             self._finish_first()
 
     # ---- sums
-    def begin_sums(self, offers: Mapping[Key, Contributors]) -> None:
-        """What a meeting asks for is started one by one, in the order of keys."""
-
     def total(self, gradient: Gradient, offers: Contributors) -> torch.Tensor:
         if gradient.key not in self._started:
             return self._one_by_one.total(gradient, offers)
@@ -277,10 +277,15 @@ class CollectiveSum:
         else:
             self._one_by_one.give_up(gradient)
 
+    def pass_step(self) -> None:
+        self._one_by_one.pass_step()
+
     def withdrawn(self) -> Sequence[Key]:
-        """Rule 3."""
+        """Rule 3. Of a call in which a rank was absent the others' parts are kept: they may not have given it up."""
         complete = [key for key, reducing in self._given_up.items() if self._is_complete(reducing)]
-        for reducing in self._given_up.values():
+        for key, reducing in self._given_up.items():
+            if key not in complete:
+                self._keep_parts(key, reducing)
             self._give_back(reducing)
             let_go_of_sum(reducing.unit, self._streams)
         self._given_up.clear()

@@ -15,7 +15,7 @@ def accumulated(offers: Mapping[int, Uses]) -> tuple[bool, ...]:
 
 
 def end_of_backward(number: int, needed: Iterable[Key] | None) -> Value:
-    """What a rank says at the end of a backward: which one it is, and the sums that cannot wait; None: none can."""
+    """What a rank says at the end of a backward: which one it is, and the sums that cannot wait; None: all of them."""
     return [number, None if needed is None else [_said(key) for key in needed]]
 
 

@@ -46,8 +46,8 @@ class Strategy(Protocol):
 
     takes_pieces: bool  # may a bucket be in pieces, with gradients where autograd left them?
     buffers: int  # of the size of a bucket, that a gradient under way takes
-    # Is it known without a meeting who has a gradient that was sent, as long as ranks do the same? Then what waits is
-    # sent where ranks come by, and no meeting has to ask for it.
+    # As long as ranks do the same: is it known without a meeting that all of them have a gradient that was sent? Then
+    # what waits is sent at places to which all ranks come, and no meeting has to ask for it.
     knows_contributors: bool
     # May a part of a sum come to `.grad` later than the rest, at the next meeting, if a rank has strayed? Then who
     # computes from `.grad` meets before, and a backward ends without one.
@@ -59,9 +59,6 @@ class Strategy(Protocol):
 
     def contributors(self, gradient: Gradient) -> Contributors | None:
         """Who has it, where that is known without a meeting."""
-
-    def begin_sums(self, offers: Mapping[Key, Contributors]) -> None:
-        """A meeting has said who has which gradients. `total` of each comes next, in the same order on all ranks."""
 
     def total(self, gradient: Gradient, offers: Contributors) -> torch.Tensor:
         """The sum over the ranks that offer, in `gradient.own`."""
@@ -75,12 +72,15 @@ class Strategy(Protocol):
     def give_up(self, gradient: Gradient) -> None:
         """The backward that launched it raised."""
 
+    def pass_step(self) -> None:
+        """All ranks are at a step, and all that was sent has been added up."""
+
     def withdrawn(self) -> Sequence[Key]:
-        """What was given up since the last meeting, and the others have already: all ranks must have given it up, or
-        none. Those that are returned are forgotten."""
+        """What this rank has given up although every rank had brought it: the next meeting fails unless all have given
+        it up. Those that are returned are forgotten."""
 
     def finish_sending(self) -> None:
-        """Wait until the memory of what is being sent is free."""
+        """Give back the memory of what has been sent. One that sends bucket by bucket waits for it."""
 
 
 class _ShardSum:
@@ -135,6 +135,7 @@ class OrderedSum:
         self._sending: _Sending | None = None
         self._sums: dict[Key, _ShardSum] = {}  # until somebody asks for their totals
         self._waiting: dict[Key, _ShardSum] = {}  # of these, for parts of others
+        self._given_up: set[Key] = set()  # after they had been added up: others' parts of them are gone
 
     def contributors(self, gradient: Gradient) -> Contributors | None:
         return None
@@ -157,12 +158,14 @@ class OrderedSum:
         self._advance_waiting()
         shard = self._begin(gradient, bucket.parts(self._grid.shard))
         if wire != bucket.dtype:
-            self._leave_bucket(shard)  # it counts as the others would get it
+            self._leave_bucket(shard)  # it is rounded as the others' are
         self._sending = _Sending(_All(works), bucket, shard)
 
-    def take_over(self, gradient: Gradient) -> None:
-        """Its parts have come, or will, by another way than `put`; this rank's own is in its place."""
-        self._begin(gradient, [gradient.own])
+    def take_over(self, gradient: Gradient, mine: torch.Tensor) -> None:
+        """Its parts have come, or will, by another way than `put`. `mine`: this rank's own, as the others have it."""
+        place = self._place_of(mine.dtype, gradient.own)
+        self._streams.reducing.run(lambda: place.copy_(mine))
+        self._begin(gradient, [place])
 
     def _begin(self, gradient: Gradient, mine: Summand) -> _ShardSum:
         shard = _ShardSum(gradient.unit, gradient.key, gradient.own, mine)
@@ -182,10 +185,17 @@ class OrderedSum:
         sending.bucket.release(stream.record())
 
     def _leave_bucket(self, shard: _ShardSum) -> None:
-        """This rank's part is copied to where the sum will be."""
+        """This rank's part waits elsewhere, as the others have it."""
         wire = self._policy.on_the_wire(shard.mine[0].dtype)
-        self._streams.reducing.run(partial(copy_together, shard.mine, shard.own, wire))
-        shard.mine = [shard.own]
+        place = self._place_of(wire, shard.own)
+        self._streams.reducing.run(partial(copy_together, shard.mine, place, wire))
+        shard.mine = [place]
+
+    def _place_of(self, wire: torch.dtype, own: torch.Tensor) -> torch.Tensor:
+        """Where the sum will be, if that can hold what has travelled: whether a part waits there must not show."""
+        if torch.promote_types(wire, own.dtype) == own.dtype:
+            return own
+        return self._streams.reducing.empty(own.numel(), wire)
 
     # ---- before a meeting: what is complete. Else all units' parts would be held till the end of the backward
     def _advance_waiting(self) -> None:
@@ -229,7 +239,7 @@ class OrderedSum:
         sent = stream.empty(total.numel(), self._policy.between_replicas(shard.own.dtype))
         parts = {holder: [sent] for holder in self._grid.other_holders}
         with labelled("send sum of", shard.unit.name):
-            stream.run(lambda: sent.copy_(total))  # which others' are added to
+            stream.run(lambda: sent.copy_(total))  # `total` stays: others' are added to it
             stream.run(lambda: self._transport.put(shard.key, parts))
         return sent if sent.dtype != total.dtype else total
 
@@ -246,14 +256,16 @@ class OrderedSum:
         return [self._transport.take(shard.key, self._grid.holders[replica], shard.unit.name)]
 
     # ---- after a meeting
-    def begin_sums(self, offers: Mapping[Key, Contributors]) -> None:
-        """Nothing has to be started: parts are on their way."""
-
     def total(self, gradient: Gradient, offers: Contributors) -> torch.Tensor:
         self._waiting.pop(gradient.key, None)
         return self._complete(self._sums.pop(gradient.key), offers)
 
     def total_of_others(self, unit: Unit, key: Key, offers: Contributors) -> torch.Tensor:
+        if key in self._given_up:
+            self._transport.fail(
+                f"rank {self._transport.rank}: it gave up a backward after the gradients of unit {unit.name} had been "
+                f"added up, and rank {min(offers)} did not; let all ranks give up a backward, or none"
+            )
         own = memory_for_sum(unit, self._streams)
         return self._complete(_ShardSum(unit, key, own, ()), offers)
 
@@ -277,13 +289,17 @@ class OrderedSum:
             fail_given_up(self._transport, given_up[0], shard.unit)
 
     def give_up(self, gradient: Gradient) -> None:
-        del self._sums[gradient.key]
+        if self._sums.pop(gradient.key).ranks:
+            self._given_up.add(gradient.key)
         self._waiting.pop(gradient.key, None)
         let_go_of_sum(gradient.unit, self._streams)
 
     def sums_of_others(self, units: Sequence[Unit]) -> Sequence[SumOfOthers]:
         """Every rank takes part in all there is."""
         return ()
+
+    def pass_step(self) -> None:
+        self._given_up.clear()
 
     def withdrawn(self) -> Sequence[Key]:
         """A part counts only if it is on offer at the meeting."""

@@ -26,9 +26,16 @@ from retrograde.layout import Policy
 from retrograde.pages.forecast import Forecast
 from retrograde.pages.pool import BufferPool
 from retrograde.pages.unit import Unit
-from retrograde.torch_internals import NO_BACKWARD, at_end_of_backward, current_backward, outside_transforms
+from retrograde.torch_internals import NO_BACKWARD, current_backward, follow_backward, outside_transforms
 
 HORIZON = 256  # how far ahead of now the forecast is followed when choosing what to evict
+
+
+class _Backward(NamedTuple):
+    """One that runs, and the units that it has used."""
+
+    is_over: Callable[[], bool]
+    used: set[Unit]
 
 
 class _Masters(NamedTuple):
@@ -56,12 +63,12 @@ class Pager:
         self._forecast = Forecast()
         self._current: Unit | None = None
         self._backward = NO_BACKWARD  # the one in which the current unit was opened
-        self._used: dict[int, set[Unit]] = {}  # by the backwards that run
+        self._backwards: dict[int, _Backward] = {}  # that run
         self._guesses: set[Unit] = set()  # prefetched, and not used since
         self._resident: dict[Unit, None] = {}  # in the order of their coming
         self._passing_bytes = 0  # of resident units whose pages do not stay
         self._shown: dict[int, Unit] = {}  # storage of a page that is ready -> its unit
-        self._held: set[Unit] = set()  # were to be dropped, and are here because somebody holds them
+        self._held: set[Unit] = set()  # were to be dropped, and are here because somebody holds them, or they stay
         self._masters: _Masters | None = None  # the last that were read, until a page is, or a state dict has them all
 
     def full(self, unit: Unit, slot: int) -> torch.Tensor:
@@ -159,19 +166,21 @@ class Pager:
     def _note_use(self, unit: Unit, backward: int) -> None:
         """Remember which pages a backward has used, for its end. One that raised has ended without telling."""
         self._backward = backward
-        for raised in [number for number in self._used if number > backward]:
+        for raised in [number for number, each in self._backwards.items() if number > backward or each.is_over()]:
             self._end_backward(raised)
         if backward == NO_BACKWARD or unit.stays:
             return
-        if backward not in self._used:
-            self._used[backward] = set()
-            at_end_of_backward(lambda: self._end_backward(backward))
-        self._used[backward].add(unit)
+        if backward not in self._backwards:
+            is_over = follow_backward(lambda: self._end_backward(backward))
+            self._backwards[backward] = _Backward(is_over, set())
+        self._backwards[backward].used.add(unit)
 
     def _end_backward(self, backward: int) -> None:
-        for unit in self._used.pop(backward, ()):
+        if backward not in self._backwards:
+            return  # it raised, and has been cleaned up after
+        for unit in self._backwards.pop(backward).used:
             self._drop_if_over(unit)
-        if self._used:
+        if self._backwards:
             return  # another is around it, which will go on
         self._forecast.break_off()
         guesses, self._guesses = self._guesses, set()
@@ -200,9 +209,9 @@ class Pager:
         for unit in list(self._resident):
             self._finish_loading(unit)
 
-    def end_step(self) -> None:
-        """Ranks meet for one. What this rank did on a detour it will not do again, and if it prefetched what it expects
-        from there it would stray once more."""
+    def end_forecast(self) -> None:
+        """Ranks meet for a step. What this rank did on a detour it will not do again, and if it prefetched what it
+        expects from there it would stray once more."""
         before, self._detours_before = self._detours_before, self._detours()
         self._forecast.end_step(learned=before == self._detours_before)
 
@@ -214,7 +223,7 @@ class Pager:
         self._forecast.break_off()
 
     def release(self) -> None:
-        """Let go of every page that is not kept: after a step they are stale, after a failure they are leftovers."""
+        """Let go of every page that is not kept: of those that edits or a step have made stale, and of leftovers."""
         self._current = None
         self._masters = None
         for unit in list(self._resident):

@@ -1,6 +1,8 @@
 """The backward that runs: which one it is, what it will do, in which order, and where it ends."""
 
+import contextlib
 import functools
+import weakref
 from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any
@@ -53,15 +55,28 @@ at_end_of_backward: Callable[[Callable[[], None]], None] = find(
 """Have a call made when the backward that runs has done everything else."""
 
 
+def follow_backward(ended: Callable[[], None]) -> Callable[[], bool]:
+    """The same. Returns what says whether the backward is over: one that raises makes no call, but lets go of it."""
+
+    def end() -> None:
+        ended()
+
+    at_end_of_backward(end)
+    kept = weakref.ref(end)
+    return lambda: kept() is None
+
+
 @probe(
     "the end of a backward",
     "at_end_of_backward",
+    "follow_backward",
     needed_for="dropping the last pages of a backward and delivering what other ranks have brought",
     otherwise="pages stay in memory after a backward; gradients of other ranks are missing in .grad",
     when=When.FIRST_USE,
 )
 def _backwards_tell_their_end() -> None:
-    """Assumes: a callback queued in a backward runs once, after its last node and before `backward()` returns."""
+    """Assumes: a callback queued in a backward runs once, after its last node and before `backward()` returns. One that
+    was queued in a backward that raised is let go of before `backward()` raises."""
     order: list[str] = []
     leaf = tiny(requires_grad=True)
     product = leaf * 2
@@ -74,6 +89,23 @@ def _backwards_tell_their_end() -> None:
     leaf.register_post_accumulate_grad_hook(lambda leaf: order.append("last node"))
     product.sum().backward()
     expect(order, ["first node", "last node", "end"], "the order")
+    expect(_raised_backward_is_over(), [False, True], "whether a backward that raises is over, in it and after it,")
+
+
+def _raised_backward_is_over() -> list[bool]:
+    over: list[Callable[[], bool]] = []
+    found: list[bool] = []
+
+    def refuse(grad: torch.Tensor) -> None:
+        over.append(follow_backward(lambda: None))
+        found.append(over[0]())
+        raise ArithmeticError
+
+    product = tiny(requires_grad=True) * 2
+    product.register_hook(refuse)
+    with contextlib.suppress(ArithmeticError):
+        product.sum().backward()
+    return [*found, over[0]()]
 
 
 # ---- what it will do

@@ -12,9 +12,10 @@ Rule 2: a period begins when what a meeting asks for is done, and after a step w
         do the same, and may call collectives that are no wants. Messages of the next period wait for that, so it is
         said as soon as it is so (`rest`); the program may next sit in a barrier of its own.
 Rule 3: a call for which the program waits too long is said to be overdue. Others' service threads then issue it. On a
-        device the program may wait for all that has been issued there (`synchronize`), and nobody is told. So unless
-        it waits for the others anyway every call is watched, also one for their sake: the first that is not done, from
-        when the device has come to it, in the name of all.
+        device the program may wait for all that has been issued there (`synchronize`), and nobody is told. So the
+        watch looks at the oldest call that is not done, one for the others' sake as well, from when the device has
+        come to it; if it takes too long, all that was issued is said to be overdue. Not while the program waits for
+        the others at a boundary.
 """
 
 import threading
@@ -191,7 +192,7 @@ class Conductor:
         self._host.connections.notify()
 
     def _issue(self, call: CollectiveCall, role: Role) -> None:
-        """What goes wrong here is not the service thread's affair, nor is it the first cause, if a rank has gone."""
+        """An error is kept for the program's thread. If a rank has failed before, that is the cause, and it is not."""
         if self._broken is not None or (role is not Role.OWN and self._host.failure is not None):
             return
         try:
@@ -235,7 +236,9 @@ class Conductor:
         if spare is None:
             return self._open[call.number]
         assert isinstance(self._offered, GatherOffer)
-        self._open[call.number] = spare.work
+        work = self._open[call.number] = spare.work
+        work.what = self._wanted
+        work.patience = self._patience.wanted
         return SparePage(spare.work, spare.page, self._offered)
 
     # ---- the service thread

@@ -204,7 +204,8 @@ class Courtesies:
     # ---- their ends
     @property
     def done(self) -> bool:
-        return all(courtesy.work.done() for courtesy in self._running)
+        """Asked without the lock: a copy is looked at, since another thread may take out what it has collected."""
+        return all(courtesy.work.done() for courtesy in list(self._running))
 
     def collect(self) -> None:
         """Wait for those that are done, and keep what came of gradients."""
