@@ -12,35 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import retrograde as rg
-from retrograde.engine.shard import Options, shard_over
 from retrograde.transport import Key, Stamp, ThreadRanks
 from retrograde.transport.messages import Read
 from retrograde.transport.one_sided import OneSidedTransport
 from retrograde.transport.threads import ThreadTransport, _Deferred
 from tests import threads
-
-BLOCKS = 4
-
-
-def chains(world: int) -> list[nn.Sequential]:
-    """Made before threads begin: random numbers are the process's."""
-    made = []
-    for _ in range(world):
-        torch.manual_seed(0)
-        made.append(nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(BLOCKS)]))
-    return made
-
-
-def sharded(ranks: ThreadRanks, model: nn.Module, **options: Any) -> rg.Engine:
-    return shard_over(ranks, model, Options(units=[nn.Linear], timeout=20.0, **options))
-
-
-class Stop(Exception):
-    pass
-
-
-def stop(grad: Tensor) -> None:
-    raise Stop
+from tests.transport.chains import Stop, chains, sharded, stop
 
 
 # ---- backwards that were given up

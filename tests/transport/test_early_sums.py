@@ -13,7 +13,7 @@ import retrograde as rg
 from retrograde.gradients.strategy import OrderedSum
 from retrograde.transport import Key, ThreadRanks
 from tests import threads
-from tests.transport.test_differing_ranks import chains, sharded
+from tests.transport.chains import chains, sharded
 
 
 @pytest.mark.parametrize("late", (True, False))

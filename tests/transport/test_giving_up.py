@@ -17,7 +17,7 @@ from tests.harness import Ranks
 from tests.multiproc.twin import Twin
 from tests.patterns.cells import LIMIT
 from tests.small import backward_that_raises, batch, loss_of
-from tests.transport.test_differing_ranks import Stop, chains, sharded, stop
+from tests.transport.chains import Stop, chains, sharded, stop
 
 
 def test_what_one_rank_has_added_up_and_given_up() -> None:

@@ -87,9 +87,8 @@ def shard(
     stage 3 also pages' sources. `mesh`: of one dimension, or of two, (replicate, shard). `timeout`: seconds until a
     rank that never comes becomes a `DivergenceError`. `whole`: parameters that one rank each holds, for optimizers that
     need matrices (Muon): "matrices", "all", a list of parameters, modules or names, or a predicate of (name,
-    parameter). `overlap=False`: all on the current stream. `init`: a function that gives modules on the meta device
-    their values, as `model.apply(init)` would, instead of `reset_parameters()`; on the accelerator, if `mesh` or else
-    the process group is for it."""
+    parameter). `overlap=False`: all on the current stream. `init`: gives modules on the meta device their values, as
+    `model.apply(init)` would, without `reset_parameters()`; on the accelerator, if mesh or group is for it."""
     group = _group(process_group, mesh)
     ranks = ProcessRanks(group, _connecting_time(timeout))
     how = (stage, units, join, precision, reduce, exact, resident, prefetch, overlap, transport, timeout, whole)
