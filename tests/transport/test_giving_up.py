@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from unittest import mock
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 import retrograde as rg
 from retrograde.gradients.strategy import OrderedSum
-from retrograde.transport import ThreadRanks
+from retrograde.transport import Key, ThreadRanks
 from tests import threads
 from tests.harness import Ranks
 from tests.multiproc.twin import Twin
@@ -21,9 +22,11 @@ from tests.transport.chains import Stop, chains, sharded, stop
 
 
 def test_what_one_rank_has_added_up_and_given_up() -> None:
-    """Rank 0's gradients of two units are there when rank 1 sends its own: it adds them up, and then gives up."""
+    """Rank 0's gradients are there when rank 1 sends its own: rank 1 adds them up, and then gives up. Rank 0 adds up
+    nothing before ranks meet, or it would be the first to notice, and say so in other words."""
     models = chains(2)
     sent = threading.Event()
+    are_here = OrderedSum._are_here
 
     def program(ranks: ThreadRanks) -> str:
         model = models[ranks.rank]
@@ -44,7 +47,12 @@ def test_what_one_rank_has_added_up_and_given_up() -> None:
             return str(error)
         return "no error"
 
-    for found in threads.run(2, program):
+    def only_on_rank_1(strategy: OrderedSum, key: Key, ranks: Sequence[int]) -> bool:
+        return strategy._transport.rank == 1 and are_here(strategy, key, ranks)
+
+    with mock.patch.object(OrderedSum, "_are_here", only_on_rank_1):
+        said = threads.run(2, program)
+    for found in said:
         assert "gave up a backward after the gradients of unit 1 had been added up, and rank 0 did not" in found
 
 
