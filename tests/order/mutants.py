@@ -185,6 +185,11 @@ class StepAlone(Arbiter):
         return msgspec.structs.replace(super()._go(arrival), boundary=STEP)
 
 
+class EndDetoursBeforeBoundaries(Arbiter):
+    def _can_end_detours(self) -> bool:
+        return not self._fold.is_loud()
+
+
 class EndDetoursInBackward(Fold):
     def is_loud(self) -> bool:
         return False
@@ -289,6 +294,7 @@ MUTANTS = (
     Mutant("messages of the next period at once", [NeverDefer]),
     Mutant("puts that are not told", [SilentPuts]),
     Mutant("a detour ends during a backward", [EndDetoursInBackward]),
+    Mutant("a detour ends where a rank is at a boundary", [EndDetoursBeforeBoundaries]),
     Mutant("offers are not withdrawn", [NeverWithdraw]),
     Mutant("nobody invites", [NeverInvite], "an inference loop after a detour"),
     Mutant("no patience with surprises", [NoPatience]),

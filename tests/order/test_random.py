@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 
+from retrograde.transport.order import OrderPolicy
 from tests.order.failures import how_caught, run_failing
 from tests.order.mutants import MUTANTS, Mutant
 from tests.order.programs import features, tiny
@@ -45,15 +46,18 @@ def test_messages_of_a_step(name: str, fan_out: int) -> None:
 # Those of TINY whose states are few; `python -m tests.order --all` explores the others.
 @pytest.mark.parametrize("runs_ahead", (False, True))
 @pytest.mark.parametrize(
-    ("text", "least"),
+    ("text", "soften_after", "least"),
     (
-        ("r0 s b r0 s / r0 s r0 b s", 600),
-        ("g0 s g0 g0 b s / g0 s b g0 s", 200),
-        ("g0 r0 m s / g0 r0 s", 200),
-        ("g0 g0 g1 / g0 g1 g0", 100),
+        ("r0 s b r0 s / r0 s r0 b s", 64, 600),
+        ("g0 s g0 g0 b s / g0 s b g0 s", 64, 200),
+        ("g0 r0 m s / g0 r0 s", 64, 200),
+        ("g0 g0 g1 / g0 g1 g0", 64, 100),
+        ("g1 g0 g0 s / g0 s", 1, 600),
+        ("g1 g0 g0 g0 s / g0 m s", 1, 1_000),
     ),
 )
-def test_all_schedules(text: str, least: int, runs_ahead: bool) -> None:
-    found = explore(World(tiny(text), Setting(runs_ahead=runs_ahead)), 50_000)
+def test_all_schedules(text: str, soften_after: int, least: int, runs_ahead: bool) -> None:
+    setting = Setting(OrderPolicy(soften_after=soften_after), runs_ahead=runs_ahead)
+    found = explore(World(tiny(text), setting), 50_000)
     assert found.all
     assert found.states >= least

@@ -210,6 +210,7 @@ class Rank:
                 self.state = State.SYNC
                 self.wanted = list(self.open_calls)
             case Meet():
+                world.came[self.period] += 1
                 self.came_for_step = event.boundary == STEP
                 self.do(world, self.order.arrive(event.boundary, event.name))
             case Use():
@@ -247,6 +248,8 @@ class Rank:
             case Passed():
                 self.state = State.RUN
                 self.backwards.clear()
+                if isinstance(self.program[self.at - 1], Meet) and self.came_for_step and effect.boundary != STEP:
+                    self.at -= 1  # others were not at a step: it comes again
             case Settle():
                 self._settle(world, effect)
             case Abort():
@@ -300,7 +303,9 @@ class Rank:
     def _settle(self, world: World, settle: Settle) -> None:
         self.settle = settle
         self.state = State.SETTLE
-        if not isinstance(self.program[self.at - 1], Meet):
+        came = world.size if isinstance(self.program[self.at - 1], Meet) else 0
+        assert world.came[self.period] == came, "ranks at a boundary and ranks on their way passed it together"
+        if not came:
             parts = [parts for (period, _), parts in world.expected.items() if period == self.period]
             assert not parts, f"a detour ended in the middle of a backward: {parts}"
         assert settle.putters is None or self.rank in settle.putters or not self.puts, "puts that nobody waits for"
@@ -373,6 +378,7 @@ class World:
         self.by_all = 0
         self.channels: dict[tuple[int, int], deque[object]] = {}
         self.barriers: Counter[int] = Counter()
+        self.came: Counter[int] = Counter()  # by period, how many programs have come to a boundary
         self.expected: dict[tuple[int, int], list[Addend]] = {}
         self.stats: Counter[str] = Counter()
         self.per_period: dict[int, Counter[str]] = {}

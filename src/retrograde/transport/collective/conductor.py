@@ -37,7 +37,6 @@ from retrograde.transport.order import (
     Effect,
     Gather,
     Issue,
-    MeetingPlace,
     Participant,
     Passed,
     Role,
@@ -128,8 +127,8 @@ class Conductor:
         self._offered = None
         return self._served.pop()
 
-    def arrive(self, boundary: Boundary, name: str, what: str) -> Sequence[MeetingPlace]:
-        """Returns when all ranks have arrived somewhere: the places to which they came."""
+    def arrive(self, boundary: Boundary, name: str, what: str) -> Settle:
+        """Returns when all ranks have arrived somewhere."""
         with self._changed:
             self._begin_period()
             self._settled.clear()
@@ -138,7 +137,7 @@ class Conductor:
         self._wait(lambda: bool(self._settled or self._broken), what, for_main_threads=True)
         self._fail_if_broken()
         self._arriving = False
-        return self._settle(what).places
+        return self._settle(what)
 
     def rest(self) -> None:
         """What the last meeting asked for is done, and shards are at rest."""
@@ -148,7 +147,7 @@ class Conductor:
     def _begin_period(self) -> None:
         if self._resting:
             self._resting = False
-            self._carry_out(self._participant.rest(again=False))
+            self._carry_out(self._participant.rest())
 
     def _settle(self, what: str) -> Settle:
         """All calls of the period have been issued by all ranks: those for the others' sake are done next."""

@@ -266,8 +266,8 @@ class CollectiveTransport:
         boundary = STEP if position.reason is Reason.STEP else SOFT_STEP
         says_something = bool(position.sent or position.pending) or position.value is not None
         name = position.label if boundary is SOFT_STEP or says_something else ""
-        places = self._conductor.arrive(boundary, name, f"{position.reason} ({position.label})")
-        if all(place.boundary == STEP and not place.name for place in places):
+        settled = self._conductor.arrive(boundary, name, f"{position.reason} ({position.label})")
+        if settled.boundary == STEP and not any(place.name for place in settled.places):
             self._conductor.passed += 1
             return [position] * self.world
         if anew is not None and self._courtesies.has_sums:

@@ -21,8 +21,8 @@ equal. Then:
 Each returns effects (effects.py), to be carried out in order: `Issue` a call on the communicator with this rank's part
 in it, `Send` a message, `Drop` a page. After `Sleep` the program sleeps until an effect, of whichever call, lets it go
 on. A program that waits for a want may see a soft `Settle` too (all ranks come together at that want): it completes
-the period, calls `rest()` and is served. If the boundary in `Settle` is soft and the program came for a step, `rest()`
-ends in `Sleep`: others are not there yet.
+the period, calls `rest()` and is served. If the boundary in `Settle` is soft and the program came for a step, it comes
+again: others are not there yet.
 
 Messages are encoded by `encode` and `decode`. The rules and why they hold: docs/design/order.md.
 """

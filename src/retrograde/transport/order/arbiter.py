@@ -109,7 +109,7 @@ class Arbiter:
         found: list[Down] = []
         if self._fold.surprises and self._fold.arrivals:
             found += self._deny()
-        if self._invitation is not None and self._fold.is_loud():
+        if self._invitation is not None and not self._can_end_detours():
             found += self._decline(self._invitation.number)
         if self._fold.present == self._world:
             arrival = self._fold.arrival
@@ -179,13 +179,17 @@ class Arbiter:
     # ---- detours
     def _on_invite(self, message: Invite) -> list[Down]:
         """A later turn replaces an invitation that nobody could follow."""
-        if message.turn <= self._turn:
+        if message.turn <= self._turn or not self._can_end_detours():
             return []
         over = self._decline(self._invitation.number) if self._invitation is not None else []
         self._turn = message.turn
         self._invitations += 1
         self._invitation = Invitation(self._period, self._invitations, message.want)
         return [*over, self._invitation]
+
+    def _can_end_detours(self) -> bool:
+        """Rule 10: a rank that has come to a boundary of its program waits for the others to come to theirs."""
+        return not self._fold.arrived and not self._fold.is_loud()
 
     def _decline(self, number: int) -> list[Down]:
         if self._invitation is None or self._invitation.number != number:

@@ -149,10 +149,8 @@ class OrderMember:
         self._place = MeetingPlace(self.rank, boundary, shortened(name))
         return self._arrive()
 
-    def rest(self, again: bool = True) -> Effects:
-        """All calls and puts of the period are done, and this rank's shards will not change before the next step.
-
-        `again`: a program that came for a step, where others were not at one, arrives again at once."""
+    def rest(self) -> Effects:
+        """All calls and puts of the period are done, and this rank's shards will not change before the next step."""
         if self._phase is MemberPhase.FAILED:
             return [Abort(self._cause)]
         self._require(MemberPhase.SETTLING)
@@ -166,21 +164,19 @@ class OrderMember:
         self._period += 1
         self._begin_period()
         said = self._record(self._sequence.consume(go.boundary), Role.ABSENT, Role.PREFETCH)
-        said += self._resume(go.boundary, again)
+        said += self._resume(go.boundary)
         later, self._later = self._later, []
         for message in later:
             said += self.message(message)
         return said
 
-    def _resume(self, boundary: Boundary, again: bool) -> Effects:
+    def _resume(self, boundary: Boundary) -> Effects:
         """Go on with what the program was at before the boundary."""
         wish, self._wish = self._wish, None
         self._phase = MemberPhase.RUNNING
         if wish is not None:
             self._usages.note(wish)  # it was noted in the period that has ended; here it is served
             return self._serve(wish)
-        if again and self._place.boundary == STEP != boundary:
-            return self._arrive()
         return [Passed(boundary)]
 
     # ---- serving a want

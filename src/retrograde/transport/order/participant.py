@@ -50,12 +50,12 @@ class Participant:
         return self._route(self.member.want(want))
 
     def arrive(self, boundary: Boundary, name: str = "") -> list[Effect]:
-        """Ends in Settle, after which `rest` ends in Passed, or in another Wait if others are not there yet."""
+        """Ends in Settle, after which `rest` ends in Passed."""
         return self._route(self.member.arrive(boundary, name))
 
-    def rest(self, again: bool = True) -> list[Effect]:
-        """`again`: a program that came for a step, and is not there yet, arrives again at once."""
-        return self._route(self.member.rest(again))
+    def rest(self) -> list[Effect]:
+        """Ends in Passed. A program that came for a step, and has passed a soft step, arrives again."""
+        return self._route(self.member.rest())
 
     # ---- other ranks
     def message(self, source: int, message: OrderMessage) -> list[Effect]:
