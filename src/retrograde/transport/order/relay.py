@@ -69,7 +69,7 @@ class Relay:
         return [message]
 
     def _say(self, incomplete: bool) -> list[Up]:
-        """What the rank above does not know yet and should."""
+        """The messages that the rank above does not know yet and should."""
         found: list[Up] = []
         surprise = self._surprise(incomplete)
         nudge = self._fold.nudge
@@ -120,7 +120,8 @@ class Relay:
 
     # ---- time
     def alarms(self) -> list[Alarm]:
-        """Only in inner nodes: what the only rank of a subtree says is complete."""
+        """The alarm for a verdict that stays incomplete. Only inner nodes have one: what the only rank of a subtree
+        says is complete."""
         fold = self._fold
         heard = fold.surprises or fold.nudges or fold.arrivals
         if self._size == 1 or not heard:
