@@ -32,7 +32,7 @@ class Grid:
 
     @staticmethod
     def line(rank: int, world: int) -> "Grid":
-        """All ranks are one replica."""
+        """A grid in which all ranks are one replica."""
         return Grid(rank, (tuple(range(world)),))
 
     @staticmethod
