@@ -130,8 +130,8 @@ class WriteFence:
         self._streams.crossing.wait_at_once()
 
     def serve_during_step(self) -> None:
-        """Serve other ranks during this step: it is a row of edits with reads among them, and has passed the fence they
-        need."""
+        """Serve other ranks during this step:
+        it is a row of edits with reads among them, and has passed the fence they need."""
         with self._lock:
             self._enter(WritePhase.EDITED)
 
@@ -185,8 +185,8 @@ class WriteFence:
             return made
 
     def shard_for(self, number: int, stamp: Stamp) -> torch.Tensor | str:
-        """A unit's source, or its masters, in the state that the reader needs; else a text that says why it is not to
-        be had (yet)."""
+        """A unit's source, or its masters, in the state that the reader needs;
+        else a text that says why it is not to be had (yet)."""
         of_masters, index = divmod(number, MASTERS)
         serving = self._streams.serving
         with self._lock:

@@ -34,8 +34,8 @@ class Meetings:
         return self._ordered is not None and not self._streams.on_host and tensor.device == self._streams.device
 
     def gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        """At a meeting, gather the tensors of the ranks that hold this rank's model together, all of one form, by
-        shard."""
+        """At a meeting, gather the tensors of the ranks that hold this rank's model together,
+        all of one form, by shard."""
         assert self._ordered is not None, "tensors go with the meeting's messages"
         current = self._streams.current()
         flat = mine.reshape(-1)

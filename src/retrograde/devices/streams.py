@@ -70,8 +70,8 @@ class Stream:
         return host_empty(numel, dtype)
 
     def hold(self, tensor: torch.Tensor) -> None:
-        """Hold memory of another stream: whoever lets go of it need not wait for what has been issued here until
-        then."""
+        """Hold memory of another stream:
+        whoever lets go of it need not wait for what has been issued here until then."""
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor where the host can read it, with what was issued here before. The host waits for that."""
@@ -87,8 +87,8 @@ class Stream:
 
 
 class Crossing:
-    """The copies of one model between the host's memory and a device's. Where everything is in the host's memory there
-    are none."""
+    """The copies of one model between the host's memory and a device's.
+    Where everything is in the host's memory there are none."""
 
     def __init__(self, returning: Stream) -> None:
         self.returning = returning
@@ -117,8 +117,8 @@ class Crossing:
         self.returning.finish()
 
     def await_returned(self) -> None:
-        """Make the host wait for what has been noted if something is coming to it. For a host that only touches what
-        comes."""
+        """Make the host wait for what has been noted (Rule 2) if it is about to touch only what comes to it, and
+        something is coming."""
         if self.returning in self._noted:
             self.wait_for_copies()
 

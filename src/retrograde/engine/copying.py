@@ -24,8 +24,9 @@ def copied(
     precision: Precision,
     shard: Callable[[nn.Module, Mapping[int, ShardedParameter]], object],
 ) -> nn.Module:
-    """Copy a sharded model on the meta device; `shard(copy, sources)` then makes the copy a sharded one. `sources`: by
-    the identity of a parameter of the copy, the one whose value it gets."""
+    """Copy a sharded model. `shard(copy, sources)` makes the copy, which is on the meta device, a sharded model, too.
+
+    `sources`: by the identity of a parameter on the meta device, the one whose value it gets."""
     sources: dict[int, ShardedParameter] = {}
     stand_ins = []  # alive, so that their identities are theirs alone
     for leaf in model.parameters():

@@ -19,8 +19,8 @@ from retrograde.torch_internals import before_ddp_and_fsdp, data_parallel_classe
 
 
 def refuse_ddp_and_fsdp() -> None:
-    """Make the constructors of DDP and FSDP look for sharded parameters. Called by every `shard()`; patches each class
-    once."""
+    """Make the constructors of DDP and FSDP look for sharded parameters.
+    Called by every `shard()`; patches each class once."""
     before_ddp_and_fsdp(_of_module, _of_param)
 
 

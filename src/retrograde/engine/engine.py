@@ -64,8 +64,8 @@ def _strategy(transport: EngineTransport, grid: Grid, policy: Policy, buckets: B
 
 
 class Engine:
-    """The parts of one sharded model, made by `shard()`. The model's modules hold it, so it lives as long as the
-    model."""
+    """The parts of one sharded model, made by `shard()`.
+    The model's modules hold it, so it lives as long as the model."""
 
     def __init__(
         self,

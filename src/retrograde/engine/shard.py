@@ -220,8 +220,8 @@ def _start(ranks: Ranks, fence: WriteFence, streams: Streams, options: Options) 
 
 
 def _device_of(model: nn.Module, home: torch.device) -> torch.device:
-    """The device of the model's parameters. What is no model, or is where nothing can be computed, is told when all can
-    be told."""
+    """The device of the model's parameters.
+    What is no model, or is where nothing can be computed, is told when all can be told."""
     device = device_of(model.parameters(), home) if isinstance(model, nn.Module) else HOST
     return device if can_compute(device) else HOST
 
@@ -238,8 +238,8 @@ def _find(loads: Loads, *args: Any, **kwargs: Any) -> list[UnitSpec]:
 
 
 def _for_copies(options: Options, model: nn.Module) -> Options:
-    """The options for a copy of this model: what they say of its own parameters and modules they say by names, which
-    the copy has too."""
+    """The options for a copy of this model:
+    what they say of its own parameters and modules they say by names, which the copy has too."""
     whole = options.whole
     by_rule = whole is None or isinstance(whole, str) or (callable(whole) and not isinstance(whole, nn.Module))
     return options if by_rule else options._replace(whole=whole_names(model, whole))

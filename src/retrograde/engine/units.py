@@ -61,8 +61,8 @@ def allocate(
 
 
 def _memory(layout: Layout, policy: Policy, grid: Grid, transport: Transport, streams: Streams) -> torch.Tensor:
-    """Make the memory that pages are made of: a whole page where pages stay, else a shard, on the device or on the
-    host."""
+    """Make the memory that pages are made of:
+    a whole page where pages stay, else a shard, on the device or on the host."""
     if policy.offload is Offload.PARAMETERS and not streams.on_host and not policy.keeps_pages:
         return streams.crossing.pinned(layout.shard_sizes[grid.shard], layout.dtype)
     stays = policy.keeps_pages or grid.shards == 1
@@ -71,8 +71,8 @@ def _memory(layout: Layout, policy: Policy, grid: Grid, transport: Transport, st
 
 
 def _masters(spec: UnitSpec, source: torch.Tensor, numel: int, policy: Policy, streams: Streams) -> torch.Tensor | None:
-    """Make the memory of the masters, if they are of another dtype than pages, or are to be where the source is not;
-    else None."""
+    """Make the memory of the masters, if they are of another dtype than pages,
+    or are to be where the source is not; else None."""
     dtype = spec.dtypes.master
     on_host = policy.offload is not Offload.NOTHING or streams.on_host
     if dtype == spec.dtypes.page and on_host == (source.device.type == "cpu"):

@@ -112,8 +112,8 @@ class Backwards:
             )
 
     def meet_for(self, gradients: Sequence[Gradient], backward: Backward) -> dict[int, Offers]:
-        """Meet the other ranks until these gradients have been added up. Returns, by rank, the offers that were due at
-        the last meeting."""
+        """Meet the other ranks until these gradients have been added up.
+        Returns, by rank, the offers that were due at the last meeting."""
         while True:
             offers = self._meet_at_end(backward)
             if all(gradient.state is not GradientState.SENT for gradient in gradients):
@@ -206,8 +206,8 @@ class Backwards:
 
     # ---- it ends
     def _close(self, number: int) -> None:
-        """End a backward, when autograd says so: meet for sums that are needed now, and deliver what no Pack has asked
-        for."""
+        """End a backward, when autograd says so:
+        meet for sums that are needed now, and deliver what no Pack has asked for."""
         backward = self.running.get(number)
         if backward is None:
             return  # it raised, and the next entry has cleaned up

@@ -26,14 +26,14 @@ Lone = Sequence[int]  # the places of gradients whose memory nobody else has
 
 
 def lone(grads: Arrived) -> Lone:
-    """The places of gradients that may be kept where they are: they have at least `LARGE` bytes, and nobody else refers
-    to their memory."""
+    """The places of gradients that may be kept where they are:
+    they have at least `LARGE` bytes, and nobody else refers to their memory."""
     return lone_gradients(grads, LARGE)
 
 
 def keepable(grads: Grads, lone: Lone, layout: Layout, dtype: torch.dtype) -> dict[int, torch.Tensor]:
-    """By slot, those of the `lone` gradients that can stay where they are: they have the bucket's dtype, and lie as the
-    slot does."""
+    """By slot, those of the `lone` gradients that can stay where they are:
+    they have the bucket's dtype, and lie as the slot does."""
     found = {}
     for index in lone:
         grad = grads[index]
@@ -120,8 +120,8 @@ class Bucket:
         return not any(self.present)
 
     def close(self, stream: Stream) -> None:
-        """Let `stream` read the bucket from now on, since the last producer has come. What nobody wrote is set to
-        zero."""
+        """Let `stream` read the bucket from now on, since the last producer has come.
+        What nobody wrote is set to zero."""
         for producer in self._producers:
             stream.wait(producer.event)
         for index, grad in self._kept.items():

@@ -76,8 +76,8 @@ class CollectiveSum:
         seen_at_once: CallKind,
     ) -> None:
         """`one_by_one`: adds up what straying ranks put, and gradients of calls in which a rank was absent. `usual`:
-        the kind of call for sums that nobody sees before the backward has ended. `seen_at_once`: the kind for all
-        others."""
+        the kind of call for sums that nobody sees before the backward has ended.
+        `seen_at_once`: the kind for all others."""
         self._transport = transport
         self._one_by_one = one_by_one
         self._policy = policy
@@ -109,8 +109,8 @@ class CollectiveSum:
         return reducing.attendance is Attendance.ALL
 
     def _unknown(self) -> list[_Reduction]:
-        """All calls whose attendance nobody has looked at: on a device they are looked at together, so that the host
-        waits once."""
+        """All calls whose attendance nobody has looked at:
+        on a device they are looked at together, so that the host waits once."""
         under_way = [*self._started.values(), *self._given_up.values()]
         return [reducing for reducing in under_way if reducing.attendance is Attendance.UNKNOWN]
 
@@ -128,8 +128,8 @@ class CollectiveSum:
         self._give_back(reducing)
 
     def _keep_parts(self, key: Key, reducing: _Reduction) -> torch.Tensor:
-        """Keep the parts that other ranks brought to a call until the next meeting. Returns this rank's own part, as
-        the others have it."""
+        """Keep the parts that other ranks brought to a call until the next meeting.
+        Returns this rank's own part, as the others have it."""
         parts = self._transport.present(_parts_in(reducing))
         mine = parts.pop(self._transport.rank)
         self._transport.keep(key, {rank: part.clone() for rank, part in parts.items()})

@@ -95,8 +95,8 @@ class GradientFlow:
         return self._to_pack(self._send_now(unit, grads, uses, self.divisor, lone), fates)
 
     def _make_space(self, unit: Unit) -> bool:
-        """Make room within the budget for the gradient of `unit` to wait, by sending others early. Returns whether it
-        can wait."""
+        """Make room within the budget for the gradient of `unit` to wait, by sending others early.
+        Returns whether it can wait."""
         early = self._pending.admit(unit)
         if early is None:
             return False
@@ -126,8 +126,8 @@ class GradientFlow:
 
     # ---- at its end: what was sent is added up, and goes to the leaves
     def ready_for_pack(self, unit: Unit) -> Gradient | None:
-        """The reduced gradient for which Pack asks, added up now at the latest. None: it comes at the next meeting
-        (Rule 5)."""
+        """The reduced gradient for which Pack asks, added up now at the latest.
+        None: it comes at the next meeting (Rule 5)."""
         backward = self._backwards.current()
         gradient = backward.for_pack[unit.index]
         self._backwards.sum_known(backward)

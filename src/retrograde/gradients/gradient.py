@@ -43,8 +43,8 @@ _NEXT = {
 class Sent(NamedTuple):
     """What a gradient has once it has been sent.
 
-    `uses`: what this rank does with each parameter's gradient. `own`: memory for this rank's shard of it, which has the
-    sum when SUMMED."""
+    `uses`: what this rank does with each parameter's gradient. `own`:
+    memory for this rank's shard of it, which has the sum when SUMMED."""
 
     key: Key
     uses: Uses
@@ -73,8 +73,8 @@ class Gradient:
         self.state = state
 
     def send(self, key: Key, uses: Uses, own: torch.Tensor) -> None:
-        """Note that the gradient goes to the other ranks under `key`. `own` becomes the reduced gradient of this rank's
-        shard."""
+        """Note that the gradient goes to the other ranks under `key`.
+        `own` becomes the reduced gradient of this rank's shard."""
         self._become(GradientState.SENT)
         self._sent = Sent(key, uses, own)
 
@@ -89,8 +89,8 @@ class Gradient:
         self._become(GradientState.GIVEN_UP)
 
     def forget(self, slot: int) -> None:
-        """Forget what the bucket has for a parameter whose `.grad` was set by hand. If nothing is left, give up the
-        gradient."""
+        """Forget what the bucket has for a parameter whose `.grad` was set by hand.
+        If nothing is left, give up the gradient."""
         self.bucket.forget(slot)
         if self.bucket.empty:
             self.give_up()

@@ -77,8 +77,8 @@ class UnitGraph:
 
     @contextlib.contextmanager
     def _accepting(self) -> Iterator[None]:
-        """Let frozen parameters take gradients for now: one that was pending before the freeze still belongs in
-        `.grad`."""
+        """Let frozen parameters take gradients for now:
+        one that was pending before the freeze still belongs in `.grad`."""
         frozen = [leaf for leaf, trained in zip(self.unit.leaves, self.unit.trained, strict=True) if not trained]
         for leaf in frozen:
             set_requires_grad(leaf, True)
@@ -102,8 +102,8 @@ class UnitGraph:
         return self.flow.collect(unit, dense, uses, fates, alone)
 
     def _divided(self, grads: Grads, uses: Uses) -> Grads:
-        """Divide the gradients as part of the graph: what `.grad` gets is divided, what `torch.autograd.grad` returns
-        is not."""
+        """Divide the gradients as part of the graph:
+        what `.grad` gets is divided, what `torch.autograd.grad` returns is not."""
         divisor = self.flow.divisor
         if divisor == 1 or Use.CAPTURED in uses:
             return grads

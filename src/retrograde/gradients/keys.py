@@ -13,8 +13,8 @@ class Keys:
     """Makes the keys of this rank's gradients.
 
     Turns count a unit's gradients since the last meeting or the last end of a backward, whichever came later: even ones
-    are sent in their backward, odd ones went early in a window. Where every backward ends with a meeting, `backward`
-    stays 0."""
+    are sent in their backward, odd ones went early in a window.
+    Where every backward ends with a meeting, `backward` stays 0."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -35,8 +35,8 @@ class Keys:
         return Key(unit.index, self._meeting, self._attempt, turn, self.backward)
 
     def end_backward(self) -> None:
-        """Count a backward that has sent something and has ended: the k-th of one rank goes with the k-th of each
-        other."""
+        """Count a backward that has sent something and has ended:
+        the k-th of one rank goes with the k-th of each other."""
         if self._meeting == self._transport.meetings:
             self.backward += 1
             self._turns.clear()
@@ -46,8 +46,8 @@ class Keys:
         return Key(index, self._transport.meetings + 1, 0, FLUSHED)
 
     def give_up(self) -> None:
-        """Count another attempt, so that what is sent next has other keys: others may still get parts of what was given
-        up."""
+        """Count another attempt, so that what is sent next has other keys:
+        others may still get parts of what was given up."""
         self._attempt += 1
         self._turns.clear()
 

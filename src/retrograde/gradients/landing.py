@@ -44,8 +44,8 @@ def landed(total: torch.Tensor, streams: Streams) -> torch.Tensor:
 
 
 def land_together(gradients: Iterable[Gradient], streams: Streams) -> None:
-    """Start copying to the host all sums for which Packs will ask: if the host has to wait for one, it waits for
-    all."""
+    """Start copying to the host all sums for which Packs will ask:
+    if the host has to wait for one, it waits for all."""
     if torch.is_grad_enabled():
         return  # each is part of a graph
     for gradient in gradients:

@@ -70,8 +70,8 @@ def due_offers(positions: Sequence[Position]) -> dict[int, Offers]:
 
 
 def without_withdrawn(offers: Mapping[int, Offers], transport: Transport, units: Sequence[Unit]) -> dict[int, Offers]:
-    """Leave out what ranks have withdrawn (`Strategy.withdrawn`). Fail if some ranks have withdrawn a gradient and
-    others have not."""
+    """Leave out what ranks have withdrawn (`Strategy.withdrawn`).
+    Fail if some ranks have withdrawn a gradient and others have not."""
     for key, ranks in by_key(offers).items():
         withdrawn = [rank for rank, uses in ranks.items() if not uses]
         others = [rank for rank in range(transport.world) if rank not in withdrawn]

@@ -26,8 +26,8 @@ class PendingGradients:
 
     # ---- what may wait
     def may_wait(self, unit: Unit) -> bool:
-        """May this unit's gradient wait? In a window any may; until the step only one that no hook sees in its
-        backward."""
+        """May this unit's gradient wait? In a window any may;
+        until the step only one that no hook sees in its backward."""
         return bool(self._windows.open) or (self._policy.until_step and not unit.hooked)
 
     def admit(self, unit: Unit) -> list[int] | None:

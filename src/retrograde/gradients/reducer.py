@@ -1,5 +1,5 @@
-"""Takes a unit's gradient on this rank to the sum over all ranks, by a strategy, and records each reduction in the
-ledger."""
+"""Takes a unit's gradient on this rank to the sum over all ranks, by a strategy,
+and records each reduction in the ledger."""
 
 from collections.abc import Mapping, Sequence
 
@@ -41,8 +41,8 @@ class Reducer:
 
     # ---- to the other ranks
     def first(self, unit: Unit, dtype: torch.dtype, grads: Grads, lone: Lone) -> Gradient:
-        """Make a gradient whose bucket has room for `grads`, except for those that can stay where autograd left
-        them."""
+        """Make a gradient whose bucket has room for `grads`,
+        except for those that can stay where autograd left them."""
         self._strategy.finish_sending()  # its memory is free before more is taken
         kept = keepable(grads, lone, unit.layout, dtype) if self._strategy.takes_pieces else {}
         return Gradient(unit, Bucket(unit.name, unit.layout, dtype, self._pool, kept))

@@ -33,8 +33,8 @@ class ExchangeOfSums:
         self._stream = stream
 
     def numel(self, unit: Unit) -> int:
-        """The elements of this replica's parts. They are kept until it is known that no rank was absent in any
-        replica."""
+        """The elements of this replica's parts.
+        They are kept until it is known that no rank was absent in any replica."""
         return unit.layout.padded_numel
 
     def start(self, want: GradientWant, unit: Unit, sent: torch.Tensor, brought: torch.Tensor) -> StartedCall | None:
@@ -58,8 +58,8 @@ class ExchangeOfSums:
 
 
 def _add_up_replica(parts: list[Summand], own: torch.Tensor, dtype: torch.dtype, stream: Stream) -> None:
-    """Add up a replica's parts as `OrderedSum` does, and round the sum into `own`, in whose dtype it travels. `dtype`:
-    the shard's."""
+    """Add up a replica's parts as `OrderedSum` does, and round the sum into `own`, in whose dtype it travels.
+    `dtype`: the shard's."""
     wide = torch.promote_types(dtype, torch.float32)
     total = own if own.dtype == wide else stream.empty(own.numel(), wide)
     add_up(parts, total, 1, stream)

@@ -162,8 +162,8 @@ class OrderedSum:
         self._sending = _Sending(_All(works), bucket, shard)
 
     def take_over(self, gradient: Gradient, mine: torch.Tensor) -> None:
-        """Begin the sum of a gradient whose parts come by another way than `put`. `mine`: this rank's own part, as the
-        others have it."""
+        """Begin the sum of a gradient whose parts come by another way than `put`.
+        `mine`: this rank's own part, as the others have it."""
         place = self._place_of(mine.dtype, gradient.own)
         self._streams.reducing.run(lambda: place.copy_(mine))
         self._begin(gradient, [place])
@@ -236,8 +236,8 @@ class OrderedSum:
         return [self._transport.take(shard.key, rank, shard.unit.name)]
 
     def _send_to_replicas(self, shard: _ShardSum, total: torch.Tensor) -> torch.Tensor:
-        """Put this replica's sum to the other holders of the shard. Returns it as they get it, since it must count so
-        here."""
+        """Put this replica's sum to the other holders of the shard.
+        Returns it as they get it, since it must count so here."""
         stream = self._streams.reducing
         sent = stream.empty(total.numel(), self._policy.between_replicas(shard.own.dtype))
         parts = {holder: [sent] for holder in self._grid.other_holders}

@@ -40,8 +40,8 @@ def add_up(parts: Sequence[Summand], own: torch.Tensor, divisor: int, stream: St
 
 
 def _side_by_side(parts: Sequence[Summand]) -> list[tuple[torch.Tensor, ...]]:
-    """Cut all summands where the one with the most pieces is cut, and put their pieces side by side. The others have
-    one piece each."""
+    """Cut all summands where the one with the most pieces is cut, and put their pieces side by side.
+    The others have one piece each."""
     lengths = [piece.numel() for piece in max(parts, key=len)]
     cut = [part if len(part) == len(lengths) else part[0].split_with_sizes(lengths) for part in parts]
     return list(zip(*cut, strict=True))

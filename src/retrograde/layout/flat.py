@@ -176,8 +176,8 @@ class Layout:
         return [*sizes, self.shard_sizes[rank] - at]
 
     def within(self, slot: Slot, rank: int) -> slice:
-        """The part of `slot` that lies in `rank`'s shard, in coordinates of the flattened parameter; it may be
-        empty."""
+        """The part of `slot` that lies in `rank`'s shard, in coordinates of the flattened parameter;
+        it may be empty."""
         piece = self.piece(slot, rank)
         shift = self._begins[rank] - slot.offset
         return slice(piece.start + shift, piece.stop + shift)
@@ -201,8 +201,8 @@ def _cut_up(lengths: Sequence[int], world: int) -> _Placed:
 
 
 def _whole(lengths: Sequence[int], shard_of: Sequence[int], world: int, least: int, even: bool) -> _Placed:
-    """Place parameters end to end, each within its shard. No shard is empty: to have nothing is not a case of its own
-    elsewhere."""
+    """Place parameters end to end, each within its shard. No shard is empty:
+    to have nothing is not a case of its own elsewhere."""
     sizes = [0] * world
     for length, shard in zip(lengths, shard_of, strict=True):
         sizes[shard] += length

@@ -11,8 +11,7 @@ class Offload(Enum):
     `OPTIMIZER`: leaves (the masters, or the shards themselves), and so gradients and optimizer state.
 
     `PARAMETERS`: at stage 3 also what pages are made of, so that nothing of a parameter is on the device but its page
-    while it is in use. At stages 1 and 2 pages stay on the device as they always do, and it means what `OPTIMIZER`
-    means."""
+    while it is in use. At stages 1 and 2 pages stay on the device as they always do, and it is `OPTIMIZER`."""
 
     NOTHING = "nothing"
     OPTIMIZER = "optimizer"

@@ -70,8 +70,8 @@ class Policy(NamedTuple):
         return dtype if waiting is None or dtype.is_complex else waiting
 
     def between_replicas(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which sums of gradients of this dtype travel: unless told otherwise, that in which they were
-        added up."""
+        """The dtype in which sums of gradients of this dtype travel:
+        unless told otherwise, that in which they were added up."""
         if self.precision.wire is None:
             return torch.promote_types(dtype, torch.float32)
         return self.on_the_wire(dtype)

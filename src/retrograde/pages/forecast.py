@@ -46,8 +46,8 @@ class Forecast:
         self._before.clear()
 
     def break_off(self) -> None:
-        """Forget what was used last. What comes next does not follow from it: a step, or the end of a backward, lies
-        between."""
+        """Forget what was used last. What comes next does not follow from it:
+        a step, or the end of a backward, lies between."""
         self._now = NOWHERE
 
     def ahead(self, limit: int) -> Iterator[Unit]:

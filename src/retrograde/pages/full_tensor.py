@@ -51,8 +51,8 @@ def alive(reference: "weakref.ref[T]") -> T:
 class Aliased(Watched):
     """A tensor that shares memory with a page. Operations on it give plain tensors, but for two kinds:
 
-    An edit (`w.clamp_()`, `w.data.fill_()`) is written back to the shard, where torch's own parameter would have it. A
-    view that takes no part in a graph (`w.data`, `w.T` under no_grad) may be edited as well, so it is `Aliased` too.
+    An edit (`w.clamp_()`, `w.data.fill_()`) is written back to the shard, where torch's own parameter would have it.
+    A view that takes no part in a graph (`w.data`, `w.T` under no_grad) may be edited as well, so it is `Aliased` too.
     """
 
     __torch_function__ = NO_TORCH_FUNCTION

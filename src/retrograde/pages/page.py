@@ -78,8 +78,8 @@ class Page:
         home: torch.Tensor | None,
         pool: BufferPool,
     ) -> None:
-        """`shard`: the number of this rank's shard. `home`: the memory of a page that stays, with that shard inside
-        it."""
+        """`shard`: the number of this rank's shard. `home`:
+        the memory of a page that stays, with that shard inside it."""
         self.state = PageState.ABSENT
         self.home = home is not None
         self.full_tensors = full_tensors

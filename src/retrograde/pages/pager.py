@@ -72,8 +72,8 @@ class Pager:
         self._masters: _Masters | None = None  # the last that were read, until a page is, or a state dict has them all
 
     def full(self, unit: Unit, slot: int) -> torch.Tensor:
-        """The full tensor of a parameter, paged in if need be. Runs at every access. A page belongs to no torch.func
-        transform."""
+        """The full tensor of a parameter, paged in if need be. Runs at every access.
+        A page belongs to no torch.func transform."""
         self._entered()
         with outside_transforms():
             self.open(unit)
@@ -93,8 +93,8 @@ class Pager:
             self._prefetch(self._expected())
 
     def visit(self, unit: Unit, following: Unit | None) -> None:
-        """Make `unit` ready and valid in a walk over all units, which knows what follows. It teaches the forecast
-        nothing."""
+        """Make `unit` ready and valid in a walk over all units, which knows what follows.
+        It teaches the forecast nothing."""
         self._streams.refuse_capture("unit {}: its weights are read", unit.name)
         if unit is self._current and unit.page.ready and unit.valid:
             return
@@ -112,8 +112,8 @@ class Pager:
         self._guesses.discard(unit)
 
     def masters(self, unit: Unit, slot: int) -> torch.Tensor:
-        """A copy of all masters of a parameter. A state dict asks for one parameter after the other, so a unit is read
-        once."""
+        """A copy of all masters of a parameter.
+        A state dict asks for one parameter after the other, so a unit is read once."""
         self._entered()
         self._streams.refuse_capture("unit {}: its masters are read", unit.name)
         with outside_transforms(), torch.no_grad():
@@ -237,8 +237,8 @@ class Pager:
         self._pool.trim()
 
     def renew(self) -> None:
-        """After a step, read held pages again: what somebody holds of them shows the new weights, as torch's parameters
-        do."""
+        """After a step, read held pages again:
+        what somebody holds of them shows the new weights, as torch's parameters do."""
         self.release()
         for unit in [unit for unit in self._resident if not unit.valid and unit.page.held]:
             unit.write_back_edits()
@@ -252,8 +252,8 @@ class Pager:
         return next(self._forecast.ahead(1), None) if self._policy.prefetch else None
 
     def _make_space(self, coming: Unit) -> None:
-        """Evict until what is idle fits the budget. Not idle are the page coming, and the current one or the one
-        expected."""
+        """Evict until what is idle fits the budget.
+        Not idle are the page coming, and the current one or the one expected."""
         expected = self._expected()
         spared = {coming}
         if self._policy.prefetch and self._current is not None:

@@ -64,8 +64,8 @@ class BufferPool:
             self._let_go(self._free.pop(0))
 
     def _let_go(self, loan: Loan) -> None:
-        """Let go of a buffer. Its memory is free to the stream that it was allocated on, which waits for whoever used
-        it last (Rule 5)."""
+        """Let go of a buffer.
+        Its memory is free to the stream that it was allocated on, which waits for whoever used it last (Rule 5)."""
         self._homes.pop(storage_id(loan.data)).wait(loan.free)
         self.ledger.hold(-loan.data.nbytes)
 

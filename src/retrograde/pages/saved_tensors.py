@@ -97,8 +97,8 @@ class SavedTensors:
         return CastHandle(self._pager, unit, tensor, source.number)
 
     def _handle_of_frozen_cast(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
-        """The handle of a cast of a frozen parameter of the unit in use, or of a view of one, known by its values; None
-        for any other."""
+        """The handle of a cast of a frozen parameter of the unit in use, or of a view of one, known by its values;
+        None for any other."""
         unit = self._pager.current
         if unit is None or unit.stays or unit.layout.dtype in _LOWER or not (unit.page.ready and unit.valid):
             return None

@@ -30,8 +30,8 @@ class CastCopy:
         self._version: int | None = None  # of the masters that it was made of
 
     def at(self, version: int) -> torch.Tensor:
-        """The copy, as masters are whose counters are at `version`. Only the main thread asks: it may have to be
-        made."""
+        """The copy, as masters are whose counters are at `version`. Only the main thread asks:
+        it may have to be made."""
         if not self.is_at(version):
             if self._masters.device == self._memory.device:
                 self._streams.crossing.wait_for_copies()  # a page may still be read from it
@@ -42,8 +42,8 @@ class CastCopy:
         return self._memory
 
     def _send(self) -> None:
-        """Copy the masters from the host to the device, while the host goes on. They are cast before, so that less
-        travels."""
+        """Copy the masters from the host to the device, while the host goes on.
+        They are cast before, so that less travels."""
         memory, sent = self._memory, self._masters
         if sent.dtype != memory.dtype:
             sent = self._streams.crossing.pinned(sent.numel(), memory.dtype).copy_(sent)

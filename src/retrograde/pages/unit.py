@@ -43,8 +43,8 @@ class Coherence(Protocol):
         """Around an edit of a parameter's piece in place: no other rank reads what it was before."""
 
     def editing(self, what: str, unit: "Unit", slot: int) -> AbstractContextManager[None]:
-        """Around an edit of a parameter's full tensor, which shows the page as it is now: no other rank reads what it
-        was before."""
+        """Around an edit of a parameter's full tensor, which shows the page as it is now:
+        no other rank reads what it was before."""
 
 
 # A page outlives an inference_mode() in which it may be made.

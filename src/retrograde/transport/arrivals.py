@@ -30,8 +30,8 @@ class Reader(Protocol):
         waits for it may count references to a page."""
 
     def destination(self, src: int, message: Message, nbytes: int) -> Sequence[torch.Tensor] | None:
-        """The memory into which the tensors of a message are received, exactly as many bytes as will come; None if
-        nobody wants them."""
+        """The memory into which the tensors of a message are received, exactly as many bytes as will come;
+        None if nobody wants them."""
 
     def deliver(self, src: int, message: Message, data: Sequence[torch.Tensor]) -> None:
         """Take a message with its tensors. `changed` is held."""

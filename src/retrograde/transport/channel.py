@@ -35,8 +35,8 @@ class _Awaited:
     address: Address
 
     def wait(self, stream: Stream) -> Parts | None:
-        """Wait for the message. Its memory is the host's, so nothing is left to be ordered on a stream when the bytes
-        are there."""
+        """Wait for the message.
+        Its memory is the host's, so nothing is left to be ordered on a stream when the bytes are there."""
         return self.channel.take(self.peer, self.address)
 
 
@@ -55,8 +55,8 @@ class Layouts:
         self._received: dict[Address, Form] = {}
 
     def news(self, address: Address, form: Form) -> Form | None:
-        """The layout, if it has to be sent; None if the other end knows it. From now on the other end is taken to know
-        it."""
+        """The layout, if it has to be sent; None if the other end knows it.
+        From now on the other end is taken to know it."""
         known = self._sent.get(address)
         if known is not None and known.form is form:
             return None

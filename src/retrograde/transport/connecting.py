@@ -142,8 +142,8 @@ def _host_key(rank: int) -> str:
 
 
 def host() -> str:
-    """A text that is the same for ranks that reach each other without a network: on one kernel, in one network
-    namespace (Linux)."""
+    """A text that is the same for ranks that reach each other without a network:
+    on one kernel, in one network namespace (Linux)."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/net")
     except OSError:

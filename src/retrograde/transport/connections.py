@@ -240,8 +240,8 @@ class Connections:
         self.take_letters()  # of a rank that has said goodbye since
 
     def take_letters(self) -> None:
-        """Deliver the letters that other ranks' main threads have left for this one's. The service thread does so too,
-        now and then."""
+        """Deliver the letters that other ranks' main threads have left for this one's.
+        The service thread does so too, now and then."""
         if self.neighbours is None:
             return
         with self.changed:
@@ -393,8 +393,8 @@ class Connections:
         self.wires.hang_up(src)
 
     def _decide(self, cause: Cause, tell: bool = True) -> None:
-        """Take this for what went wrong first, unless something else is known already. All receivers are told, and if
-        `tell` all ranks."""
+        """Take this for what went wrong first, unless something else is known already.
+        All receivers are told, and if `tell` all ranks."""
         with self.changed:
             if not self._liveness.accept(cause):
                 return

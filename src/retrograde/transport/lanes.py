@@ -50,8 +50,8 @@ class Lane:
         self._stream = another_stream(device)
 
     def send(self, tensors: Sequence[Tensor], made: Event) -> None:
-        """Enqueue the sends of tensors; `made` is the event of their producer. The caller may let go of them at
-        once."""
+        """Enqueue the sends of tensors; `made` is the event of their producer.
+        The caller may let go of them at once."""
         self._stream.wait(made)
         for tensor in tensors:
             self._call(dist.isend, tensor, group_dst=self._peer)
@@ -104,6 +104,6 @@ class Received:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A tensor's memory as bytes, in order; a copy only if it has gaps, or if torch has left a conjugation to be
-    done."""
+    """A tensor's memory as bytes, in order;
+    a copy only if it has gaps, or if torch has left a conjugation to be done."""
     return as_sent(tensor.detach().resolve_conj().resolve_neg()).view(torch.uint8)

@@ -69,6 +69,6 @@ class Liveness:
         return self._suspicions.pop(0).peer
 
     def trust_the_departed(self) -> None:
-        """Suspect those that have said goodbye no more: this rank leaves, so it is as it should be that they are gone
-        too."""
+        """Suspect those that have said goodbye no more:
+        this rank leaves, so it is as it should be that they are gone too."""
         self._suspicions = [each for each in self._suspicions if each.peer not in self.departed]

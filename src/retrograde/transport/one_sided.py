@@ -74,8 +74,8 @@ class _RankWork:
     look_again: float | None = None  # seconds, where nobody tells that it is done
 
     def wait(self, stream: Stream) -> None:
-        """Wait until no rank is missing. Memory is the host's, so nothing is left to be ordered on a stream when the
-        bytes are there."""
+        """Wait until no rank is missing.
+        Memory is the host's, so nothing is left to be ordered on a stream when the bytes are there."""
         self.transport.wait_for(self.missing, self.what, look_again=self.look_again)
 
     def done(self) -> bool:
@@ -274,7 +274,7 @@ class OneSidedTransport:
     ) -> None:
         """Wait until no rank is missing. A rank that has said goodbye still serves; its main thread does nothing more.
 
-        `for_main_threads`: so the wait fails if a missing rank has said goodbye. `look_again`: seconds after which
+        `for_main_threads`: the wait fails if a missing rank has said goodbye. `look_again`: seconds after which
         something may have changed that nobody tells."""
 
         def finished() -> list[int]:

@@ -47,8 +47,8 @@ class Work(Protocol):
     """Something under way."""
 
     def wait(self, stream: Stream) -> None:
-        """Make `stream` come after it: what is issued there from now on finds it done. The host may have to wait for
-        that."""
+        """Make `stream` come after it: what is issued there from now on finds it done.
+        The host may have to wait for that."""
 
     def done(self) -> bool:
         """Would `wait` return at once, and is the memory that was given free again?"""
@@ -132,8 +132,8 @@ class Transport(Protocol):
     def arrived(self, key: Key, src: int) -> bool: ...
 
     def take(self, key: Key, src: int, unit: str) -> torch.Tensor:
-        """The part that `src` put under `key`: it said so at a meeting, so the part is there or on its way. The caller
-        owns it."""
+        """The part that `src` put under `key`: it said so at a meeting, so the part is there or on its way.
+        The caller owns it."""
 
     def discard_parts(self) -> None:
         """Forget what was put before the last meeting and never taken."""
@@ -218,8 +218,8 @@ class OrderedTransport(Transport, Protocol):
         """Start sending to each rank its part of a gradient, and receiving this rank's, in the order of ranks."""
 
     def exchange_sums(self, want: GradientWant, offered: ReplicaExchange) -> Work | None:
-        """Start an exchange among the ranks of a replica, and then between replicas. Its `add_up` may be called by any
-        thread."""
+        """Start an exchange among the ranks of a replica, and then between replicas.
+        Its `add_up` may be called by any thread."""
 
     def complete(self, exchanges: Sequence[tuple[Work, torch.Tensor]]) -> list[bool]:
         """Say of each exchange whether every rank brought a part. Each comes with the parts that were received, or the
@@ -252,8 +252,8 @@ class Incoming(Protocol):
     """A message that is to come."""
 
     def wait(self, stream: Stream) -> Parts | None:
-        """The message's content, which what is issued on `stream` from now on finds there; None if its sender has
-        failed."""
+        """The message's content, which what is issued on `stream` from now on finds there;
+        None if its sender has failed."""
 
 
 class Way(NamedTuple):
@@ -285,8 +285,8 @@ class Ranks(Protocol):
     def world(self) -> int: ...
 
     def transport(self, shards: ShardServer, streams: Streams, timeout: float) -> Transport:
-        """Make the transport of one engine, whose tensors are on the streams' device. All ranks make theirs in the same
-        order."""
+        """Make the transport of one engine, whose tensors are on the streams' device.
+        All ranks make theirs in the same order."""
 
     def say_goodbye(self) -> None:
         """Say that this rank has finished. It goes on serving those that have not."""

@@ -10,8 +10,8 @@ V = TypeVar("V", bound=Value)
 
 
 def exchange(transport: Transport, label: str, value: V) -> list[V]:
-    """Bring a value to a meeting, to which all ranks come for the one with this label. Returns every rank's, by
-    rank."""
+    """Bring a value to a meeting, to which all ranks come for the one with this label.
+    Returns every rank's, by rank."""
     positions = transport.meet(Position(Reason.VALUE, label, {}, {}, value))
     require_same(transport, positions)
     return [position.value for position in positions]  # type: ignore[misc]

@@ -65,8 +65,8 @@ class GatherOffer(NamedTuple):
 
 
 class ExchangeOffer(NamedTuple):
-    """What this rank brings to an exchange: for each rank its part of a gradient, and room for what each has of this
-    rank's."""
+    """What this rank brings to an exchange:
+    for each rank its part of a gradient, and room for what each has of this rank's."""
 
     parts: torch.Tensor
     received: torch.Tensor
@@ -192,8 +192,8 @@ class DeviceCall(CallWork):
         return self._ends.has_passed(self._ended)
 
     def is_young(self, now: float) -> bool:
-        """Is it too early to look at the call? A look that finds it done orders what is issued after it, and could hide
-        that nobody waits."""
+        """Is it too early to look at the call?
+        A look that finds it done orders what is issued after it, and could hide that nobody waits."""
         return now - self._issued < self.patience
 
     def is_overdue(self, now: float) -> bool:
@@ -205,8 +205,8 @@ class DeviceCall(CallWork):
 
 
 class Communicator:
-    """Calls on a process group with the ranks and backends of the user's, or with a part of its ranks. All ranks make
-    it together."""
+    """Calls on a process group with the ranks and backends of the user's, or with a part of its ranks.
+    All ranks make it together."""
 
     def __init__(self, host: OneSidedTransport, streams: Streams, rows: Sequence[Sequence[int]]) -> None:
         """`rows`: the ranks of each group: of each replica, by shard, or of the holders of each shard."""
@@ -226,8 +226,8 @@ class Communicator:
         return work
 
     def start_aside(self, offer: Offer) -> CallWork:
-        """Issue a call as `start` does, on a stream that has something else to do meanwhile: it never waits for the
-        call."""
+        """Issue a call as `start` does, on a stream that has something else to do meanwhile:
+        it never waits for the call."""
         started = self.issue(offer)
         if self._ends is None:
             return CallWork(started, offer, self._host, self.calls)

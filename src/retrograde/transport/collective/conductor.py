@@ -142,8 +142,8 @@ class Conductor:
         return self._settle(what).places
 
     def rest(self) -> None:
-        """Begin the next period, if it has not begun: what the last meeting asked for is done, and shards are at
-        rest."""
+        """Begin the next period, if it has not begun:
+        what the last meeting asked for is done, and shards are at rest."""
         with self._changed:
             self._begin_period()
 

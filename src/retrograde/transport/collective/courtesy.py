@@ -62,8 +62,8 @@ def parts_by_rank(received: torch.Tensor, ranks: Sequence[int]) -> dict[int, tor
 
 
 def spread_absence(received: torch.Tensor, size: int, total: torch.Tensor) -> None:
-    """Make `total`, the sum of the parts in `received`, absent if one of them is. On a device the host does not
-    look."""
+    """Make `total`, the sum of the parts in `received`, absent if one of them is.
+    On a device the host does not look."""
     if received.is_cpu:
         if len(present_parts(received, size)) < size:
             total.view(torch.uint8).fill_(_NOTHING)
@@ -88,8 +88,8 @@ def looks_absent(firsts: torch.Tensor, world: int) -> bool:
 
 
 class SparePage(NamedTuple):
-    """A page that came before this rank's program wanted it. Implements `Work` for whoever wants it now, and is waited
-    for once."""
+    """A page that came before this rank's program wanted it.
+    Implements `Work` for whoever wants it now, and is waited for once."""
 
     work: CallWork
     page: torch.Tensor
@@ -119,8 +119,8 @@ class _Courtesy(NamedTuple):
 
 
 class Courtesies:
-    """The calls in which one rank takes part for the others' sake, and what they bring. Its callers hold the lock of
-    the connections."""
+    """The calls in which one rank takes part for the others' sake, and what they bring.
+    Its callers hold the lock of the connections."""
 
     def __init__(self, communicator: MeshCommunicator, shards: GatheredShards, streams: Streams) -> None:
         self._communicator = communicator
@@ -208,8 +208,8 @@ class Courtesies:
     # ---- their ends
     @property
     def done(self) -> bool:
-        """Are all these calls done? Asked without the lock: a copy is looked at, since another thread may take out what
-        it has collected."""
+        """Are all these calls done? Asked without the lock:
+        a copy is looked at, since another thread may take out what it has collected."""
         return all(courtesy.work.done() for courtesy in list(self._running))
 
     def collect(self) -> None:

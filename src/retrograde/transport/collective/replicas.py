@@ -133,8 +133,7 @@ class Line:
         self._error: Exception | None = None
 
     def add(self, call: LaterCall) -> None:
-        """Put a second call, whose first has just been issued, at the end of the line. It may be issued from then
-        on."""
+        """Put a second call, whose first has just been issued, at the end of the line."""
         call.stand_in(self)
         self._calls.append(call)
 
@@ -165,8 +164,8 @@ class Line:
             call.fail(self._error)  # Rule 4
 
     def wait_for_first(self, over: Callable[[], bool], what: str) -> None:
-        """Wait until the first in the line is due, or `over()`; then issue what is due, unless another thread has done
-        so."""
+        """Wait until the first in the line is due, or `over()`;
+        then issue what is due, unless another thread has done so."""
         others = list(self._host.connections.peers)
         self._host.wait_for(lambda: [] if over() or self.is_due else others, what, look_again=POLL)
         self.advance()

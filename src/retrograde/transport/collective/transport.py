@@ -167,8 +167,8 @@ class CollectiveTransport:
         return self._reduce(want, offer, ReductionLabel.of(want.key, parts.dtype, parts.dtype, True, want.uses))
 
     def exchange_sums(self, want: GradientWant, offered: ReplicaExchange) -> Work | None:
-        """Start an exchange among this replica's ranks, and then one of replicas' sums among the holders of this rank's
-        shard."""
+        """Start an exchange among this replica's ranks,
+        and then one of replicas' sums among the holders of this rank's shard."""
         stream = self._streams.reducing
 
         def between() -> None:

@@ -46,8 +46,8 @@ class Stretch:
     __slots__ = ("address", "memory", "nbytes", "offset")
 
     def __init__(self, offset: int, nbytes: int, memory: memoryview, address: int) -> None:
-        """`nbytes`: of its data. `memory`: its bytes, with the flags before the data; it lives as long as tensors that
-        lie in it."""
+        """`nbytes`: of its data. `memory`: its bytes, with the flags before the data;
+        it lives as long as tensors that lie in it."""
         self.offset = offset
         self.nbytes = nbytes
         self.memory = memory

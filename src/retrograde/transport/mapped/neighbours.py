@@ -23,8 +23,8 @@ class Neighbour:
 
 
 class Neighbours:
-    """This rank's arena, and those of other ranks of its host as far as they can be mapped: that is found by trying
-    (connections.py)."""
+    """This rank's arena, and those of other ranks of its host as far as they can be mapped:
+    that is found by trying (connections.py)."""
 
     def __init__(self, rank: int, world: int) -> None:
         self._rank = rank

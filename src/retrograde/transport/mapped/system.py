@@ -16,8 +16,8 @@ class _Time(ctypes.Structure):
 
 
 def sleep_while(address: int, value: int, seconds: float) -> None:
-    """Sleep at this word until somebody wakes those who sleep there, or for so many seconds; not at all if the word has
-    another value."""
+    """Sleep at this word until somebody wakes those who sleep there, or for so many seconds;
+    not at all if the word has another value."""
     whole = int(seconds)
     limit = _Time(whole, int((seconds - whole) * 1e9))
     _libc.syscall(_FUTEX, ctypes.c_void_p(address), _WAIT, ctypes.c_uint32(value), ctypes.byref(limit), None, 0)

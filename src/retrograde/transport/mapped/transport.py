@@ -46,8 +46,8 @@ class MappedTransport(OneSidedTransport):
         self._publish()
 
     def allocate(self, memory: Memory, numel: int, dtype: torch.dtype, stream: Stream) -> torch.Tensor:
-        """Allocate shards in the arena, where others read them. Before one goes, when the model does, readers are told
-        to ask."""
+        """Allocate shards in the arena, where others read them.
+        Before one goes, when the model does, readers are told to ask."""
         if memory is not Memory.SHARD:
             return super().allocate(memory, numel, dtype, stream)
         return self._neighbours.allocate(numel, dtype, partial(self._state.close, _GONE))
@@ -89,8 +89,8 @@ class MappedTransport(OneSidedTransport):
 
     # ---- gradients
     def put(self, key: Key, parts: Mapping[int, Sequence[torch.Tensor]]) -> Work:
-        """Hand over parts as parcels to those who can map them: the parts have been copied then, and their memory is
-        free again."""
+        """Hand over parts as parcels to those who can map them:
+        the parts have been copied then, and their memory is free again."""
         far = {dst: pieces for dst, pieces in parts.items() if not self._hand_over(key, dst, pieces)}
         return super().put(key, far)
 

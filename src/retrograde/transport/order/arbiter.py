@@ -75,8 +75,8 @@ class Arbiter:
                 return self._decline(message.invitation)
 
     def _on_surprise(self, source: int, message: Surprise) -> list[Down]:
-        """Hear of a surprise: grant what all ranks want, and close the period if they want different things (Rules 4
-        and 5)."""
+        """Hear of a surprise:
+        grant what all ranks want, and close the period if they want different things (Rules 4 and 5)."""
         if self._closed:
             return []  # its Close is on its way
         self._fold.surprises[source] = message

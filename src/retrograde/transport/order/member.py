@@ -218,8 +218,9 @@ class OrderMember:
 
     # ---- growing W
     def _record(self, consumed: Consumed, role: Role, ahead: Role, ordinal: int = 0) -> Effects:
-        """Carry out what follows from W's growth. `role`: this rank's in the call of the entry itself; `ahead`: in
-        calls in advance."""
+        """The effects of W's growth.
+
+        `role`: this rank's role in the call of the entry itself; `ahead`: its role in calls in advance."""
         said: Effects = [Drop(call) for call in consumed.dropped]
         for call in consumed.issued:
             self._incomplete[call.number] = call.length
@@ -397,8 +398,8 @@ class OrderMember:
         self._incomplete.pop(number, None)
 
     def overdue(self, number: int) -> Effects:
-        """Nudge for a call that has been incomplete for too long, and for which the program waits, or could (Rule
-        6)."""
+        """Nudge for a call that has been incomplete for too long, and for which the program waits,
+        or could (Rule 6)."""
         length = self._incomplete.get(number, 0)
         if length <= self._nudged or self._phase in (MemberPhase.SETTLING, MemberPhase.FAILED):
             return []

@@ -70,8 +70,8 @@ class Participant:
         self.member.completed(call)
 
     def overdue(self, call: int) -> list[Effect]:
-        """Say that a call is incomplete after `Patience.nudge`: one for which the program waits, or on a device any
-        that was issued."""
+        """Say that a call is incomplete after `Patience.nudge`:
+        one for which the program waits, or on a device any that was issued."""
         return self._route(self.member.overdue(call))
 
     def alarms(self) -> list[Alarm]:

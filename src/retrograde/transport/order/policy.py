@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long ranks are waited for, in seconds. Too short costs one-sided transfers, never a wrong result; too long
-    costs time."""
+    """How long ranks are waited for, in seconds. Too short costs one-sided transfers, never a wrong result;
+    too long costs time."""
 
     starting: float = 180.0  # for a surprise in the first steps: ranks compile and open their data at their own pace
     surprise: float = 8.0  # for a surprise later on

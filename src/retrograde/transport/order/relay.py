@@ -120,8 +120,8 @@ class Relay:
 
     # ---- time
     def alarms(self) -> list[Alarm]:
-        """The alarm for a verdict that stays incomplete. Only inner nodes have one: what the only rank of a subtree
-        says is complete."""
+        """The alarm for a verdict that stays incomplete. Only inner nodes have one:
+        what the only rank of a subtree says is complete."""
         fold = self._fold
         heard = fold.surprises or fold.nudges or fold.arrivals
         if self._size == 1 or not heard:

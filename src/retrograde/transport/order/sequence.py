@@ -133,8 +133,8 @@ class AgreedSequence:
         return not isinstance(entry, Reduce)
 
     def forget_units(self, units: Iterable[int]) -> None:
-        """Take the wants of these units out of W's past: they are no longer agreed on. Called at a boundary, before it
-        is consumed."""
+        """Take the wants of these units out of W's past: they are no longer agreed on.
+        Called at a boundary, before it is consumed."""
         gone = frozenset(units)
 
         def is_unwanted(number: int) -> bool:
@@ -166,8 +166,8 @@ class AgreedSequence:
         return list(itertools.islice(gathers, first, depth))
 
     def fingerprint(self) -> int:
-        """A checksum of what must be the same on all ranks before the first call: the policy's numbers, and the
-        guess."""
+        """A checksum of what must be the same on all ranks before the first call:
+        the policy's numbers, and the guess."""
         numbers = [getattr(self._policy, each.name) for each in fields(self._policy) if each.name != "patience"]
         guess = [self._vocabulary.entry(number) for number in self._predictor.entries()]
         return zlib.crc32(msgspec.msgpack.encode([numbers, guess]))

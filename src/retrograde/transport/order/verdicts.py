@@ -92,8 +92,8 @@ def _each(choose: Callable[[int, int], int], one: Usage, other: Usage) -> Usage:
 
 
 def common_boundary(places: Iterable[MeetingPlace]) -> Boundary:
-    """The boundary of ranks that came to these places: a step only if all came for one. Else those who did come
-    again."""
+    """The boundary of ranks that came to these places: a step only if all came for one.
+    Else those who did come again."""
     return STEP if all(place.boundary == STEP for place in places) else SOFT_STEP
 
 
