@@ -221,7 +221,7 @@ class Coordinator:
 
     @contextlib.contextmanager
     def writing(self, what: str, unit: Unit, slot: int) -> Iterator[None]:
-        """Around an edit of a parameter's piece in place."""
+        """Guard an edit inside of a parameter's piece in place; pass a fence before it, if one is needed."""
         self._fence.refuse_capture("{}: a sharded parameter is written to", what)
         if self._fence.must_be_passed(unit, slot):
             self.pass_fence(what)
@@ -231,7 +231,7 @@ class Coordinator:
 
     @contextlib.contextmanager
     def editing(self, what: str, unit: Unit, slot: int) -> Iterator[None]:
-        """Around an edit of a parameter's full tensor."""
+        """Guard an edit inside of a parameter's full tensor, and write it back to the shard."""
         if not unit.valid:
             self._pager.open(unit)  # a tensor that was held while others changed
         with self.writing(what, unit, slot):

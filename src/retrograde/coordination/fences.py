@@ -89,7 +89,7 @@ class WriteFence:
 
     @contextlib.contextmanager
     def edit(self, unit: Unit, slot: int) -> Iterator[None]:
-        """Around an edit of a parameter in place."""
+        """Note an edit of a parameter in place, which is made inside."""
         piece = unit.pieces[slot]
         with self._lock:
             if self.phase is WritePhase.EDITED:

@@ -279,7 +279,7 @@ def _prepare_torch() -> None:
 
 
 def _connecting_time(timeout: float) -> float:
-    """For how long to wait for the other ranks. One with a mistake in `timeout` connects too, to tell them."""
+    """How long to wait for the other ranks. One with a mistake in `timeout` connects too, to tell them."""
     try:
         return seconds("timeout", timeout)
     except ShardingError:

@@ -36,7 +36,7 @@ class PendingGradients:
         return self._windows.admit(unit.index, self.waiting_bytes(unit), waiting)
 
     def waiting_bytes(self, unit: Unit) -> int:
-        """What a gradient of this unit takes while it waits."""
+        """How many bytes a gradient of this unit takes while it waits."""
         return unit.layout.padded_numel * self._policy.waiting(unit.layout.dtype).itemsize
 
     @property

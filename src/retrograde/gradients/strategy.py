@@ -116,7 +116,7 @@ class _Sending(NamedTuple):
 
 
 class OrderedSum:
-    """Implements `Strategy`. Holds at most one bucket whose sending is not done.
+    """Implements `Strategy`: owners add up in rank order. Holds at most one bucket whose sending is not done.
 
     What comes from a rank of this replica is its part of this rank's shard; what comes from another holder of the
     shard is the sum of that holder's replica. So both go by the same key."""

@@ -25,7 +25,7 @@ class ShardOwner(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """Where one rank stands. Ranks are numbered as the transport numbers them."""
+    """Where one rank stands among replicas and shards. Ranks are numbered as the transport numbers them."""
 
     rank: int
     rows: tuple[tuple[int, ...], ...]  # the ranks of each replica, by shard

@@ -41,7 +41,7 @@ def check_reduce(value: object) -> str:
 
 
 class Policy(NamedTuple):
-    """Stages 1, 2 and 3 differ in these two numbers and in nothing else.
+    """What the arguments of `shard()` come to. Stages 1, 2 and 3 differ in these two numbers and in nothing else.
 
     `resident`: bytes of pages that may stay beyond the page in use and the one being prefetched.
     `until_step`: an unreduced gradient waits for the step instead of being reduced in its backward.

@@ -40,10 +40,10 @@ class Coherence(Protocol):
         layout. This rank may do so alone."""
 
     def writing(self, what: str, unit: "Unit", slot: int) -> AbstractContextManager[None]:
-        """Around an edit of a parameter's piece in place: no other rank reads what it was before."""
+        """Guard an edit inside of a parameter's piece in place: no other rank reads what it was before."""
 
     def editing(self, what: str, unit: "Unit", slot: int) -> AbstractContextManager[None]:
-        """Around an edit of a parameter's full tensor, which shows the page as it is now:
+        """Guard an edit inside of a parameter's full tensor, which shows the page as it is now:
         no other rank reads what it was before."""
 
 
@@ -235,7 +235,7 @@ class Unit:
         self.page.note_edits()
 
     def editing(self, what: str, slot: int) -> AbstractContextManager[None]:
-        """Around an edit of a full tensor that is reported. Writes it back at the end."""
+        """Guard an edit inside of a full tensor, which is reported, and write it back at the end."""
         if slot in self.edited_alone:
             return contextlib.nullcontext()
         return self._coherence.editing(f"{what} on {self.layout.slots[slot].name}", self, slot)

@@ -37,7 +37,7 @@ logger = logging.getLogger("retrograde")
 
 
 class Leaver(Protocol):
-    """Connections to other ranks, seen from here."""
+    """Connections to other ranks, as far as leaving them is concerned."""
 
     rank: int
     process: int

@@ -255,7 +255,7 @@ class Tell(Record, frozen=True, tag="tell"):
 
 
 class Fail(Record, frozen=True, tag="fail"):
-    """This engine is of no further use."""
+    """This engine is of no further use, on any rank; `text` says why."""
 
     receiver: Count
     text: str

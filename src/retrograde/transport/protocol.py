@@ -44,7 +44,7 @@ class Memory(Enum):
 
 
 class Work(Protocol):
-    """Something under way."""
+    """Something that a transport has started, and that may be under way."""
 
     def wait(self, stream: Stream) -> None:
         """Make `stream` come after it: what is issued there from now on finds it done.

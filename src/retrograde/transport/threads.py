@@ -221,7 +221,9 @@ class _ToCome:
 
 
 class ThreadChannel:
-    """Implements `Channel`. What is sent is copied: stages of one process would otherwise share memory."""
+    """Implements `Channel` between threads.
+
+    What is sent is copied: stages of one process would otherwise share memory."""
 
     def __init__(self, mail: _Mail, rank: int, device: torch.device, patience: float) -> None:
         self._mail = mail

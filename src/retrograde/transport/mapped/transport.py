@@ -36,7 +36,9 @@ class _Look(Enum):
 
 
 class MappedTransport(OneSidedTransport):
-    """Implements `Transport`. What cannot be read or lent in place goes as it does over connections."""
+    """Implements `Transport` between processes of one host.
+
+    What cannot be read or lent in place goes as it does over connections."""
 
     def __init__(self, connections: Connections, neighbours: Neighbours, shards: ShardServer, timeout: float) -> None:
         self._neighbours = neighbours

@@ -34,7 +34,9 @@ from retrograde.transport.order.wants import SOFT_STEP, Boundary, HardStep
 
 
 class Arbiter:
-    """Grants, closes, lets ranks go. `hear` and `timeout` return what is to be said to all ranks."""
+    """Decides for all ranks: grants wants, closes periods, lets ranks go.
+
+    `hear` and `timeout` return what is to be said to all ranks."""
 
     def __init__(self, world: int, policy: OrderPolicy) -> None:
         self._world = world

@@ -29,7 +29,9 @@ from retrograde.transport.order.verdicts import Fold
 
 
 class Relay:
-    """Folds what comes up. `hear` and `timeout` return what is to be said to the rank above."""
+    """Folds what the ranks at and below this one say.
+
+    `hear` and `timeout` return what is to be said to the rank above."""
 
     def __init__(self, size: int, policy: OrderPolicy) -> None:
         """`size`: how many ranks are at and below this one."""

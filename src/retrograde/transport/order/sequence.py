@@ -40,7 +40,7 @@ class Consumed(NamedTuple):
 
 
 class Vocabulary:
-    """Numbers for entries. A want gets one when it is first guessed or granted, so it is the same on all ranks."""
+    """Gives numbers to entries. A want gets one when it is first guessed or granted, so it is the same on all ranks."""
 
     def __init__(self) -> None:
         self._numbers: dict[SequenceEntry, int] = {}
