@@ -66,7 +66,7 @@ class Coordinator:
 
     # ---- meetings
     def values(self, label: str, value: Callable[[], V]) -> list[V]:
-        """Everybody's value, by rank. Asked for anew if a flush changed gradients while this rank waited."""
+        """Every rank's value, by rank. A rank computes its value anew if a flush changed gradients while it waited."""
         return [position.value for position in self.attend(Reason.VALUE, label, value)]  # type: ignore[misc]
 
     def shard_values(self, label: str, value: Callable[[], V]) -> list[V]:
@@ -75,7 +75,8 @@ class Coordinator:
         return [everybody[rank] for rank in self._grid.owners]
 
     def tensors(self, label: str, value: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-        """The same of tensors that have one form on all ranks. Those of a device do not pass through the host."""
+        """The tensors of the ranks that hold this rank's model together, by shard. They have one form on all ranks, and
+        those of a device do not pass through the host."""
         mine: list[torch.Tensor] = []
         gathered: list[torch.Tensor] = []
 
@@ -99,7 +100,7 @@ class Coordinator:
         value: Callable[[], Value] = lambda: None,
         then: Callable[[Sequence[Position]], None] = lambda positions: None,
     ) -> list[Position]:
-        """Meet for `reason`, and for what others came for before it; returns the positions of the last meeting.
+        """Meet for `reason`, and before that for what others came for. Returns the positions of the last meeting.
 
         `then`: what all ranks do next, before any goes on."""
         flow = self._flow
@@ -130,8 +131,8 @@ class Coordinator:
                 return positions
 
     def _conclude(self, first: Reason, positions: list[Position]) -> set[Reason]:
-        """Do what the most urgent reason asks of every rank; returns for what this meeting was enough. What was sent in
-        backwards has been added up before."""
+        """Do what the most urgent reason asks of every rank, and return the reasons that this meeting has settled. What
+        was sent in backwards has been added up before."""
         pending = {rank: position.pending for rank, position in enumerate(positions)}
         concluded = {first}
         match first:
@@ -151,7 +152,7 @@ class Coordinator:
 
     # ---- gradients
     def flush_pending_gradients(self, why: str) -> None:
-        """`.grad` shows what torch would: gradients still pending are reduced first."""
+        """Reduce gradients that are still pending, so that `.grad` shows what torch would."""
         self._flow.recover()
         if current_backward() != NO_BACKWARD:
             return
@@ -160,8 +161,8 @@ class Coordinator:
             self.attend(Reason.FLUSH, why)
 
     def end_window(self, why: str) -> None:
-        """All ranks come by here: what waited in the window is reduced. A rank that has nothing of it takes part now,
-        or if what waits goes by calls, at its next meeting."""
+        """Reduce what waited in a window that ends; all ranks come by here. A rank that has nothing of it takes part
+        now, or if what waits goes by calls, at its next meeting."""
         self._flow.recover()
         if self._flow.sends_pending:
             self.flush_pending_gradients(why)
@@ -169,15 +170,15 @@ class Coordinator:
             self.attend(Reason.FLUSH, why)
 
     def catch_up_on_gradients(self, why: str) -> None:
-        """Before something is computed from gradients, or written to `.grad`: those of ranks that did more backwards
-        come before it (Rule 1)."""
+        """Meet before something is computed from gradients or written to `.grad`, if gradients have come: the backwards
+        of ranks that did more come before it (Rule 1)."""
         self._flow.recover()
         if self._flow.fresh and current_backward() == NO_BACKWARD:
             self.attend(Reason.VALUE, why)
 
     def wait_for_gradients(self, why: str) -> None:
-        """This rank is about to use gradients and has none: what waits here is reduced, or if nothing does, the others'
-        backwards, up to the same place, come first."""
+        """Wait for gradients that this rank is about to use and does not have: reduce what waits here, or if nothing
+        does, let the others' backwards up to the same place come first."""
         self._flow.recover()
         if self._flow.waits:
             self.flush_pending_gradients(why)
@@ -185,7 +186,7 @@ class Coordinator:
             self.attend(Reason.FLUSH, why)
 
     def give_out_gradients(self, why: str) -> None:
-        """A piece of `.grad` is about to be given out as a plain tensor: it is complete."""
+        """Complete `.grad` before a piece of it is given out as a plain tensor."""
         if self._flow.comes_later:
             self.catch_up_on_gradients(why)
 
@@ -205,7 +206,7 @@ class Coordinator:
         return self._read(MASTERS + unit.index, unit, flat)
 
     def _come_to_rest(self) -> None:
-        """Reading ends a step, in whose hooks it may be done."""
+        """End a step in whose hooks this rank reads, since reading ends it, and let waiting readers look again."""
         if self._fence.phase is WritePhase.STEPPED:
             self._fence.come_to_rest()
         self._transport.shards_changed()
@@ -220,7 +221,7 @@ class Coordinator:
 
     @contextlib.contextmanager
     def writing(self, what: str, unit: Unit, slot: int) -> Iterator[None]:
-        """Around an edit of a parameter's piece in place."""
+        """Guard an edit inside of a parameter's piece in place; pass a fence before it, if one is needed."""
         self._fence.refuse_capture("{}: a sharded parameter is written to", what)
         if self._fence.must_be_passed(unit, slot):
             self.pass_fence(what)
@@ -230,7 +231,7 @@ class Coordinator:
 
     @contextlib.contextmanager
     def editing(self, what: str, unit: Unit, slot: int) -> Iterator[None]:
-        """Around an edit of a parameter's full tensor."""
+        """Guard an edit inside of a parameter's full tensor, and write it back to the shard."""
         if not unit.valid:
             self._pager.open(unit)  # a tensor that was held while others changed
         with self.writing(what, unit, slot):
@@ -238,12 +239,12 @@ class Coordinator:
             unit.write_back(slot)
 
     def expose(self) -> None:
-        """This rank's shards are about to be given out as plain tensors, whose edits nobody reports."""
+        """Note that this rank's shards are about to be given out as plain tensors, whose edits nobody reports."""
         self._fence.expose()
         self._transport.shards_changed()
 
     def pass_fence(self, what: str) -> None:
-        """Before an edit of the weights in place: every rank has read all it wanted."""
+        """Pass a fence before the weights are edited in place: there every rank has read all it wanted."""
         self._pager.quiesce()
         self.attend(Reason.FENCE, what)
 
@@ -262,7 +263,8 @@ class Coordinator:
         self._pager.release()
 
     def serve_during_step(self) -> None:
-        """The step that began reads other ranks' weights and gradients while it writes (fences.py, Rule 2)."""
+        """Serve other ranks during the step that began: it reads their weights and gradients while it writes
+        (fences.py, Rule 2)."""
         self._fence.serve_during_step()
         self._transport.shards_changed()
 
@@ -274,7 +276,7 @@ class Coordinator:
 
 
 def _require_one_form(transport: Transport, label: str, forms: Sequence[Value]) -> None:
-    """Of the tensors that are about to be gathered."""
+    """Fail unless the tensors that are about to be gathered have one shape and one dtype on all ranks."""
     if any(form != forms[0] for form in forms):
         found = "; ".join(f"rank {rank}: {form}" for rank, form in enumerate(forms))
         transport.fail(f"rank {transport.rank}: {label}: ranks have tensors of other shapes or dtypes ({found})")

@@ -58,14 +58,14 @@ class WriteFence:
         self.phase = WritePhase.READ
         self._units: list[Unit] = []
         self._began = 0  # the clock when the last step began
-        self._stepped = 0  # the same of the last one that has ended
-        self._exposed = False  # has somebody pieces of them, to write to whenever he likes?
+        self._stepped = 0  # the clock when the last step that has ended began
+        self._exposed = False  # has the user pieces of the shards as plain tensors, to write to at any time?
         self._streams = streams
         self._written: Event = HAPPENED  # after the last write that this rank knows of
         self._lock = threading.RLock()
 
     def add(self, unit: Unit) -> None:
-        """Its shard may be asked for from now on."""
+        """Take in a unit, for whose shard other ranks may ask from now on."""
         with self._lock:
             self._units.append(unit)
             self._make_sources()
@@ -76,28 +76,28 @@ class WriteFence:
         self._streams.refuse_capture(what, *names)
 
     def stamp(self, unit: Unit) -> Stamp:
-        """Which state of the other ranks' shards goes with this rank's own."""
+        """The state of the other ranks' shards that goes with this rank's own."""
         return Stamp(self.clock, unit.edits.made, unit.version - unit.version_at_rest, self._stepped)
 
     def is_at_rest(self, stamp: Stamp) -> bool:
-        """Is what this rank sees, and names so, the shards as the last step left them?"""
+        """Is the state that this rank sees, as its stamp names it, that in which the last step left the shards?"""
         return self.phase is WritePhase.READ and not stamp.edits and not stamp.stray
 
     def must_be_passed(self, unit: Unit, slot: int) -> bool:
-        """Before an edit of this parameter?"""
+        """Must a fence be passed before this parameter is edited?"""
         return self.phase is WritePhase.READ or unit.edits.has(slot)
 
     @contextlib.contextmanager
     def edit(self, unit: Unit, slot: int) -> Iterator[None]:
-        """Around an edit of a parameter in place."""
+        """Note an edit of a parameter in place, which is made inside."""
         piece = unit.pieces[slot]
         with self._lock:
             if self.phase is WritePhase.EDITED:
                 current = self._streams.current()
                 unit.edits.begin(slot, piece)
-                self._written = current.record()  # what undoes it is there
-                current.wait(self._streams.serving.record())  # what others read of it has been read
-        self._streams.crossing.wait_for_copies()  # what was sent of it to the device has left
+                self._written = current.record()  # after the copy that can undo the edit
+                current.wait(self._streams.serving.record())  # other ranks' reads of the piece come first
+        self._streams.crossing.wait_for_copies()  # those of the piece to the device must be done
         version = version_of(piece)
         try:
             yield
@@ -108,10 +108,10 @@ class WriteFence:
         with self._lock:
             self._written = self._streams.current().record()
             unit.edits.end()
-            unit.version_at_rest += version_of(piece) - version  # it was reported
+            unit.version_at_rest += version_of(piece) - version  # the edit was reported: it is not stray
 
     def advance(self, phase: WritePhase) -> None:
-        """All ranks have passed a fence, and may write from now on, whatever each came for."""
+        """Pass a fence together with all ranks: they may write from now on, whatever each came for."""
         self._streams.crossing.wait_for_copies()
         with self._lock:
             self.clock += 1
@@ -125,24 +125,25 @@ class WriteFence:
             self._enter(phase)
 
     def expose(self) -> None:
-        """A piece is given out as a plain tensor: from now on readers ask (Rule 4)."""
+        """Note that a piece is given out as a plain tensor: from now on readers have to ask (Rule 4)."""
         self._exposed = True
         self._streams.crossing.wait_at_once()
 
     def serve_during_step(self) -> None:
-        """This step is a row of edits, with reads among them: it has passed the fence that they need."""
+        """Serve other ranks during this step:
+        it is a row of edits with reads among them, and has passed the fence they need."""
         with self._lock:
             self._enter(WritePhase.EDITED)
 
     def come_to_rest(self) -> None:
-        """The step has ended; or, in a hook after a step, once more: it has read the new weights."""
+        """End a step, so that the shards are at rest. A hook after the step that reads the new weights ends it, too."""
         with self._lock:
             self._stepped = self._began
             self._make_sources()
             self._enter(WritePhase.READ)
 
     def _make_sources(self) -> None:
-        """Other ranks read them where they lie (pages/source.py, Rule 1)."""
+        """Make every unit's source, which other ranks read where it lies (pages/source.py, Rule 1)."""
         for unit in self._units:
             _ = unit.source
 
@@ -166,7 +167,7 @@ class WriteFence:
         return self._units[number % MASTERS].shard.numel()
 
     def shard_to_gather(self, number: int) -> torch.Tensor:
-        """A unit's source as the last step left it. Between an edit and the next step nobody wants it."""
+        """A unit's source as the last step left it, for a gather. Between an edit and the next step no rank gathers."""
         unit = self._units[number]
         serving = self._streams.serving
         with self._lock:
@@ -184,7 +185,8 @@ class WriteFence:
             return made
 
     def shard_for(self, number: int, stamp: Stamp) -> torch.Tensor | str:
-        """A unit's source, or its masters, as the reader needs it, else why it is not to be had (yet)."""
+        """A unit's source, or its masters, in the state that the reader needs;
+        else a text that says why it is not to be had (yet)."""
         of_masters, index = divmod(number, MASTERS)
         serving = self._streams.serving
         with self._lock:

@@ -1,4 +1,4 @@
-"""Meetings: noted for people, in the ledger and in profiles; and tensors that ranks bring to one."""
+"""The meetings of an engine, recorded in the ledger and in profiles, and the tensors that ranks bring to one."""
 
 from collections.abc import Callable
 
@@ -30,11 +30,12 @@ class Meetings:
             return self._transport.meet(position, anew)
 
     def brings_by_call(self, tensor: torch.Tensor) -> bool:
-        """Does it go beside the meeting? In a message the host would have to wait for a device."""
+        """Does the tensor go by a call beside the meeting? In a message the host would have to wait for a device."""
         return self._ordered is not None and not self._streams.on_host and tensor.device == self._streams.device
 
     def gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        """At a meeting: the tensors of the ranks that hold this rank's model together, all of one form, by shard."""
+        """At a meeting, gather the tensors of the ranks that hold this rank's model together,
+        all of one form, by shard."""
         assert self._ordered is not None, "tensors go with the meeting's messages"
         current = self._streams.current()
         flat = mine.reshape(-1)

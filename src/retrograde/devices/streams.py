@@ -63,21 +63,22 @@ class Stream:
         pass
 
     def has_passed(self, event: Event) -> bool:
-        """Has what was recorded here happened? The host does not wait."""
+        """Has this event happened, which was recorded here? The host does not wait."""
         return True
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return host_empty(numel, dtype)
 
     def hold(self, tensor: torch.Tensor) -> None:
-        """Memory of another stream: who lets go of it need not wait for what has been issued here until then."""
+        """Hold memory of another stream:
+        whoever lets go of it need not wait for what has been issued here until then."""
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor where the host can read it, with what was issued here before. The host waits for that."""
         return tensor
 
     def finish(self) -> None:
-        """The host waits for what was issued here before."""
+        """Make the host wait for what was issued here before."""
 
     @property
     def capturing(self) -> bool:
@@ -86,7 +87,8 @@ class Stream:
 
 
 class Crossing:
-    """The copies of one model. Where everything is in the host's memory there are none."""
+    """The copies of one model between the host's memory and a device's.
+    Where everything is in the host's memory there are none."""
 
     def __init__(self, returning: Stream) -> None:
         self.returning = returning
@@ -99,13 +101,13 @@ class Crossing:
         return torch.empty(numel, dtype=dtype, device=HOST, pin_memory=True)
 
     def note(self, stream: Stream) -> None:
-        """What was issued there last reads or writes the host's memory."""
+        """Note that what was issued there last reads or writes the host's memory."""
         self._noted[stream] = stream.record()
         if self._at_once:
             self.wait_for_copies()
 
     def wait_for_copies(self) -> None:
-        """The host waits for what has been noted (Rule 2)."""
+        """Make the host wait for what has been noted (Rule 2)."""
         if not self._noted:
             return
         noted, self._noted = self._noted, {}
@@ -115,12 +117,13 @@ class Crossing:
         self.returning.finish()
 
     def await_returned(self) -> None:
-        """The same where the host only touches what comes to it, if something is coming."""
+        """Make the host wait for what has been noted (Rule 2) if it is about to touch only what comes to it, and
+        something is coming."""
         if self.returning in self._noted:
             self.wait_for_copies()
 
     def wait_at_once(self) -> None:
-        """From now on copies are waited for at once (Rule 4)."""
+        """Wait for each copy at once from now on (Rule 4)."""
         self._at_once = True
         self.wait_for_copies()
 
@@ -140,9 +143,9 @@ class Streams:
         returning: Stream | None = None,
         overlap: bool = True,
     ) -> None:
-        """`returning`: on which copies to the host go, where there is a device. `overlap`: may what we issue run beside
-        what the user does? If not, ours are the user's own, and calls in the order of collectives, on streams of their
-        process group, are waited for as soon as they have been issued."""
+        """`returning`: the stream on which copies to the host go, where there is a device. `overlap`: may what we issue
+        run beside what the user does? If not, ours are the user's own, and calls in the order of collectives, on
+        streams of their process group, are waited for as soon as they have been issued."""
         self.device = device
         self.on_host = device.type == "cpu"
         self.overlap = overlap
@@ -153,8 +156,9 @@ class Streams:
         self.crossing = Crossing(returning or Stream())
 
     def refuse_capture(self, what: str, *names: str) -> None:
-        """A graph has the kernels of one stream, and addresses of memory. Which page is fetched when, on which stream,
-        who meets whom: all that is decided by the host, and would not be played again.
+        """Refuse to go on while a graph is captured. A graph has the kernels of one stream, and addresses of memory.
+        Which page is fetched when, on which stream, who meets whom: all that is decided by the host, and would not be
+        played again.
 
         `names` take the places `{}` in `what`, when it raises: this is asked all the time, and almost never raises."""
         if self.current().capturing:
@@ -257,6 +261,6 @@ def device_of(tensors: Iterable[torch.Tensor], otherwise: torch.device = HOST) -
 
 
 def can_compute(device: torch.device) -> bool:
-    """Is it the host, or this process's kind of accelerator?"""
+    """Is this device the host, or of this process's kind of accelerator?"""
     accelerator = torch.accelerator.current_accelerator()
     return device.type == "cpu" or (accelerator is not None and accelerator.type == device.type)

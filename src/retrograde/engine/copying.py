@@ -24,8 +24,9 @@ def copied(
     precision: Precision,
     shard: Callable[[nn.Module, Mapping[int, ShardedParameter]], object],
 ) -> nn.Module:
-    """`shard(copy, sources)` makes the copy a sharded model. `sources`: by the identity of a parameter on the meta
-    device, the one whose value it gets."""
+    """Copy a sharded model. `shard(copy, sources)` makes the copy, which is on the meta device, a sharded model, too.
+
+    `sources`: by the identity of a parameter on the meta device, the one whose value it gets."""
     sources: dict[int, ShardedParameter] = {}
     stand_ins = []  # alive, so that their identities are theirs alone
     for leaf in model.parameters():
@@ -45,7 +46,7 @@ def copied(
 
 @contextlib.contextmanager
 def _of_the_users_classes(model: nn.Module) -> Iterator[None]:
-    """For a while modules are of the classes they had before they were sharded."""
+    """For a while, let modules be of the classes they had before they were sharded."""
     classes = {module: type(module) for module in model.modules()}
     try:
         for module, cls in classes.items():

@@ -19,12 +19,13 @@ from retrograde.torch_internals import before_ddp_and_fsdp, data_parallel_classe
 
 
 def refuse_ddp_and_fsdp() -> None:
-    """Make their constructors look for sharded parameters. Called by every `shard()`; patches each class once."""
+    """Make the constructors of DDP and FSDP look for sharded parameters.
+    Called by every `shard()`; patches each class once."""
     before_ddp_and_fsdp(_of_module, _of_param)
 
 
 def check_unwrapped(model: nn.Module) -> None:
-    """The other way round: `shard()` of a model that DDP or FSDP has already."""
+    """Refuse a model for `shard()` of which DDP or FSDP has any part already."""
     wrappers = data_parallel_classes()
     for name, module in model.named_modules():
         if isinstance(module, wrappers):
@@ -37,7 +38,7 @@ def check_unwrapped(model: nn.Module) -> None:
 
 
 def check_no_dtensors(model: nn.Module) -> None:
-    """Of fully_shard() or of tensor parallelism (docs/design/tensor_parallel.md)."""
+    """Refuse parameters of fully_shard() or of tensor parallelism (docs/design/tensor_parallel.md)."""
     for path, module in model.named_modules():
         for name, param in module.named_parameters(recurse=False):
             if is_dtensor(param):

@@ -64,7 +64,8 @@ def _strategy(transport: EngineTransport, grid: Grid, policy: Policy, buckets: B
 
 
 class Engine:
-    """Made by `shard()`. The model's modules hold it, so it lives as long as the model."""
+    """The parts of one sharded model, made by `shard()`.
+    The model's modules hold it, so it lives as long as the model."""
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class Engine:
         enlist_added: Callable[["Engine"], None],
         copy_model: Callable[[dict[int, Any]], nn.Module],
     ) -> None:
-        """The only place that knows which class stands behind which door."""
+        """Wire the parts together. Only this place knows which class stands behind which door."""
         self.model = model
         self.grow = growth(lambda: enlist_added(self))  # shards parameters that have joined the model meanwhile
         self.copy_model = copy_model
@@ -108,7 +109,7 @@ class Engine:
         self._owners: list[Owner] = []
 
     def enlist(self, made: Sequence[UnitMemory]) -> None:
-        """These have their values: make units of them, with a graph, and make their parameters leaves of it."""
+        """Make units of memory that has its values, with a graph, and make their parameters leaves of it."""
         for memory in made:
             self._enlist(memory)
         sizes = sorted((unit.layout.page_bytes for unit in self.units), reverse=True)
@@ -141,7 +142,7 @@ class Engine:
         self._fence.add(unit)
 
     def cast_around(self, module: nn.Module) -> CastAround | None:
-        """In which dtypes this module takes its arguments and gives its results, if that is not its own affair."""
+        """The dtypes in which this module takes its arguments and gives its results; None if that is its own affair."""
         return cast_around(module, module is self.model, self.policy.precision)
 
     # ---- users
@@ -192,7 +193,7 @@ class Engine:
 
         With `write=True` edits in place are allowed, and every rank makes the same ones. With `writer` the edits of
         that rank count alone, and all ranks have them at the end: it is for all ranks together, at both ends.
-        `leaves=True`, as is so with `writer`: `p` itself is its full tensor, of which a rank may ask anything alone."""
+        `leaves=True`, which `writer` implies: `p` itself is its full tensor, of which a rank may ask anything alone."""
         write = flag("full_params(write)", write) or writer is not None
         leaves = flag("full_params(leaves)", leaves) or writer is not None
         if writer is not None and whole_number("full_params(writer)", writer, 0, _A_RANK) >= self.grid.world:
@@ -214,7 +215,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _leaves_whole(self, held: Collection[str]) -> Iterator[None]:
-        before = {unit: unit.whole_leaves for unit in self.units}  # these nest
+        before = {unit: unit.whole_leaves for unit in self.units}  # such spans nest
         for unit in before:
             unit.whole_leaves = unit.whole_leaves | unit.layout.slots_named(held)
         try:
@@ -225,9 +226,10 @@ class Engine:
 
     @contextlib.contextmanager
     def _edited_by(self, writer: int, held: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Edits of these inside are nobody's affair; at the end all ranks make one edit of each: the writer's values.
+        """Let each rank edit these full tensors alone. At the end all ranks make one edit of each, with the writer's
+        values.
 
-        Those made before the body raises count, as they do in torch."""
+        Edits that were made before the body raises count, as they do in torch."""
         for unit in self.units:
             unit.write_back_edits()
         self.coordinator.values("full_params(writer=...) begins", lambda: None)  # all have read what they hold
@@ -242,7 +244,7 @@ class Engine:
                 tensor.copy_(self._from_rank(writer, f"full_params(writer={writer}): {name}", tensor))
 
     def _from_rank(self, rank: int, label: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor that one rank has, on all of them."""
+        """Bring the tensor of one rank to all ranks."""
         everybody = self.coordinator.values(label, lambda: tensor.detach().clone() if rank == self.grid.rank else None)
         return cast(torch.Tensor, everybody[rank])
 

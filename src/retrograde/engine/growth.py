@@ -30,7 +30,7 @@ def _start_counting() -> None:
 
 
 def growth(enlist: Callable[[], None]) -> Callable[[], None]:
-    """What it returns calls `enlist` if modules have changed since it was last called."""
+    """A function that calls `enlist` if modules have changed since it was last called."""
     _start_counting()
     seen = list(_changes)
 

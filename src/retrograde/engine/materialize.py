@@ -57,7 +57,7 @@ def materialize(model: nn.Module, device: torch.device, move_in: MoveIn, init: I
 
 
 def _bring_buffers(model: nn.Module, device: torch.device) -> None:
-    """Those that are real already, as tables of angles may be, go where the parameters will be."""
+    """Move buffers that are real already, as tables of angles may be, to where the parameters will be."""
     moved: dict[int, torch.Tensor] = {}  # several modules may have one
     for module in model.modules():
         for key, buffer in own_buffers(module).items():
@@ -80,7 +80,7 @@ class _Given:
         return id(param) in self._shapes
 
     def all_of(self, module: nn.Module) -> bool:
-        """Nothing that was real before is in it, or in what it contains."""
+        """Has this module, with what it contains, parameters, and did all of them begin on the meta device?"""
         params = list(module.parameters())
         return bool(params) and all(map(self.here, params))
 
@@ -89,7 +89,7 @@ class _Given:
 
     @contextmanager
     def shown_below(self, module: nn.Module) -> Iterator[None]:
-        """While a module is reset, parameters of those in it are whole when it looks."""
+        """While a module is reset, show it the parameters of those in it whole when it looks."""
         tables = [own_parameters(each) for each in module.modules() if each is not module]
         below = [(table, key, p) for table in tables for key, p in table.items() if p is not None and self.here(p)]
         shown = [
@@ -116,7 +116,7 @@ class _Given:
         return self._whole
 
     def _settle(self) -> None:
-        """It has been looked at: if it was set, this rank's part is what it became."""
+        """Let go of a parameter that has been looked at: if it was set, this rank's part is what it became."""
         whole, self._whole = self._whole, None
         if whole is None or not whole.used:
             return
@@ -143,7 +143,7 @@ class _Whole:
 
 
 class _Below(nn.Parameter):
-    """In the place of a parameter: every function gets the whole, whose elements are nan until they are set."""
+    """Stands for a parameter: every function gets the whole, whose elements are nan until they are set."""
 
     _whole: Callable[[], _Whole]
 
@@ -165,7 +165,8 @@ class _Below(nn.Parameter):
 
 
 def check_resettable(model: nn.Module, elsewhere: Collection[int], init: Initializer | None = None) -> None:
-    """Refuse before anything is changed. `elsewhere`: the identities of parameters that get their values there."""
+    """Refuse modules that cannot be reset, before anything is changed. `elsewhere`: the identities of parameters that
+    get their values from elsewhere."""
     for name, module in model.named_modules():
         own = [param for param in own_parameters(module).values() if param is not None and _is_meta(param)]
         buffers = [buffer for buffer in own_buffers(module).values() if buffer is not None and _is_meta(buffer)]
@@ -179,7 +180,7 @@ def check_resettable(model: nn.Module, elsewhere: Collection[int], init: Initial
 
 
 def _undefined(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """What nobody sets is seen: it is no number, where the dtype has that."""
+    """Make a tensor in which what nobody sets is seen: its elements are nan, where the dtype has that, else 0."""
     made = torch.empty_like(like, device=device)
     return made.fill_(math.nan) if _can_be_nan(made) else made.zero_()
 

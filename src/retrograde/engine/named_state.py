@@ -19,7 +19,7 @@ StateByName = dict[str, Any]
 
 
 def names_of(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Each parameter's first name."""
+    """Each parameter with its first name."""
     return {param: name for name, param in model.named_parameters()}
 
 
@@ -38,7 +38,7 @@ def numbered_names(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> l
 
 
 def named_state(optimizers: Sequence[Optimizer], names: Mapping[nn.Parameter, str]) -> StateByName:
-    """The state of several optimizers, each with parameters of its own, in one."""
+    """The state of several optimizers, each with parameters of its own, as one."""
     state: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     for optimizer in optimizers:
@@ -73,7 +73,7 @@ def numbered_state(named: StateByName, optimizer: Optimizer, names: Mapping[nn.P
 def _options_for(
     mine: Sequence[str], group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]
 ) -> Mapping[str, Any]:
-    """Learning rate and the like: of the saved group that has these parameters."""
+    """The options of a group, learning rate and the like, from the saved group that has these parameters."""
     group_of = {name: number for number, each in enumerate(saved) for name in each["params"]}
     found = {group_of[name]: name for name in reversed(mine) if name in group_of}
     if not found:

@@ -18,7 +18,7 @@ from retrograde.torch_internals import before_parametrizing
 
 @functools.cache
 def refuse_parametrizations() -> None:
-    """Wrap the class's constructor, once for the process."""
+    """Wrap the constructor of torch's class for parametrizations, once for the process."""
 
     def refuse(parametrized: Any) -> None:
         leaf = parametrized.leaf if isinstance(parametrized, FullTensor) else None

@@ -126,14 +126,14 @@ class Options(NamedTuple):
 
     @property
     def overlaps(self) -> bool:
-        """A mistake in the argument is told when all can be told (`policy`)."""
+        """May streams overlap? A mistake in the argument is told when all can be told (`policy`)."""
         try:
             return flag("overlap", self.overlap)
         except ShardingError:
             return True
 
     def by_collectives(self, ranks: ProcessRanks, streams: Streams) -> bool:
-        """What "auto" comes to."""
+        """Are collectives to be used? This says what "auto" comes to."""
         wanted = self.asks_backend or ranks.should_call(streams)
         return self.transport == "collective" or (self.transport == "auto" and wanted)
 
@@ -203,7 +203,7 @@ def shard_over(
 
 
 class _Start(NamedTuple):
-    """Ranks that have yet to agree on how to shard: what they do that over, and what makes the engine's own transport
+    """What ranks have before they agree on how to shard: a transport to agree over, and what makes the engine's own one
     of it. `open` gets the ranks of each replica, by shard."""
 
     transport: Transport
@@ -211,7 +211,7 @@ class _Start(NamedTuple):
 
 
 def _start(ranks: Ranks, fence: WriteFence, streams: Streams, options: Options) -> _Start:
-    """A mistake in the argument is told when all can be told."""
+    """Make the transport to agree over. A mistake in an argument is told when all can be told."""
     if isinstance(ranks, ProcessRanks) and options.by_collectives(ranks, streams):
         start = ranks.collective_start(fence, streams, WAIT_FOR_ARGUMENTS)
         return _Start(start.aside, start.open)
@@ -220,7 +220,8 @@ def _start(ranks: Ranks, fence: WriteFence, streams: Streams, options: Options) 
 
 
 def _device_of(model: nn.Module, home: torch.device) -> torch.device:
-    """Where its parameters are. What is no model, or is where nothing can be computed, is told when all can be told."""
+    """The device of the model's parameters.
+    What is no model, or is where nothing can be computed, is told when all can be told."""
     device = device_of(model.parameters(), home) if isinstance(model, nn.Module) else HOST
     return device if can_compute(device) else HOST
 
@@ -232,12 +233,13 @@ def _finding(model: nn.Module, options: Options, policy: Policy, grid: Grid) -> 
 
 
 def _find(loads: Loads, *args: Any, **kwargs: Any) -> list[UnitSpec]:
-    """`find_units` with owners, who are balanced over all that was found so far."""
+    """Find units, and choose owners, who are balanced over all that was found so far."""
     return loads.assign(find_units(*args, **kwargs))
 
 
 def _for_copies(options: Options, model: nn.Module) -> Options:
-    """What was said of this model's own parameters and modules, by names, which a copy of it has too."""
+    """The options for a copy of this model:
+    what they say of its own parameters and modules they say by names, which the copy has too."""
     whole = options.whole
     by_rule = whole is None or isinstance(whole, str) or (callable(whole) and not isinstance(whole, nn.Module))
     return options if by_rule else options._replace(whole=whole_names(model, whole))
@@ -267,7 +269,7 @@ def _units_of(model: nn.Module, find: FindUnits, device: torch.device) -> list[U
 
 
 def _prepare_torch() -> None:
-    """What torch does with sharded parameters elsewhere: once for the process, of which ranks may be threads."""
+    """Prepare torch's own functions for sharded parameters, once for the process, of which ranks may be threads."""
     with _preparing:
         watch_updates()
         watch_states()
@@ -277,7 +279,7 @@ def _prepare_torch() -> None:
 
 
 def _connecting_time(timeout: float) -> float:
-    """For how long to wait for the other ranks. One with a mistake in `timeout` connects too, to tell them."""
+    """How long to wait for the other ranks. One with a mistake in `timeout` connects too, to tell them."""
     try:
         return seconds("timeout", timeout)
     except ShardingError:
@@ -285,7 +287,7 @@ def _connecting_time(timeout: float) -> float:
 
 
 def _grow(engine: Engine, added: list[UnitSpec], init: Initializer | None) -> None:
-    """Nothing of the model is touched before all ranks agree that they may."""
+    """Shard parameters that were added. Nothing of the model is touched before all ranks agree that they may."""
     if added:
         check_resettable(engine.model, (), init)
         told = engine.coordinator.values("shard()", lambda: _description(added, ()))
@@ -316,7 +318,7 @@ def _enlist(
 
 
 def _make_same_values(engine: Engine, specs: list[UnitSpec], with_buffers: bool) -> None:
-    """Buffers at first only: statistics are each rank's own later."""
+    """Give all ranks rank 0's values. Buffers take part at first only: statistics are each rank's own later."""
     tensors: list[torch.Tensor] = [param for spec in specs for _, param in spec.params]
     if with_buffers:
         tensors += engine.model.buffers()
@@ -326,14 +328,14 @@ def _make_same_values(engine: Engine, specs: list[UnitSpec], with_buffers: bool)
 
 
 def _make_same_replicas(engine: Engine, made: Sequence[UnitMemory]) -> None:
-    """Values that each rank has drawn itself: replicas take those of the first, whatever their seeds are."""
+    """Where each rank has drawn values itself, let replicas take those of the first one, whatever their seeds are."""
     if engine.grid.replicas > 1 and made:
         shards = [unit.shard(engine.grid.shard) for unit in made]
         make_same(shards, engine.coordinator, engine.transport.rank, engine.grid.first_holder)
 
 
 def _added(model: nn.Module, find: FindUnits, device: torch.device) -> list[UnitSpec]:
-    """Parameters that came after `shard()` (LoRA adapters, a new head)."""
+    """Find units of the parameters that came after `shard()` (LoRA adapters, a new head)."""
     check_no_dtensors(model)
     fresh = find(wanted=lambda param: not isinstance(param, ShardedParameter))
     _check_plain(fresh, device)
@@ -356,7 +358,7 @@ def _group(process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> 
 
 
 def _check_sums(options: Options, ranks: Ranks) -> None:
-    """Can there be collectives, and can the backend add up, if they are asked for?"""
+    """Refuse collectives, and sums by the backend, if they are asked for where they cannot be."""
     if (options.asks_backend or options.transport == "collective") and not isinstance(ranks, ProcessRanks):
         raise ShardingError(
             f"exact=False and transport='collective' cannot be used over {type(ranks).__name__}: collectives are "
@@ -407,7 +409,7 @@ def _description(specs: list[UnitSpec], arguments: Sequence[Said]) -> list[list[
 
 
 def _check_same(rank: int, told: list[list[list[str]]]) -> None:
-    """All ranks must shard the same model in the same way; say what differs, by name."""
+    """Fail unless all ranks shard the same model in the same way; say what differs, by name."""
     if text := differences([list(map(Said, theirs[0], theirs[1])) for theirs in told]):
         raise ShardingError(f"rank {rank}: shard() has different arguments: {text}; give the same on every rank")
     everybody = [theirs[2] for theirs in told]

@@ -37,7 +37,7 @@ class UnitMemory(NamedTuple):
         return self.memory[self.layout.span(number)] if self._whole else self.memory
 
     def piece(self, place: int, shard: int) -> torch.Tensor:
-        """Where this rank's part of a parameter belongs."""
+        """The memory to which this rank's part of a parameter belongs."""
         return self.shard(shard)[self.layout.piece(self.layout.slots[place], shard)]
 
     @property
@@ -48,7 +48,7 @@ class UnitMemory(NamedTuple):
 def allocate(
     specs: Sequence[UnitSpec], policy: Policy, grid: Grid, transport: Transport, pool: BufferPool, even: bool = False
 ) -> list[UnitMemory]:
-    """Memory for units; values come later. `even`: all ranks' shards of a unit are equally long."""
+    """Make the memory of units; values come later. `even`: all ranks' shards of a unit are equally long."""
     made = []
     for spec in specs:
         strides = [strides_of(param) for _, param in spec.params]
@@ -61,7 +61,8 @@ def allocate(
 
 
 def _memory(layout: Layout, policy: Policy, grid: Grid, transport: Transport, streams: Streams) -> torch.Tensor:
-    """What pages are made of: where they are themselves, or on the host."""
+    """Make the memory that pages are made of:
+    a whole page where pages stay, else a shard, on the device or on the host."""
     if policy.offload is Offload.PARAMETERS and not streams.on_host and not policy.keeps_pages:
         return streams.crossing.pinned(layout.shard_sizes[grid.shard], layout.dtype)
     stays = policy.keeps_pages or grid.shards == 1
@@ -70,7 +71,8 @@ def _memory(layout: Layout, policy: Policy, grid: Grid, transport: Transport, st
 
 
 def _masters(spec: UnitSpec, source: torch.Tensor, numel: int, policy: Policy, streams: Streams) -> torch.Tensor | None:
-    """The shard, if it is of another dtype than pages, or is to be where their source is not."""
+    """Make the memory of the masters, if they are of another dtype than pages,
+    or are to be where the source is not; else None."""
     dtype = spec.dtypes.master
     on_host = policy.offload is not Offload.NOTHING or streams.on_host
     if dtype == spec.dtypes.page and on_host == (source.device.type == "cpu"):
@@ -118,7 +120,7 @@ def fill(
 
 
 def _point(param: nn.Parameter, name: str, piece: torch.Tensor) -> None:
-    """From now on the parameter's memory is a piece of the shard."""
+    """Make a piece of the shard the parameter's memory from now on."""
     if param.device.type == "meta":
         torch.utils.swap_tensors(param, nn.Parameter(piece, param.requires_grad))  # type: ignore[no-untyped-call]
         return
@@ -134,7 +136,7 @@ def _point(param: nn.Parameter, name: str, piece: torch.Tensor) -> None:
 
 
 def _move(param: nn.Parameter, name: str, piece: torch.Tensor) -> None:
-    """To the host's memory: not every kind of device lets a tensor have memory of another kind."""
+    """Move a parameter to the host's memory: not every kind of device lets a tensor have memory of another kind."""
     hooks = take_hooks(param)
     try:
         torch.utils.swap_tensors(param, nn.Parameter(piece, param.requires_grad))  # type: ignore[no-untyped-call]
@@ -147,8 +149,8 @@ def _move(param: nn.Parameter, name: str, piece: torch.Tensor) -> None:
 
 
 def _end_older_graphs(param: nn.Parameter, name: str) -> None:
-    """A graph recorded before the parameter was sharded is of no further use, and must not run: what it saved of the
-    parameter is about to become a piece, and its gradient would reach `.grad` without being reduced."""
+    """Refuse graphs that were recorded before the parameter was sharded. Such a graph is of no further use: what it
+    saved of the parameter is about to become a piece, and its gradient would reach `.grad` without being reduced."""
     torch.autograd.graph.increment_version(param)  # autograd refuses what was saved
     if not param.requires_grad:
         return

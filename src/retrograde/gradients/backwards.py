@@ -20,7 +20,8 @@ MeetOthers = Callable[[Position], list[Position]]  # wait for every rank's next 
 
 @dataclass(slots=True)
 class Backward:
-    """One that runs: what it sent, what of it Pack will ask for (by unit), and what came from others."""
+    """A backward that runs: the gradients it has sent, those of them that Pack will ask for (by unit), and the
+    deliveries to make when it ends."""
 
     is_over: Callable[[], bool]
     sent: list[Gradient] = field(default_factory=list)
@@ -33,10 +34,10 @@ class Backward:
 
 
 class Backwards:
-    """Those that run, and what ended ones have sent that nobody has added up.
+    """The backwards that run, and the gradients that ended ones have sent and that nobody has added up yet.
 
-    One thread of the user's uses an engine at a time: a backward that is known here and began after the one that runs
-    in the thread that asks has raised. So has one that is over without having said so."""
+    One thread of the user's uses an engine at a time. So a backward that is recorded here and began after the one that
+    runs in the asking thread has raised. So has one that is over without having reported its end."""
 
     def __init__(
         self,
@@ -48,7 +49,7 @@ class Backwards:
         deliveries: Deliveries,
         meet: MeetOthers,
     ) -> None:
-        """`units`: the engine's, to which others may be added."""
+        """`units`: the engine's list, to which others may be added."""
         self.running: dict[int, Backward] = {}  # by their graph tasks
         self.orphans: list[Gradient] = []  # of backwards that have ended: they are added up at the next meeting
         self._transport = transport
@@ -60,9 +61,9 @@ class Backwards:
         self._meet = meet
         self._begun = 0  # since the last step
 
-    # ---- one runs
+    # ---- a backward runs
     def current(self) -> Backward:
-        """The one that runs now. It may have begun just now."""
+        """The backward that runs now. If it has just begun, it is recorded here."""
         number = current_backward()
         if number not in self.running:
             self.recover()
@@ -80,7 +81,8 @@ class Backwards:
         return gradient
 
     def send_between(self, waited: Sequence[Gradient]) -> None:
-        """Outside of a backward, where all ranks come by: what waited goes as the gradients of a backward do."""
+        """Send gradients that waited, outside of a backward, at a place to which all ranks come: they go as if one
+        backward had brought them."""
         for gradient in waited:
             self._reducer.launch(gradient, self._keys.next(gradient.unit), uses_of(gradient.bucket))
         if waited:
@@ -90,15 +92,16 @@ class Backwards:
         self._strategy.finish_sending()
 
     def sum_known(self, backward: Backward) -> None:
-        """What needs no meeting: all ranks are known to have sent it, for the same uses."""
+        """Add up what needs no meeting: gradients that all ranks are known to have sent, for the same uses."""
         for gradient in backward.unsummed:
             contributors = self._strategy.contributors(gradient)
             if contributors is not None:
                 backward.deliveries += self._reducer.sum(gradient, contributors)
 
-    # ---- it meets the others
+    # ---- it meets the other ranks
     def meet_at_once(self, gradient: Gradient, must_be_alike: bool) -> None:
-        """Fails unless every rank has sent it, if `must_be_alike` for the same uses."""
+        """Meet the other ranks until `gradient` has been added up. Fail unless every rank has sent it, and if
+        `must_be_alike`, for the same uses."""
         offered = self.meet_for([gradient], self.current())
         theirs = [of_rank.get(gradient.key) for of_rank in offered.values()]
         if None in theirs or (must_be_alike and any(uses != gradient.uses for uses in theirs)):
@@ -109,14 +112,15 @@ class Backwards:
             )
 
     def meet_for(self, gradients: Sequence[Gradient], backward: Backward) -> dict[int, Offers]:
-        """Until these have been added up. Returns what each rank had sent before the last meeting."""
+        """Meet the other ranks until these gradients have been added up.
+        Returns, by rank, the offers that were due at the last meeting."""
         while True:
             offers = self._meet_at_end(backward)
             if all(gradient.state is not GradientState.SENT for gradient in gradients):
                 return offers
 
     def _meet_at_end(self, backward: Backward) -> dict[int, Offers]:
-        """All ranks meet. Returns what each has sent before it."""
+        """Meet the other ranks once, and add up what is due. Returns, by rank, the offers that were due."""
         label = f"backward {self._begun} since the last step"
         offers = self.offers()
         ended = end_of_backward(self._keys.backward, self._needed())
@@ -127,19 +131,19 @@ class Backwards:
         return due_offers(positions)
 
     def _needed(self) -> list[Key] | None:
-        """What cannot wait for another meeting; None: all of it is needed now."""
+        """The keys of gradients whose sums cannot wait for another meeting; None: all sums are needed now."""
         if not self._strategy.comes_later:
             return None
         return [gradient.key for gradient in self._unsummed() if not self._reducer.comes_later(gradient)]
 
     def offers(self) -> Offers:
-        """For the meeting to come: what it will add up."""
+        """This rank's offers for the next meeting: what it has sent that needs a meeting, and what it has withdrawn."""
         self.recover()
         offers = {gradient.key: gradient.uses for gradient in self._unsummed() if not self._is_known(gradient)}
         return offers | dict.fromkeys(self._strategy.withdrawn(), ())
 
     def _is_known(self, gradient: Gradient) -> bool:
-        """Does it need no meeting to be added up?"""
+        """Can the gradient be added up without a meeting?"""
         return self._strategy.contributors(gradient) is not None
 
     def _unsummed(self) -> list[Gradient]:
@@ -148,15 +152,16 @@ class Backwards:
 
     # ---- what a meeting adds up
     def sum_sent(self, positions: Sequence[Position]) -> None:
-        """After a meeting for something else: take part in what any rank has sent."""
+        """After a meeting for something else: add up and deliver what any rank has sent before it."""
         self._deliveries.deliver_all(self._sum_up(positions))
 
     def take_in_sums(self) -> None:
-        """Ranks have come together, and this one is about to say something that depends on its gradients."""
+        """Deliver the sums of calls in which this rank brought nothing: ranks have come together, and this one is about
+        to say something that depends on its gradients."""
         self._deliveries.deliver_all(self._reducer.sums_of_others())
 
     def _sum_up(self, positions: Sequence[Position]) -> list[Delivery]:
-        """All that any rank has sent before this meeting; returns what no Pack of this rank waits for."""
+        """Add up all that is due at this meeting, whoever sent it. Returns what no Pack of this rank waits for."""
         offers = without_withdrawn(due_offers(positions), self._transport, self._units)
         mine = {gradient.key: gradient for gradient in self._unsummed()}
         by_rank = by_key(offers)
@@ -174,7 +179,8 @@ class Backwards:
         return self._reducer.sums_of_others() + deliveries
 
     def _check_in_time(self, gradient: Gradient) -> None:
-        """`torch.autograd.grad` returns one sum: what others ended before it cannot be added to that any more."""
+        """Fail if other ranks' gradients of this unit have already been added up in this backward:
+        `torch.autograd.grad` returns one sum, and they cannot be added to it any more."""
         came = [
             delivery.unit
             for backward in self.running.values()
@@ -188,7 +194,8 @@ class Backwards:
             )
 
     def _check_same_attempt(self, gradient: Gradient, offered: Mapping[Key, object]) -> None:
-        """For the same reason: ranks that gave up differently before it have sent under other keys."""
+        """Fail if ranks have sent this captured gradient under keys of different attempts, since they gave up different
+        backwards before it."""
         attempts = {key.attempt for key in offered if key.same_but_for_attempt(gradient.key)}
         if len(attempts) > 1:
             self._transport.fail(
@@ -199,7 +206,8 @@ class Backwards:
 
     # ---- it ends
     def _close(self, number: int) -> None:
-        """Autograd says that a backward has ended."""
+        """End a backward, when autograd says so:
+        meet for sums that are needed now, and deliver what no Pack has asked for."""
         backward = self.running.get(number)
         if backward is None:
             return  # it raised, and the next entry has cleaned up
@@ -235,7 +243,8 @@ class Backwards:
         self._deliveries.deliver_all(backward.deliveries)
 
     def _orphan(self, gradient: Gradient) -> list[Delivery]:
-        """From backwards that have ended: it counts, now or at the next meeting."""
+        """Take a sent gradient of a backward that has ended. It counts: it is added up now, if its contributors are
+        known, else at the next meeting."""
         contributors = self._strategy.contributors(gradient)
         if contributors is not None:
             return self._reducer.sum(gradient, contributors)
@@ -249,7 +258,7 @@ class Backwards:
 
     # ---- steps
     def pass_step(self) -> None:
-        """All ranks are at a step, and everything has been added up."""
+        """Forget what belongs to the step that ends: all ranks are at it, and everything has been added up."""
         self._begun = 0
         self._strategy.pass_step()
         self._transport.discard_parts()

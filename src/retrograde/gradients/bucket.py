@@ -21,17 +21,19 @@ from retrograde.torch_internals import lone_gradients
 
 LARGE = 2**16
 Grads = Sequence[torch.Tensor | None]
-Arrived = tuple[torch.Tensor | None, ...]  # with which a backward was called: that tuple itself
+Arrived = tuple[torch.Tensor | None, ...]  # the very tuple with which autograd called a node's backward
 Lone = Sequence[int]  # the places of gradients whose memory nobody else has
 
 
 def lone(grads: Arrived) -> Lone:
-    """Those that are large enough to be kept, and may be, as far as others have nothing to do with their memory."""
+    """The places of gradients that may be kept where they are:
+    they have at least `LARGE` bytes, and nobody else refers to their memory."""
     return lone_gradients(grads, LARGE)
 
 
 def keepable(grads: Grads, lone: Lone, layout: Layout, dtype: torch.dtype) -> dict[int, torch.Tensor]:
-    """Those that may stay where they are."""
+    """By slot, those of the `lone` gradients that can stay where they are:
+    they have the bucket's dtype, and lie as the slot does."""
     found = {}
     for index in lone:
         grad = grads[index]
@@ -52,15 +54,15 @@ class Bucket:
     def __init__(
         self, name: str, layout: Layout, dtype: torch.dtype, pool: BufferPool, kept: Mapping[int, torch.Tensor]
     ) -> None:
-        """`name`: the unit's. `dtype`: in which gradients lie, and are added up, in it. `kept`: gradients that stay
-        where they are, by slot; the first to add to their slots bring them."""
+        """`name`: the unit's. `dtype`: that of the bucket, in which gradients are added up. `kept`: gradients that stay
+        where they are, by slot; whoever adds to such a slot first must bring that gradient."""
         self.dtype = dtype
         self.present = [False] * len(layout.slots)
         self._name = name
         self._layout = layout
         self._pool = pool
         self._kept = {index: layout.slots[index].flatten(grad) for index, grad in sorted(kept.items())}
-        self._to_come = set(kept)  # of those, what nobody has brought yet
+        self._to_come = set(kept)  # the slots of kept gradients that nobody has brought yet
         self._producers: list[_Producer] = []
         numel = layout.padded_numel - sum(grad.numel() for grad in kept.values())
         loan = pool.take(numel, dtype)
@@ -73,7 +75,7 @@ class Bucket:
         return self._store
 
     def add(self, grads: Grads, divisor: float = 1) -> None:
-        """The gradients of one producer, on its stream, each divided by `divisor`."""
+        """Add the gradients of one producer, each divided by `divisor`, on the current stream."""
         stream = self._pool.streams.current()
         mine = {index: grad for index, grad in enumerate(grads) if grad is not None}
         stream.wait(self._free)
@@ -110,7 +112,7 @@ class Bucket:
         return self.place(index) if self.present[index] else None
 
     def forget(self, index: int) -> None:
-        """What was brought for one parameter counts no more."""
+        """Forget what has been added up for one parameter."""
         self.present[index] = False
 
     @property
@@ -118,7 +120,8 @@ class Bucket:
         return not any(self.present)
 
     def close(self, stream: Stream) -> None:
-        """The last producer has come, and `stream` reads from now on. What nobody wrote travels as zeros."""
+        """Let `stream` read the bucket from now on, since the last producer has come.
+        What nobody wrote is set to zero."""
         for producer in self._producers:
             stream.wait(producer.event)
         for index, grad in self._kept.items():
@@ -135,13 +138,14 @@ class Bucket:
             at = start + place.numel()
 
     def parts(self, rank: int) -> list[torch.Tensor]:
-        """What `rank` owns of this gradient, in order, as pieces of memory."""
+        """The part of this gradient that belongs to shard `rank`, in order, as pieces of memory."""
         span = self._layout.span(rank)
         pieces = [run[max(span.start - at, 0) : max(span.stop - at, 0)] for at, run in self._runs()]
         return [piece for piece in pieces if piece.numel()] or pieces[:1]
 
     def _runs(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Memory end to end, as it lies in the unit's layout: the store, and gradients between its parts."""
+        """The pieces of memory that make up the unit's layout, in order, each with its offset there: parts of the
+        store, and kept gradients between them."""
         at = 0
         shift = 0
         for index, grad in self._kept.items():
@@ -166,7 +170,7 @@ class Bucket:
         return self._store is None
 
     def discard(self) -> None:
-        """Nobody wants it any more: the last to touch it are its producers."""
+        """Give the memory back without sending it, once its producers have written."""
         stream = self._pool.streams.reducing
         for producer in self._producers:
             stream.wait(producer.event)

@@ -21,7 +21,7 @@ class Attendance(Enum):
 
 
 class StartedCall(NamedTuple):
-    """`apart`: what it brings that is still to be added up, or the sum."""
+    """A call under way. `apart`: the memory of what it brings that is still to be added up, or of the sum."""
 
     work: Work
     apart: torch.Tensor
@@ -34,16 +34,16 @@ class CallKind(Protocol):
     brings_sum: bool  # not parts: it may go straight to where the sum belongs
 
     def numel(self, unit: Unit) -> int:
-        """Elements of the memory for what it brings."""
+        """How many elements the memory `brought` has that `start` is given."""
 
     def start(self, want: GradientWant, unit: Unit, sent: torch.Tensor, brought: torch.Tensor) -> StartedCall | None:
-        """None: this rank has strayed from the order, and takes no part in the call."""
+        """Start the call. None: this rank has strayed from the order, and takes no part in it."""
 
     def attendance(self, want: GradientWant) -> Attendance:
-        """What is known when it starts."""
+        """Whether every rank brings a part, as far as that is known when the call starts."""
 
     def summands(self, apart: torch.Tensor, unit: Unit) -> list[Summand]:
-        """What is still to be added up, in order."""
+        """What of `apart` is still to be added up, in order."""
 
 
 class Exchange:
@@ -63,23 +63,24 @@ class Exchange:
         return None if work is None else StartedCall(work, brought)
 
     def attendance(self, want: GradientWant) -> Attendance:
-        """After a meeting nobody is absent."""
+        """ALL after a meeting, since nobody is absent there, and in a world of one rank; else nobody knows yet."""
         nobody_is_absent = want.at_meeting or self._transport.world == 1
         return Attendance.ALL if nobody_is_absent else Attendance.UNKNOWN
 
     def summands(self, apart: torch.Tensor, unit: Unit) -> list[Summand]:
-        """By rank."""
+        """The ranks' parts of this rank's shard, in rank order."""
         return shards_of(apart, unit)
 
 
 def shards_of(flat: torch.Tensor, unit: Unit) -> list[Summand]:
-    """Several pieces of the size of a shard, one after the other."""
+    """Cut `flat` into pieces of the size of a shard."""
     numel = unit.shard.numel()
     return [[part] for part in flat.view(-1, numel)] if numel else [[flat]]
 
 
 class BackendSum:
-    """Implements `CallKind`: the backend adds up, and who was absent does not show (collective_sum.py, Rule 4)."""
+    """Implements `CallKind`: the backend adds up the ranks' parts, and its sum does not show who was absent
+    (collective_sum.py, Rule 4)."""
 
     comes_later = True
     brings_sum = True
@@ -98,5 +99,5 @@ class BackendSum:
         return Attendance.ALL
 
     def summands(self, apart: torch.Tensor, unit: Unit) -> list[Summand]:
-        """It is the sum."""
+        """The sum itself, as the only summand."""
         return [[apart]]

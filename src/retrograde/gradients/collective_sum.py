@@ -47,22 +47,22 @@ MOST_USES = 1024  # bytes that say what the parameters of a unit are used for
 
 @dataclass(slots=True, eq=False)
 class _Reduction:
-    """A call under way: what it reads, until it has read it, and what it brings."""
+    """A call that reduces one gradient: the bucket that it sends, until it has been read, and what the call brings."""
 
     kind: CallKind
     unit: Unit
     work: Work
     bucket: Bucket | None
-    own: torch.Tensor  # where the sum of this rank's shard belongs
-    brought: torch.Tensor | None  # every rank's part of it, or their sum, which may be there; None: it was added up
-    apart: torch.Tensor | None  # what is to be added up of that, or with replicas their sums
+    own: torch.Tensor  # where the sum for this rank's shard belongs
+    brought: torch.Tensor | None  # every rank's part of the shard, or the sum, perhaps in `own`; None: it was added up
+    apart: torch.Tensor | None  # what of `brought` is to be added up, or with replicas the memory of their sums
     attendance: Attendance
 
 
 class CollectiveSum:
-    """Implements `Strategy`."""
+    """Implements `Strategy` by collectives, in the order that all ranks share."""
 
-    takes_pieces = False  # a collective takes one
+    takes_pieces = False  # a collective takes one piece of memory
     buffers = 2  # what is sent, and what comes
     knows_contributors = True
 
@@ -75,8 +75,9 @@ class CollectiveSum:
         usual: CallKind,
         seen_at_once: CallKind,
     ) -> None:
-        """`one_by_one`: for what ranks that stray bring, and for what they were absent from. `usual`: the kind of call
-        for sums that nobody sees before the backward has ended."""
+        """`one_by_one`: adds up what straying ranks put, and gradients of calls in which a rank was absent. `usual`:
+        the kind of call for sums that nobody sees before the backward has ended.
+        `seen_at_once`: the kind for all others."""
         self._transport = transport
         self._one_by_one = one_by_one
         self._policy = policy
@@ -87,12 +88,13 @@ class CollectiveSum:
         self._seen_at_once = seen_at_once
         self.comes_later = usual.comes_later
         self._started: dict[Key, _Reduction] = {}
-        self._unread: dict[_Reduction, None] = {}  # of these, whose results nobody has added up; in their order
+        self._unread: dict[_Reduction, None] = {}  # started calls that nobody has added up, in the order of starting
         self._sending: deque[_Reduction] = deque()
         self._given_up: dict[Key, _Reduction] = {}
 
     def contributors(self, gradient: Gradient) -> Contributors | None:
-        """All ranks, or it is not known before a meeting."""
+        """All ranks, if each has brought a part to the gradient's call; else None, and a call in which a rank was
+        absent is given over to `OrderedSum` (Rule 2)."""
         reducing = self._started.get(gradient.key)
         if reducing is None:
             return None
@@ -107,7 +109,8 @@ class CollectiveSum:
         return reducing.attendance is Attendance.ALL
 
     def _unknown(self) -> list[_Reduction]:
-        """All that nobody has looked at: on a device the host waits once."""
+        """All calls whose attendance nobody has looked at:
+        on a device they are looked at together, so that the host waits once."""
         under_way = [*self._started.values(), *self._given_up.values()]
         return [reducing for reducing in under_way if reducing.attendance is Attendance.UNKNOWN]
 
@@ -119,13 +122,14 @@ class CollectiveSum:
             reducing.attendance = Attendance.ALL if complete else Attendance.SOME
 
     def _set_apart(self, gradient: Gradient, reducing: _Reduction) -> None:
-        """Rule 2."""
+        """Give the gradient of a call in which a rank was absent over to `OrderedSum` (Rule 2)."""
         self._one_by_one.take_over(gradient, self._keep_parts(gradient.key, reducing))
         del self._started[gradient.key]
         self._give_back(reducing)
 
     def _keep_parts(self, key: Key, reducing: _Reduction) -> torch.Tensor:
-        """The others' that came. Returns this rank's own, as the others have it."""
+        """Keep the parts that other ranks brought to a call until the next meeting.
+        Returns this rank's own part, as the others have it."""
         parts = self._transport.present(_parts_in(reducing))
         mine = parts.pop(self._transport.rank)
         self._transport.keep(key, {rank: part.clone() for rank, part in parts.items()})
@@ -158,7 +162,7 @@ class CollectiveSum:
         own: torch.Tensor,
         bucket: Bucket | None,
     ) -> bool:
-        """Returns whether it goes by a call."""
+        """Start a call of this kind, if this rank takes part in it. Returns whether it does."""
         stream = self._streams.reducing
         straight = kind.brings_sum and sent.dtype == own.dtype
         with labelled("reduction of", unit.name):
@@ -191,7 +195,7 @@ class CollectiveSum:
             self._finish_first()
 
     def _give_back(self, reducing: _Reduction) -> None:
-        """Nobody reads what it brought any more."""
+        """Give the memory of a call back to the pool: nobody reads what it brought any more."""
         self._unread.pop(reducing, None)
         self._finish(reducing)
         brought, reducing.brought = reducing.brought, None
@@ -200,8 +204,8 @@ class CollectiveSum:
             self._pool.give(brought, self._streams.reducing.record())
 
     def _advance(self, under_way: Sequence[_Reduction]) -> None:
-        """In the host's memory what has come is added up: else all units' parts would be held till the end of the
-        backward. A device would have to be waited for."""
+        """Add up the calls that are done, in the host's memory: else the parts of all units would be held till the end
+        of the backward. On a device this does nothing, since the host would have to wait."""
         if not self._streams.on_host:
             return
         for reducing in under_way:
@@ -211,7 +215,8 @@ class CollectiveSum:
                 self._add_up(reducing)
 
     def finish_sending(self) -> None:
-        """On an accelerator the host waits for nothing: the memory is free when the stream has come to it."""
+        """Give back the memory of what has been sent. On an accelerator the host waits for nothing: the memory is free
+        when the stream has come to it."""
         self._one_by_one.finish_sending()
         while self._sending and (not self._streams.on_host or self._sending[0].work.done()):
             self._finish_first()
@@ -234,7 +239,7 @@ class CollectiveSum:
         return self._total(key)
 
     def sums_of_others(self, units: Sequence[Unit]) -> list[SumOfOthers]:
-        """Rule 4."""
+        """The sums that others' calls brought for this rank's shard while it was absent (Rule 4)."""
         return [self._sum_of_others(units[brought.key.unit], brought) for brought in self._transport.take_sums()]
 
     def _sum_of_others(self, unit: Unit, brought: CourtesySum) -> SumOfOthers:
@@ -270,7 +275,7 @@ class CollectiveSum:
         self._give_back(reducing)
 
     def give_up(self, gradient: Gradient) -> None:
-        """The call goes on, and its memory is free after it."""
+        """Forget a gradient. Its call goes on, and the call's memory is free after it."""
         if gradient.key in self._started:
             reducing = self._given_up[gradient.key] = self._started.pop(gradient.key)
             self._unread.pop(reducing, None)
@@ -281,7 +286,8 @@ class CollectiveSum:
         self._one_by_one.pass_step()
 
     def withdrawn(self) -> Sequence[Key]:
-        """Rule 3. Of a call in which a rank was absent the others' parts are kept: they may not have given it up."""
+        """The keys of gradients that this rank has given up and every rank had brought (Rule 3). If a rank was absent
+        from the call, the others' parts are kept: those ranks may not have given the gradient up."""
         complete = [key for key, reducing in self._given_up.items() if self._is_complete(reducing)]
         for key, reducing in self._given_up.items():
             if key not in complete:
@@ -293,19 +299,20 @@ class CollectiveSum:
 
 
 def _parts_in(reducing: _Reduction) -> torch.Tensor:
-    """What the call has brought, which nobody has added up."""
+    """The memory that holds what a call has brought, which nobody has added up."""
     assert reducing.brought is not None, f"the gradient of unit {reducing.unit.name} has been added up"
     return reducing.brought
 
 
 def _apart_in(reducing: _Reduction) -> torch.Tensor:
-    """What of it is to be added up."""
+    """The memory that holds what is to be added up of a call, which nobody has added up."""
     assert reducing.apart is not None, f"the gradient of unit {reducing.unit.name} has been added up"
     return reducing.apart
 
 
 def named_uses(uses: Uses) -> bytes:
-    """What the order compares: the uses themselves, in few bytes; if that takes too many, a digest."""
+    """The uses of a unit's parameters in few bytes, for the order to compare: as they are, compressed if that takes too
+    many bytes, or a digest if even that does."""
     plain = bytes(uses)
     if len(plain) <= MOST_USES:
         return plain
@@ -314,7 +321,7 @@ def named_uses(uses: Uses) -> bytes:
 
 
 def read_uses(named: bytes, parameters: int) -> Uses | None:
-    """The uses of so many parameters; None: they were too many."""
+    """Turn what `named_uses` made back into the uses of so many parameters; None: it is only a digest."""
     if parameters > MOST_USES:
         try:
             named = zlib.decompress(named)

@@ -14,11 +14,11 @@ class Deliveries:
         self._leaves: list[Leaves] = []
 
     def add(self, leaves: Leaves) -> None:
-        """Those of the unit that has joined the engine."""
+        """Add the way of a unit that has joined the engine."""
         self._leaves.append(leaves)
 
     def note(self, uses: Uses) -> None:
-        """A backward of this rank brings gradients for these uses."""
+        """Note that a backward of this rank brings gradients for these uses."""
         if Use.ACCUMULATED in uses:
             self.fresh = True
 

@@ -72,9 +72,11 @@ class GradientFlow:
 
     # ---- in a backward: a unit's gradients are sent, or wait
     def collect(self, unit: Unit, grads: Grads, uses: Uses, fates: Uses, lone: Lone = ()) -> torch.Tensor | None:
-        """All gradients of `unit` in this backward have arrived. Returns what Pack is to get, if anything.
+        """Take the gradients of `unit`, all of which have arrived in this backward. Returns what Pack is to get, if
+        anything.
 
-        `uses`: what becomes of those that are there. `fates`: what becomes of any that come from other ranks."""
+        `uses`: what this backward does with the gradients that are there. `fates`: what it would do with any, also with
+        those that come from other ranks."""
         self.streams.refuse_capture("unit {}: its gradients are collected", unit.name)
         self._deliveries.note(uses)
         if not any(uses):
@@ -93,7 +95,8 @@ class GradientFlow:
         return self._to_pack(self._send_now(unit, grads, uses, self.divisor, lone), fates)
 
     def _make_space(self, unit: Unit) -> bool:
-        """Can the gradient of `unit` wait within the budget? Others may have to go first."""
+        """Make room within the budget for the gradient of `unit` to wait, by sending others early.
+        Returns whether it can wait."""
         early = self._pending.admit(unit)
         if early is None:
             return False
@@ -110,19 +113,21 @@ class GradientFlow:
         return self._backwards.send(gradient, uses)
 
     def _send_pending(self, index: int, goes_early: bool = False) -> Gradient:
-        """What was kept goes with this backward."""
+        """Send the gradient of a unit that waited with the backward that runs now."""
         gradient = self._pending.take(index)
         return self._backwards.send(gradient, uses_of(gradient.bucket), goes_early)
 
     def _to_pack(self, gradient: Gradient, fates: Uses) -> torch.Tensor:
-        """What Gather hands on; Pack gets it when the ranks' parts have been added up in it."""
+        """Note that Pack will ask for this gradient. Returns the memory that Gather hands on to Pack, in which the
+        ranks' parts will have been added up by then."""
         self._backwards.current().for_pack[gradient.unit.index] = gradient
         gradient.reached = tuple(fate is Use.ACCUMULATED for fate in fates)
         return gradient.own
 
     # ---- at its end: what was sent is added up, and goes to the leaves
     def ready_for_pack(self, unit: Unit) -> Gradient | None:
-        """Pack asks for a reduced gradient: now it is there. None: it comes at the next meeting (Rule 5)."""
+        """The reduced gradient for which Pack asks, added up now at the latest.
+        None: it comes at the next meeting (Rule 5)."""
         backward = self._backwards.current()
         gradient = backward.for_pack[unit.index]
         self._backwards.sum_known(backward)
@@ -136,9 +141,10 @@ class GradientFlow:
         return gradient
 
     def reduce_now(self, unit: Unit, grads: Grads, uses: Uses, fates: Uses | None) -> torch.Tensor:
-        """Send and sum at once, for a reduction that is itself part of a graph. What is to be divided has been.
+        """Send a gradient and add it up at once, for a reduction that is itself part of a graph. It has been divided
+        already.
 
-        `fates`: what Pack does with it. Without, whoever asks gets it, and all ranks ask for the same parameters."""
+        `fates`: what Pack does with it. None: the caller gets the sum, and all ranks ask for the same parameters."""
         self._deliveries.note(uses)
         gradient = self._send_now(unit, grads, uses, divisor=1, seen_at_once=True)
         own = gradient.own if fates is None else self._to_pack(gradient, fates)
@@ -176,34 +182,36 @@ class GradientFlow:
 
     # ---- at meetings (coordination/coordinator.py): what waited is added up
     def sent_offers(self) -> Offers:
-        """For the meeting to come: what it will add up."""
+        """This rank's offers of gradients that it has sent and the next meeting adds up."""
         return self._backwards.offers()
 
     def pending_offers(self) -> Offers:
-        """For the meeting to come, which may ask for them."""
+        """This rank's offers of gradients that wait, for which the next meeting may ask."""
         return self._pending.offers()
 
     def take_in_sums(self) -> None:
-        """Ranks have come together, and this one is about to say something that depends on its gradients."""
+        """Deliver the sums of calls in which this rank brought nothing: ranks have come together, and this one is about
+        to say something that depends on its gradients."""
         self._backwards.take_in_sums()
 
     def sum_sent(self, positions: Sequence[Position]) -> None:
-        """After a meeting: take part in what any rank has sent."""
+        """After a meeting: add up and deliver what any rank has sent before it."""
         self._backwards.sum_sent(positions)
 
     @property
     def sends_pending(self) -> bool:
-        """Does what waits go without a meeting that asks for it?"""
+        """Is what waits sent without a meeting that asks for it?"""
         return self._strategy.knows_contributors
 
     def send_pending(self) -> None:
-        """All ranks come by here: what waits goes now, if it needs no meeting."""
+        """Send what waits, at a place to which all ranks come, if that needs no meeting."""
         if self.sends_pending:
             self._backwards.send_between(self._pending.take_all())
 
     def flush(self, offers: Mapping[int, Offers]) -> None:
-        """After a meeting that asks for it: bring what is pending here, take part in what is pending elsewhere. While
-        one is added up the next is under way; whoever waits for others' has finished all before it."""
+        """After a meeting that asks for it: send and add up what is pending here, and take part in sums of what is
+        pending only elsewhere. While one gradient is added up the next is under way; before a sum to which this rank
+        brings nothing, all its own are finished."""
         under_way: deque[tuple[Gradient, Mapping[int, Uses]]] = deque()
         for key, ranks in by_key(offers).items():
             mine = ranks.get(self._grid.rank)
@@ -224,10 +232,10 @@ class GradientFlow:
             self._deliveries.deliver(self._reducer.sum_without_pack(gradient, ranks))
 
     def pass_step(self) -> None:
-        """All ranks are at a step, and everything has been added up."""
+        """Forget what belongs to the step that ends: all ranks are at it, and everything has been added up."""
         self._backwards.pass_step()
         self._pool.trim()  # the optimizer may have temporaries of its own
 
     def note_same_place(self) -> None:
-        """All ranks are at the same place, with all gradients that came before it."""
+        """Note that all ranks are at the same place, with all gradients that came before it."""
         self._deliveries.fresh = False

@@ -41,9 +41,10 @@ _NEXT = {
 
 
 class Sent(NamedTuple):
-    """What a gradient has from being sent on.
+    """What a gradient has once it has been sent.
 
-    `uses`: what each parameter's gradient is for, here. `own`: of this rank's shard; the sum, when SUMMED."""
+    `uses`: what this rank does with each parameter's gradient. `own`:
+    memory for this rank's shard of it, which has the sum when SUMMED."""
 
     key: Key
     uses: Uses
@@ -57,8 +58,8 @@ class Gradient:
         self.unit = unit
         self.bucket = bucket
         self.state = GradientState.FILLING
-        self.went_early = False  # it waited in a window, and had to go for the sake of others
-        self.seen_at_once = False  # by who captures it, by a hook, or as part of a graph: not only by who asks `.grad`
+        self.went_early = False  # it waited in a window, and was sent early to make room for others
+        self.seen_at_once = False  # is it seen in its backward: captured, by a hook, or as part of a graph?
         self.reached = (False,) * len(self.unit.leaves)  # the parameters whose .grad this rank's Pack adds to
         self.wanted = self.reached  # when SUMMED: those whose gradients go to .grad, on any rank
         self.at_leaves: torch.Tensor | None = None  # when SUMMED: where the leaves are, if that is elsewhere
@@ -72,7 +73,8 @@ class Gradient:
         self.state = state
 
     def send(self, key: Key, uses: Uses, own: torch.Tensor) -> None:
-        """It goes to the other ranks under `key`. `own` becomes the reduced gradient of this rank's shard."""
+        """Note that the gradient goes to the other ranks under `key`.
+        `own` becomes the reduced gradient of this rank's shard."""
         self._become(GradientState.SENT)
         self._sent = Sent(key, uses, own)
 
@@ -87,14 +89,15 @@ class Gradient:
         self._become(GradientState.GIVEN_UP)
 
     def forget(self, slot: int) -> None:
-        """`.grad` of this parameter was set by hand: what fills the bucket for it has no place to go."""
+        """Forget what the bucket has for a parameter whose `.grad` was set by hand.
+        If nothing is left, give up the gradient."""
         self.bucket.forget(slot)
         if self.bucket.empty:
             self.give_up()
             self.bucket.discard()
 
     def miss_pack(self) -> None:
-        """Pack has come, and it is not there yet."""
+        """Note that Pack has run before the sum was there: all of it goes to `.grad` later."""
         self.reached = (False,) * len(self.unit.leaves)
 
     # ---- of one that was sent
@@ -119,7 +122,7 @@ class Gradient:
     # ---- of one that was summed
     @property
     def packed(self) -> tuple[bool, ...]:
-        """For which parameters Pack has a gradient: what is captured here, and what it can add to `.grad`."""
+        """The parameters for which Pack has a gradient: those captured here, and those to whose `.grad` it adds."""
         each = zip(self.uses, self.delivered_by_pack, strict=True)
         return tuple(use is Use.CAPTURED or delivered for use, delivered in each)
 
@@ -129,7 +132,8 @@ class Gradient:
 
     @property
     def left_over(self) -> tuple[bool, ...]:
-        """What goes to `.grad` though Pack does not add to it: `inputs=` leaves it out here, or it is captured."""
+        """The parameters whose gradients go to `.grad` though Pack does not add them: `inputs=` leaves them out on this
+        rank, or they are captured."""
         return tuple(wanted and not reached for wanted, reached in zip(self.wanted, self.reached, strict=True))
 
 
@@ -149,5 +153,5 @@ class Leaves(Protocol):
 
 
 def uses_of(bucket: Bucket) -> Uses:
-    """Of a gradient that waited: it goes to `.grad`."""
+    """The uses of a gradient that waited: whatever is there goes to `.grad`."""
     return tuple(Use.ACCUMULATED if present else Use.NONE for present in bucket.present)

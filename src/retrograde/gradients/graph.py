@@ -43,11 +43,11 @@ class Agreement(Protocol):
     """What a graph of gradients needs of the other ranks besides sums."""
 
     def tensors(self, label: str, value: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors of those that hold this rank's model together, by shard."""
+        """The tensors of the ranks that hold this rank's model together, by shard."""
 
 
 class UnitGraph:
-    """The nodes of one unit, and what they do."""
+    """The two nodes of one unit, and what they do in a backward."""
 
     def __init__(self, unit: Unit, pager: Pager, flow: GradientFlow, agreement: Agreement) -> None:
         self.unit = unit
@@ -77,7 +77,8 @@ class UnitGraph:
 
     @contextlib.contextmanager
     def _accepting(self) -> Iterator[None]:
-        """Frozen parameters are not, for now: a gradient that was pending before still belongs in `.grad`."""
+        """Let frozen parameters take gradients for now:
+        one that was pending before the freeze still belongs in `.grad`."""
         frozen = [leaf for leaf, trained in zip(self.unit.leaves, self.unit.trained, strict=True) if not trained]
         for leaf in frozen:
             set_requires_grad(leaf, True)
@@ -89,7 +90,7 @@ class UnitGraph:
 
     # ---- a backward
     def gathered(self, grads: Arrived) -> torch.Tensor | None:
-        """All gradients of the unit in this backward have arrived."""
+        """Take the gradients of the unit, all of which have arrived in this backward. Returns what goes on to Pack."""
         unit = self.unit
         alone = lone(grads)  # before anybody here refers to them
         self._pager.retire(unit)
@@ -101,7 +102,8 @@ class UnitGraph:
         return self.flow.collect(unit, dense, uses, fates, alone)
 
     def _divided(self, grads: Grads, uses: Uses) -> Grads:
-        """As part of the graph: what `.grad` gets is divided, what `torch.autograd.grad` returns is not."""
+        """Divide the gradients as part of the graph:
+        what `.grad` gets is divided, what `torch.autograd.grad` returns is not."""
         divisor = self.flow.divisor
         if divisor == 1 or Use.CAPTURED in uses:
             return grads
@@ -127,7 +129,7 @@ class UnitGraph:
         return Use.NONE
 
     def packed(self, grad: torch.Tensor) -> Sequence[torch.Tensor | None]:
-        """The pieces of a reduced gradient, for the leaves."""
+        """Cut a reduced gradient into the pieces for the leaves."""
         on_host = None
         present = self._delivering
         if present is None:
@@ -161,7 +163,7 @@ class UnitGraph:
         return [None] * len(self.unit.leaves)
 
     def captured(self, slot: int, grad: torch.Tensor) -> torch.Tensor:
-        """`torch.autograd.grad` asks for the gradient of a full tensor: reduced, and all of it."""
+        """Reduce the gradient of a full tensor for which `torch.autograd.grad` asks, and return all of it."""
         uses = tuple(Use.CAPTURED if index == slot else Use.NONE for index in range(len(self.unit.leaves)))
         grads = [grad.to_dense() if use else None for use in uses]
         shard = _Reduce.apply(self, uses, None, *grads)  # type: ignore[no-untyped-call]
@@ -180,7 +182,7 @@ class UnitGraph:
             self._delivering = None
 
     def regather(self, slot: int, piece: torch.Tensor) -> torch.Tensor:
-        """All of what `piece` is this rank's part of, as part of the graph that `piece` is part of."""
+        """The whole tensor of which `piece` is this rank's part, in the graph to which `piece` belongs."""
         layout = self.unit.layout
         place = layout.piece(layout.slots[slot], self.unit.rank)
         shard = torch.nn.functional.pad(piece, (place.start, self.unit.shard.numel() - place.stop))

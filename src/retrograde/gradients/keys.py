@@ -10,18 +10,21 @@ FLUSHED = 0  # the turn of what a meeting asks for
 
 
 class Keys:
-    """Turns since the last meeting or the last end of a backward, whichever came later: even ones in their backward,
-    odd ones for what had to go early in a window. Where a backward ends with a meeting, none ends without one."""
+    """Makes the keys of this rank's gradients.
+
+    Turns count a unit's gradients since the last meeting or the last end of a backward, whichever came later: even ones
+    are sent in their backward, odd ones went early in a window.
+    Where every backward ends with a meeting, `backward` stays 0."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._meeting = 0
         self._attempt = 0
-        self.backward = 0  # how many have ended
+        self.backward = 0  # how many backwards have ended since the last meeting
         self._turns: Counter[tuple[int, bool]] = Counter()
 
     def next(self, unit: Unit, goes_early: bool = False) -> Key:
-        """For a gradient that is sent now."""
+        """The key of a gradient that is sent now."""
         if self._meeting != self._transport.meetings:
             self._meeting = self._transport.meetings
             self._attempt = 0
@@ -32,17 +35,19 @@ class Keys:
         return Key(unit.index, self._meeting, self._attempt, turn, self.backward)
 
     def end_backward(self) -> None:
-        """One that has sent something has ended: the k-th of one rank goes with the k-th of each other."""
+        """Count a backward that has sent something and has ended:
+        the k-th of one rank goes with the k-th of each other."""
         if self._meeting == self._transport.meetings:
             self.backward += 1
             self._turns.clear()
 
     def at_next_meeting(self, index: int) -> Key:
-        """For a gradient that the next meeting may ask for."""
+        """The key of a waiting gradient of unit `index`, for which the next meeting may ask."""
         return Key(index, self._transport.meetings + 1, 0, FLUSHED)
 
     def give_up(self) -> None:
-        """What is sent next is another attempt: others may still get the parts of this one."""
+        """Count another attempt, so that what is sent next has other keys:
+        others may still get parts of what was given up."""
         self._attempt += 1
         self._turns.clear()
 

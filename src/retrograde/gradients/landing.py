@@ -17,13 +17,14 @@ def memory_for_sum(unit: Unit, streams: Streams) -> torch.Tensor:
 
 
 def let_go_of_sum(unit: Unit, streams: Streams) -> None:
-    """It will not be finished: its memory is free when the reducing stream has left it ([Note: producers], Rule 5)."""
+    """Let go of a sum that will not be finished: its memory is free when the reducing stream has left it
+    ([Note: producers], Rule 5)."""
     home = streams.crossing.returning if unit.leaves_on_host else streams.current()
     home.wait(streams.reducing.record())
 
 
 def copy_of_sum(unit: Unit, total: torch.Tensor, streams: Streams) -> torch.Tensor:
-    """A second one, for somebody else."""
+    """A second copy of a reduced gradient, for another reader."""
     copied = memory_for_sum(unit, streams)
     streams.reducing.run(lambda: copied.copy_(total))
     streams.current().wait(streams.reducing.record())
@@ -31,7 +32,7 @@ def copy_of_sum(unit: Unit, total: torch.Tensor, streams: Streams) -> torch.Tens
 
 
 def landed(total: torch.Tensor, streams: Streams) -> torch.Tensor:
-    """A reduced gradient in the host's memory, where the leaves are, or on its way there."""
+    """A copy of a reduced gradient in the host's memory, where the leaves are; it may still be on its way there."""
     if torch.is_grad_enabled():
         return total.to(HOST)  # as part of a graph; the host waits
     returning = streams.crossing.returning
@@ -43,7 +44,8 @@ def landed(total: torch.Tensor, streams: Streams) -> torch.Tensor:
 
 
 def land_together(gradients: Iterable[Gradient], streams: Streams) -> None:
-    """All that Packs will ask for leave together for the host: if it has to wait for one, it waits for all."""
+    """Start copying to the host all sums for which Packs will ask:
+    if the host has to wait for one, it waits for all."""
     if torch.is_grad_enabled():
         return  # each is part of a graph
     for gradient in gradients:

@@ -15,7 +15,8 @@ def accumulated(offers: Mapping[int, Uses]) -> tuple[bool, ...]:
 
 
 def end_of_backward(number: int, needed: Iterable[Key] | None) -> Value:
-    """What a rank says at the end of a backward: which one it is, and the sums that cannot wait; None: all of them."""
+    """What a rank says at the end of a backward: the number of that backward, and the keys of the sums that cannot
+    wait; None: no sum can wait."""
     return [number, None if needed is None else [_said(key) for key in needed]]
 
 
@@ -24,15 +25,15 @@ def _said(key: Key) -> list[int]:
 
 
 class Due:
-    """What a meeting adds up.
+    """Says which of the gradients that ranks have sent a meeting adds up.
 
-    Where parts of sums may come later (flow.py, Rule 5) a meeting at the end of a backward is for those that cannot
-    wait. What else was put is added up where no rank is in a backward, on top of what all calls have brought: so all
-    ranks that hold a shard add the same numbers in the same order."""
+    Where parts of sums may come later (flow.py, Rule 5) a meeting at the end of a backward adds up only those that
+    cannot wait. Whatever else was put is added up where no rank is in a backward, on top of what all calls have
+    brought: so all ranks that hold a shard add the same numbers in the same order."""
 
     def __init__(self, last: float, needed: frozenset[Key] | None) -> None:
-        """`last`: the first of the backwards at whose end a rank is: what was sent up to it is due. `needed`: of that,
-        if it is not all."""
+        """`last`: the lowest number of the backwards at whose ends ranks are; what was sent up to that one is due.
+        `needed`: the keys of that which are due; None: all."""
         self._last = last
         self._needed = needed
 
@@ -60,7 +61,7 @@ def _ended(positions: Sequence[Position]) -> Iterator[tuple[int, frozenset[Key] 
 
 
 def due_offers(positions: Sequence[Position]) -> dict[int, Offers]:
-    """What a meeting adds up, and what was withdrawn."""
+    """By rank, the offers that a meeting adds up, and those that were withdrawn, which have no uses."""
     due = Due.at(positions)
     return {
         rank: {key: uses for key, uses in position.sent.items() if due.has(key) or not uses}
@@ -69,7 +70,8 @@ def due_offers(positions: Sequence[Position]) -> dict[int, Offers]:
 
 
 def without_withdrawn(offers: Mapping[int, Offers], transport: Transport, units: Sequence[Unit]) -> dict[int, Offers]:
-    """Without what ranks have given up (`Strategy.withdrawn`): all of them, or it cannot be taken back."""
+    """Leave out what ranks have withdrawn (`Strategy.withdrawn`).
+    Fail if some ranks have withdrawn a gradient and others have not."""
     for key, ranks in by_key(offers).items():
         withdrawn = [rank for rank, uses in ranks.items() if not uses]
         others = [rank for rank in range(transport.world) if rank not in withdrawn]

@@ -15,7 +15,7 @@ from retrograde.transport import Offers
 
 
 class PendingGradients:
-    """Owns what waits, and says what may."""
+    """Owns the gradients that wait on this rank, and says which may wait."""
 
     def __init__(self, policy: Policy, windows: Windows, keys: Keys, reducer: Reducer) -> None:
         self.gradients: dict[int, Gradient] = {}  # by unit
@@ -26,7 +26,8 @@ class PendingGradients:
 
     # ---- what may wait
     def may_wait(self, unit: Unit) -> bool:
-        """In a window, or until the step: unless somebody wants to see the gradients in this backward."""
+        """May this unit's gradient wait? In a window any may;
+        until the step only one that no hook sees in its backward."""
         return bool(self._windows.open) or (self._policy.until_step and not unit.hooked)
 
     def admit(self, unit: Unit) -> list[int] | None:
@@ -35,7 +36,7 @@ class PendingGradients:
         return self._windows.admit(unit.index, self.waiting_bytes(unit), waiting)
 
     def waiting_bytes(self, unit: Unit) -> int:
-        """What a gradient of this unit takes while it waits."""
+        """How many bytes a gradient of this unit takes while it waits."""
         return unit.layout.padded_numel * self._policy.waiting(unit.layout.dtype).itemsize
 
     @property
@@ -45,14 +46,14 @@ class PendingGradients:
 
     # ---- what waits
     def keep(self, unit: Unit, grads: Grads, divisor: float = 1, lone: Lone = ()) -> None:
-        """Add to what waits for this unit."""
+        """Add gradients to what waits for this unit."""
         if unit.index not in self.gradients:
             dtype = self._policy.waiting(unit.layout.dtype)
             self.gradients[unit.index] = self._reducer.first(unit, dtype, grads, lone)
         self.gradients[unit.index].bucket.add(grads, divisor)
 
     def has(self, unit: Unit) -> bool:
-        """Does something wait for a later reduction?"""
+        """Does a gradient of this unit wait?"""
         return unit.index in self.gradients
 
     def waiting_for(self, unit: Unit, slot: int) -> torch.Tensor | None:
@@ -61,7 +62,7 @@ class PendingGradients:
         return None if gradient is None else gradient.bucket.written(slot)
 
     def forget(self, unit: Unit, slot: int) -> None:
-        """`.grad` was set: what is pending for this parameter has no place to go."""
+        """Forget what is pending for a parameter whose `.grad` was set."""
         gradient = self.gradients.get(unit.index)
         if gradient is None:
             return
@@ -71,14 +72,14 @@ class PendingGradients:
 
     # ---- the end of waiting
     def offers(self) -> Offers:
-        """For the meeting to come, which may ask for them."""
+        """This rank's offers of gradients that wait, for which the next meeting may ask."""
         pending = sorted(self.gradients.items())
         return {self._keys.at_next_meeting(index): uses_of(gradient.bucket) for index, gradient in pending}
 
     def take(self, index: int) -> Gradient:
-        """It waits no longer."""
+        """Take out the gradient of a unit, which waits no longer."""
         return self.gradients.pop(index)
 
     def take_all(self) -> list[Gradient]:
-        """In the same order on all ranks."""
+        """Take out all gradients that wait, in the order of units, which all ranks share."""
         return [self.take(index) for index in sorted(self.gradients)]

@@ -1,4 +1,5 @@
-"""From a unit's gradient on this rank to the sum of all ranks': by a strategy, each step of it in the ledger."""
+"""Takes a unit's gradient on this rank to the sum over all ranks, by a strategy,
+and records each reduction in the ledger."""
 
 from collections.abc import Mapping, Sequence
 
@@ -21,7 +22,7 @@ class Reducer:
     def __init__(
         self, grid: Grid, units: Sequence[Unit], policy: Policy, strategy: Strategy, pool: BufferPool, ledger: Ledger
     ) -> None:
-        """`units`: the engine's, to which others may be added."""
+        """`units`: the engine's list, to which others may be added."""
         self._grid = grid
         self._units = units
         self._policy = policy
@@ -32,14 +33,16 @@ class Reducer:
         self._any_hooked = False
 
     def begin_backward(self) -> None:
-        """With replicas, ranks that hold the same shard add to `.grad` in the same order. For what a hook sees some
-        ranks meet earlier than others, so if there is one, no part of any sum may come later."""
+        """With replicas, look for units with hooks: if there is one, no part of any sum may come later in this
+        backward. For what a hook sees some ranks meet earlier than others, and holders of the same shard must add to
+        `.grad` in one order."""
         several = self._strategy.comes_later and self._grid.replicas > 1
         self._any_hooked = several and any(unit.hooked for unit in self._units)
 
     # ---- to the other ranks
     def first(self, unit: Unit, dtype: torch.dtype, grads: Grads, lone: Lone) -> Gradient:
-        """With room for these, as far as they do not stay where they are."""
+        """Make a gradient whose bucket has room for `grads`,
+        except for those that can stay where autograd left them."""
         self._strategy.finish_sending()  # its memory is free before more is taken
         kept = keepable(grads, lone, unit.layout, dtype) if self._strategy.takes_pieces else {}
         return Gradient(unit, Bucket(unit.name, unit.layout, dtype, self._pool, kept))
@@ -56,13 +59,13 @@ class Reducer:
         self._ledger.record(Activity.REDUCE, unit.name, nbytes + self._bytes_to_replicas(unit))
 
     def _bytes_to_replicas(self, unit: Unit) -> int:
-        """Of the sum that this rank sends to the other holders of its shard."""
+        """The bytes of sums that this rank sends to the other holders of its shard."""
         elements = unit.shard.numel() * (self._grid.replicas - 1)
         return elements * self._policy.between_replicas(unit.shard.dtype).itemsize
 
     # ---- sums
     def comes_later(self, gradient: Gradient) -> bool:
-        """May a part of its sum come at the next meeting, after the backward (flow.py, Rule 5)?"""
+        """May a part of this gradient's sum come at the next meeting, after the backward (flow.py, Rule 5)?"""
         return self._strategy.comes_later and not gradient.seen_at_once
 
     def sum(self, gradient: Gradient, ranks: Mapping[int, Uses]) -> list[Delivery]:
@@ -76,7 +79,7 @@ class Reducer:
         return [Delivery(gradient.unit, total, gradient.left_over)]
 
     def sum_without_pack(self, gradient: Gradient, ranks: Mapping[int, Uses]) -> Delivery:
-        """The same for a gradient that waited: no backward hands it to Pack."""
+        """Add up a gradient that waited. It is returned as a delivery, since no backward hands it to Pack."""
         total = self._strategy.total(gradient, ranks)
         gradient.sum_up(accumulated(ranks))
         gradient.deliver()
@@ -84,14 +87,14 @@ class Reducer:
 
     # ---- sums of others
     def sum_of_others(self, key: Key, ranks: Mapping[int, Uses]) -> Delivery:
-        """Of a gradient that this rank has not sent."""
+        """Take part in the sum of a gradient that this rank has not sent."""
         unit = self._units[key.unit]
         here = self._grid.replica in self._grid.replicas_of(ranks)
         self._ledger.record(Activity.JOIN, unit.name, self._bytes_to_replicas(unit) if here else 0)
         return Delivery(unit, self._strategy.total_of_others(unit, key, ranks), accumulated(ranks))
 
     def sums_of_others(self) -> list[Delivery]:
-        """From calls in which this rank brought nothing."""
+        """The sums of calls in which this rank brought nothing, as deliveries."""
         found = self._strategy.sums_of_others(self._units)
         for each in found:
             self._ledger.record(Activity.JOIN, each.unit.name, 0)

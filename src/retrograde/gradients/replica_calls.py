@@ -26,14 +26,15 @@ class ExchangeOfSums:
     brings_sum = False
 
     def __init__(self, transport: OrderedTransport, grid: Grid, policy: Policy, stream: Stream) -> None:
-        """`stream`: the reducing one."""
+        """`stream`: the reducing stream."""
         self._transport = transport
         self._grid = grid
         self._policy = policy
         self._stream = stream
 
     def numel(self, unit: Unit) -> int:
-        """Of this replica's parts. They are kept until it is known that none was absent in any replica."""
+        """The elements of this replica's parts.
+        They are kept until it is known that no rank was absent in any replica."""
         return unit.layout.padded_numel
 
     def start(self, want: GradientWant, unit: Unit, sent: torch.Tensor, brought: torch.Tensor) -> StartedCall | None:
@@ -48,16 +49,17 @@ class ExchangeOfSums:
         return None if work is None else StartedCall(work, sums)
 
     def attendance(self, want: GradientWant) -> Attendance:
-        """After a meeting nobody is absent."""
+        """ALL after a meeting, since nobody is absent there; else nobody knows yet."""
         return Attendance.ALL if want.at_meeting else Attendance.UNKNOWN
 
     def summands(self, apart: torch.Tensor, unit: Unit) -> list[Summand]:
-        """By replica."""
+        """The sums of the replicas, in their order."""
         return shards_of(apart, unit)
 
 
 def _add_up_replica(parts: list[Summand], own: torch.Tensor, dtype: torch.dtype, stream: Stream) -> None:
-    """Into `own`, in which the sum travels: added up as it is one by one, and then rounded. `dtype`: the shard's."""
+    """Add up a replica's parts as `OrderedSum` does, and round the sum into `own`, in whose dtype it travels.
+    `dtype`: the shard's."""
     wide = torch.promote_types(dtype, torch.float32)
     total = own if own.dtype == wide else stream.empty(own.numel(), wide)
     add_up(parts, total, 1, stream)

@@ -54,41 +54,41 @@ class Strategy(Protocol):
     comes_later: bool
 
     def launch(self, gradient: Gradient) -> None:
-        """It was sent just now: start what can be started before a meeting says who else has it. And go on with what
-        was launched before it, as far as that needs no waiting."""
+        """Start what can be started for a gradient that was just sent, before a meeting says who else has it. Go on
+        with what was launched before, as far as that needs no waiting."""
 
     def contributors(self, gradient: Gradient) -> Contributors | None:
-        """Who has it, where that is known without a meeting."""
+        """The ranks that have the gradient, with their uses, if that is known without a meeting; else None."""
 
     def total(self, gradient: Gradient, offers: Contributors) -> torch.Tensor:
-        """The sum over the ranks that offer, in `gradient.own`."""
+        """Add up the parts of the ranks in `offers`. The sum is in `gradient.own`."""
 
     def total_of_others(self, unit: Unit, key: Key, offers: Contributors) -> torch.Tensor:
-        """The same where this rank has nothing to add."""
+        """Add up the parts of the ranks in `offers`, to which this rank has nothing to add."""
 
     def sums_of_others(self, units: Sequence[Unit]) -> Sequence[SumOfOthers]:
-        """What has come by calls in which this rank brought nothing, in their order."""
+        """The sums that have come by calls in which this rank brought nothing, in the order of the calls."""
 
     def give_up(self, gradient: Gradient) -> None:
-        """The backward that launched it raised."""
+        """Forget a gradient: the backward that launched it raised."""
 
     def pass_step(self) -> None:
-        """All ranks are at a step, and all that was sent has been added up."""
+        """Forget what belongs to the step that ends: all ranks are at it, and all that was sent has been added up."""
 
     def withdrawn(self) -> Sequence[Key]:
-        """What this rank has given up although every rank had brought it: the next meeting fails unless all have given
-        it up. Those that are returned are forgotten."""
+        """The keys of gradients that this rank has given up although every rank had brought them. Each is returned
+        once, and the next meeting fails unless all ranks have given it up."""
 
     def finish_sending(self) -> None:
-        """Give back the memory of what has been sent. One that sends bucket by bucket waits for it."""
+        """Give back the memory of what has been sent. A strategy that sends bucket by bucket waits until that is so."""
 
 
 class _ShardSum:
-    """This rank's shard of one gradient: the sum over this replica's ranks, then over replicas, if there are several.
-    Each is added up when all its parts are there."""
+    """The sum for this rank's shard of one gradient: over this replica's ranks, then over replicas, if there are
+    several. Each is added up when all its parts are there."""
 
     def __init__(self, unit: Unit, key: Key, own: torch.Tensor, mine: Summand) -> None:
-        """`own`: where the result belongs. `mine`: this rank's part, in a bucket or there."""
+        """`own`: where the result belongs. `mine`: this rank's part, in a bucket or in `own`."""
         self.unit = unit
         self.key = key
         self.own = own
@@ -100,7 +100,7 @@ class _ShardSum:
 
     @property
     def in_bucket(self) -> bool:
-        """Is this rank's part still to be read there?"""
+        """Is this rank's part still to be read from the bucket?"""
         return not self.ranks and self.mine[0] is not self.own
 
     def finish(self) -> None:
@@ -116,7 +116,7 @@ class _Sending(NamedTuple):
 
 
 class OrderedSum:
-    """Implements `Strategy`. Holds at most one bucket whose sending is not done.
+    """Implements `Strategy`: owners add up in rank order. Holds at most one bucket whose sending is not done.
 
     What comes from a rank of this replica is its part of this rank's shard; what comes from another holder of the
     shard is the sum of that holder's replica. So both go by the same key."""
@@ -141,8 +141,8 @@ class OrderedSum:
         return None
 
     def launch(self, gradient: Gradient) -> None:
-        """Put every owner's part there. This rank's own stays in the bucket until it is added to the others', or until
-        the next one is sent."""
+        """Put the parts of all other owners to them. This rank's own part stays in the bucket until it is added to the
+        others', or until the next gradient is sent."""
         self.finish_sending()
         bucket = gradient.bucket
         wire = self._policy.on_the_wire(bucket.dtype)
@@ -162,7 +162,8 @@ class OrderedSum:
         self._sending = _Sending(_All(works), bucket, shard)
 
     def take_over(self, gradient: Gradient, mine: torch.Tensor) -> None:
-        """Its parts have come, or will, by another way than `put`. `mine`: this rank's own, as the others have it."""
+        """Begin the sum of a gradient whose parts come by another way than `put`.
+        `mine`: this rank's own part, as the others have it."""
         place = self._place_of(mine.dtype, gradient.own)
         self._streams.reducing.run(lambda: place.copy_(mine))
         self._begin(gradient, [place])
@@ -185,19 +186,20 @@ class OrderedSum:
         sending.bucket.release(stream.record())
 
     def _leave_bucket(self, shard: _ShardSum) -> None:
-        """This rank's part waits elsewhere, as the others have it."""
+        """Copy this rank's part out of the bucket, rounded as the other ranks' parts are."""
         wire = self._policy.on_the_wire(shard.mine[0].dtype)
         place = self._place_of(wire, shard.own)
         self._streams.reducing.run(partial(copy_together, shard.mine, place, wire))
         shard.mine = [place]
 
     def _place_of(self, wire: torch.dtype, own: torch.Tensor) -> torch.Tensor:
-        """Where the sum will be, if that can hold what has travelled: whether a part waits there must not show."""
+        """Memory for a part that waits: `own`, where the sum will be, if its dtype can hold what has travelled, else
+        new memory. Whether a part has waited must not change the sum."""
         if torch.promote_types(wire, own.dtype) == own.dtype:
             return own
         return self._streams.reducing.empty(own.numel(), wire)
 
-    # ---- before a meeting: what is complete. Else all units' parts would be held till the end of the backward
+    # ---- before a meeting: what is complete is added up. Else all parts would be held till the end of the backward
     def _advance_waiting(self) -> None:
         for shard in list(self._waiting.values()):
             self._advance(shard)
@@ -215,7 +217,7 @@ class OrderedSum:
 
     # ---- sums
     def _add_ranks(self, shard: _ShardSum, ranks: Sequence[int]) -> None:
-        """Over this replica's ranks. If there are others, they are sent it."""
+        """Add up the parts of this replica's ranks. If there are other replicas, send them the sum."""
         parts = [self._part(shard, rank) for rank in ranks]
         shard.ranks = ranks
         stream = self._streams.reducing
@@ -234,7 +236,8 @@ class OrderedSum:
         return [self._transport.take(shard.key, rank, shard.unit.name)]
 
     def _send_to_replicas(self, shard: _ShardSum, total: torch.Tensor) -> torch.Tensor:
-        """Put this replica's sum to the other holders of the shard. Returns it as it is sent: so it counts here."""
+        """Put this replica's sum to the other holders of the shard.
+        Returns it as they get it, since it must count so here."""
         stream = self._streams.reducing
         sent = stream.empty(total.numel(), self._policy.between_replicas(shard.own.dtype))
         parts = {holder: [sent] for holder in self._grid.other_holders}
@@ -282,7 +285,7 @@ class OrderedSum:
         return shard.own
 
     def _check_nothing_given_up(self, shard: _ShardSum, offers: Contributors, replicas: Collection[int]) -> None:
-        """What has been added up already is still on offer."""
+        """Fail if a rank or a replica no longer offers a part that has been added up already."""
         given_up = [rank for rank in shard.ranks if rank not in offers]
         given_up += [self._grid.holders[each] for each in shard.replicas if each not in replicas]
         if given_up:
@@ -295,19 +298,19 @@ class OrderedSum:
         let_go_of_sum(gradient.unit, self._streams)
 
     def sums_of_others(self, units: Sequence[Unit]) -> Sequence[SumOfOthers]:
-        """Every rank takes part in all there is."""
+        """There are none: nothing comes by calls."""
         return ()
 
     def pass_step(self) -> None:
         self._given_up.clear()
 
     def withdrawn(self) -> Sequence[Key]:
-        """A part counts only if it is on offer at the meeting."""
+        """There are none: a part counts only if it is on offer at the meeting."""
         return ()
 
 
 class _All:
-    """Several works as one. The list may still be filled by what was issued to a stream."""
+    """Several works as one. The list may still grow, by works that a stream has yet to issue."""
 
     def __init__(self, works: list[Work]) -> None:
         self._works = works

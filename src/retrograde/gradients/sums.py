@@ -10,10 +10,10 @@ Summand = Sequence[torch.Tensor]  # flat pieces of memory which, end to end, are
 
 
 def add_up(parts: Sequence[Summand], own: torch.Tensor, divisor: int, stream: Stream) -> None:
-    """((p0 + p1) + p2) + ..., in fp32 or wider, divided once: into `own`, which may be one of the parts.
+    """Write ((p0 + p1) + p2) + ..., in fp32 or wider and divided once, to `own`, which may be one of the parts.
 
-    The first two are added from where they are, if that is done in the right precision, into `own`, if nobody reads
-    that later."""
+    The first two parts are added without a copy if their common dtype is that precision. The sum is made in `own`
+    itself if it has that precision, and no later part is read from there."""
     wide = torch.promote_types(own.dtype, torch.float32)
     dtypes = [part[0].dtype for part in parts]
     at_once = 2 if len(parts) > 1 and torch.promote_types(*dtypes[:2]) == wide else 1
@@ -40,18 +40,19 @@ def add_up(parts: Sequence[Summand], own: torch.Tensor, divisor: int, stream: St
 
 
 def _side_by_side(parts: Sequence[Summand]) -> list[tuple[torch.Tensor, ...]]:
-    """All of them, cut where the one with most pieces is: the others are in one."""
+    """Cut all summands where the one with the most pieces is cut, and put their pieces side by side.
+    The others have one piece each."""
     lengths = [piece.numel() for piece in max(parts, key=len)]
     cut = [part if len(part) == len(lengths) else part[0].split_with_sizes(lengths) for part in parts]
     return list(zip(*cut, strict=True))
 
 
 def divide(own: torch.Tensor, divisor: int, stream: Stream) -> None:
-    """A sum that is where it belongs."""
+    """Divide a sum in place."""
     if divisor != 1:
         stream.run(lambda: own.div_(divisor))
 
 
 def copy_together(part: Summand, into: torch.Tensor, wire: torch.dtype) -> None:
-    """Into one piece, as it would be after it had travelled."""
+    """Copy the pieces of a part into one, rounded as they would be on the wire."""
     torch.cat([piece.to(wire) for piece in part], out=into)

@@ -36,7 +36,8 @@ class Windows:
         return min(self.open, default=math.inf)
 
     def admit(self, unit: int, need: int, waiting: Mapping[int, int]) -> list[int] | None:
-        """Who must be reduced early for `unit` to wait beside those `waiting` (bytes by unit); None: it cannot wait."""
+        """Which units must be reduced early for `unit` to wait beside those `waiting` (bytes by unit);
+        None: it cannot wait."""
         self._gradients += 1
         before = self._came.get(unit, 0)
         self._came[unit] = self._gradients

@@ -32,7 +32,7 @@ class Box(NamedTuple):
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """The range of a tensor that lies row by row, in order, each element once.
+    """Cut a range of a tensor that lies row by row into boxes, in order, each element once.
 
     An empty range has no boxes, wherever it is: the piece of a rank that has nothing of a parameter is such a range.
     """

@@ -155,7 +155,7 @@ class Layout:
         return slice(self._begins[rank], self._begins[rank] + self.shard_sizes[rank])
 
     def bytes_of(self, rank: int) -> int:
-        """Of `rank`'s shard in the page."""
+        """How many bytes `rank`'s shard has in the page."""
         return self.shard_sizes[rank] * self.dtype.itemsize
 
     def piece(self, slot: Slot, rank: int) -> slice:
@@ -176,7 +176,8 @@ class Layout:
         return [*sizes, self.shard_sizes[rank] - at]
 
     def within(self, slot: Slot, rank: int) -> slice:
-        """The same piece in coordinates of the flattened parameter."""
+        """The part of `slot` that lies in `rank`'s shard, in coordinates of the flattened parameter;
+        it may be empty."""
         piece = self.piece(slot, rank)
         shift = self._begins[rank] - slot.offset
         return slice(piece.start + shift, piece.stop + shift)
@@ -194,13 +195,14 @@ class _Placed(NamedTuple):
 
 
 def _cut_up(lengths: Sequence[int], world: int) -> _Placed:
-    """End to end, in equal shards."""
+    """Place parameters end to end, in equal shards."""
     *starts, end = itertools.accumulate(lengths, initial=0)
     return _Placed(starts, (-(-end // world),) * world)
 
 
 def _whole(lengths: Sequence[int], shard_of: Sequence[int], world: int, least: int, even: bool) -> _Placed:
-    """End to end within the shard of each. No shard is empty: to have nothing is not a case of its own elsewhere."""
+    """Place parameters end to end, each within its shard. No shard is empty:
+    to have nothing is not a case of its own elsewhere."""
     sizes = [0] * world
     for length, shard in zip(lengths, shard_of, strict=True):
         sizes[shard] += length

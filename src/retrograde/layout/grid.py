@@ -25,14 +25,14 @@ class ShardOwner(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """Where one rank stands. Ranks are numbered as the transport numbers them."""
+    """Where one rank stands among replicas and shards. Ranks are numbered as the transport numbers them."""
 
     rank: int
     rows: tuple[tuple[int, ...], ...]  # the ranks of each replica, by shard
 
     @staticmethod
     def line(rank: int, world: int) -> "Grid":
-        """All ranks are one replica."""
+        """A grid in which all ranks are one replica."""
         return Grid(rank, (tuple(range(world)),))
 
     @staticmethod

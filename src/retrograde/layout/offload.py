@@ -6,10 +6,12 @@ from retrograde.arguments import wrong
 
 
 class Offload(Enum):
-    """`OPTIMIZER`: leaves (the masters, or the shards themselves), and so gradients and optimizer state.
+    """What of a model on an accelerator is in the host's memory.
+
+    `OPTIMIZER`: leaves (the masters, or the shards themselves), and so gradients and optimizer state.
 
     `PARAMETERS`: at stage 3 also what pages are made of, so that nothing of a parameter is on the device but its page
-    while it is in use. At stages 1 and 2 pages stay on the device as they always do, and it is what `OPTIMIZER` is."""
+    while it is in use. At stages 1 and 2 pages stay on the device as they always do, and it is `OPTIMIZER`."""
 
     NOTHING = "nothing"
     OPTIMIZER = "optimizer"
@@ -17,7 +19,7 @@ class Offload(Enum):
 
     @staticmethod
     def of(value: object) -> "Offload":
-        """From what `shard()` was given: None, a short name, or one of these."""
+        """Read what `shard()` was given: None, a short name, or one of these."""
         if value is None:
             return Offload.NOTHING
         if isinstance(value, Offload):

@@ -17,7 +17,8 @@ class Loads:
         self.elements = [0] * shards
 
     def assign(self, specs: Sequence[UnitSpec]) -> list[UnitSpec]:
-        """The same units, in which each whole parameter has an owner, and parameters of one owner lie together."""
+        """Give each whole parameter of these units an owner.
+        In the units returned, parameters of one owner lie together."""
         listed = [(unit, place) for unit, spec in enumerate(specs) if spec.whole for place in range(len(spec.params))]
         sizes = {(unit, place): specs[unit].params[place][1].numel() for unit, place in listed}
         shard_of = {each: self._least(sizes[each]) for each in sorted(listed, key=lambda each: -sizes[each])}
@@ -32,7 +33,7 @@ class Loads:
         return found
 
     def _least(self, size: int) -> int:
-        """The shard that the next parameter, of so many elements, goes to."""
+        """Choose the shard for the next parameter, of so many elements."""
         shard = self.elements.index(min(self.elements))
         self.elements[shard] += size
         return shard

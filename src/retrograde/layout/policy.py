@@ -28,7 +28,7 @@ def parse_bytes(value: int | float | str, argument: str) -> float:
 
 
 def check_stage(value: object) -> int:
-    """Only whole numbers are stages: True is not 1, and 3.0 is not 3."""
+    """Check a stage. Only whole numbers are stages: True is not 1, and 3.0 is not 3."""
     fix = "1, 2 or 3"
     stage = integer(value)
     if stage not in (1, 2, 3):
@@ -41,7 +41,7 @@ def check_reduce(value: object) -> str:
 
 
 class Policy(NamedTuple):
-    """Stages 1, 2 and 3 differ in these two numbers and in nothing else.
+    """What the arguments of `shard()` come to. Stages 1, 2 and 3 differ in these two numbers and in nothing else.
 
     `resident`: bytes of pages that may stay beyond the page in use and the one being prefetched.
     `until_step`: an unreduced gradient waits for the step instead of being reduced in its backward.
@@ -60,17 +60,18 @@ class Policy(NamedTuple):
         return self.resident == math.inf
 
     def on_the_wire(self, dtype: torch.dtype) -> torch.dtype:
-        """In which a gradient of this dtype travels; there is no narrow complex number."""
+        """The dtype in which a gradient of this dtype travels; there is no narrow complex number."""
         wire = self.precision.wire
         return dtype if wire is None or dtype.is_complex else wire
 
     def waiting(self, dtype: torch.dtype) -> torch.dtype:
-        """In which gradients of this dtype are added up before they are sent."""
+        """The dtype in which gradients of this dtype are added up before they are sent."""
         waiting = self.precision.waiting
         return dtype if waiting is None or dtype.is_complex else waiting
 
     def between_replicas(self, dtype: torch.dtype) -> torch.dtype:
-        """In which sums of gradients of this dtype travel: unless told otherwise, as they were added up."""
+        """The dtype in which sums of gradients of this dtype travel:
+        unless told otherwise, that in which they were added up."""
         if self.precision.wire is None:
             return torch.promote_types(dtype, torch.float32)
         return self.on_the_wire(dtype)
@@ -85,7 +86,7 @@ class Policy(NamedTuple):
         exact: bool = True,
         offload: Offload | str | None = None,
     ) -> "Policy":
-        """What the arguments of `shard()` come to."""
+        """Make a policy of the arguments of `shard()`."""
         stage = check_stage(stage)
         mean = check_reduce(reduce) == "mean"
         kept = parse_bytes(resident, "resident")

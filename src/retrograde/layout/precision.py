@@ -22,7 +22,7 @@ _KNOWN = (*_NAMED.values(), torch.float64)
 
 
 class Dtypes(NamedTuple):
-    """Those of one parameter."""
+    """The dtypes of one parameter."""
 
     page: torch.dtype
     master: torch.dtype
@@ -30,7 +30,8 @@ class Dtypes(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Precision:
-    """A dtype is "fp32", "bf16", "fp16" or one of torch's own. None leaves it as it is.
+    """In which dtypes a model computes, is updated, and sends its gradients. A dtype is "fp32", "bf16", "fp16" or one
+    of torch's own. None leaves it as it is.
 
     `param`: what modules compute with, and what travels when weights do. `master`: what the optimizer updates; fp32 or
     wider if `param` is given. `reduce`: in which gradients travel (their own, if None). They are added up in fp32 or
@@ -61,7 +62,7 @@ class Precision:
 
     @staticmethod
     def of(value: object) -> "Precision":
-        """From what `shard()` was given: None, a dtype or its short name, or one of these."""
+        """Read what `shard()` was given: None, a dtype or its short name, or one of these."""
         if value is None:
             return Precision()
         if isinstance(value, Precision):
@@ -72,7 +73,7 @@ class Precision:
         raise wrong("precision", value, "is not known", f"rg.Precision(...), one of {known}, or None")
 
     def __repr__(self) -> str:
-        """Without what was left out."""
+        """Show what was given, without what was left out."""
         given = [field for field in fields(self) if getattr(self, field.name) != field.default]
         return f"Precision({', '.join(f'{each.name}={getattr(self, each.name)!r}' for each in given)})"
 
@@ -96,7 +97,7 @@ class Precision:
     # ---- what it comes to
     @property
     def meaning(self) -> tuple[object, ...]:
-        """Equal where two say the same in other words."""
+        """A value that is equal where two say the same in other words."""
         classes = [cls.__qualname__ for cls in self.kept_classes]
         master = _dtype("precision.master", self.master)
         return (self.page, self.wire, master, self.waiting, classes, bool(self.inputs), self.result)
@@ -109,7 +110,7 @@ class Precision:
         return isinstance(module, self.kept_classes)
 
     def dtypes(self, own: torch.dtype, kept: bool = False) -> Dtypes:
-        """Of a parameter that had the dtype `own`. Whole and complex numbers stay what they are."""
+        """The dtypes of a parameter that had the dtype `own`. Whole and complex numbers stay what they are."""
         if not own.is_floating_point:
             return Dtypes(own, own)
         master = self._master_of(own)

@@ -84,7 +84,7 @@ def find_units(
 
 
 def _joined(specs: list[UnitSpec], least: float) -> list[UnitSpec]:
-    """A unit of fewer than `least` bytes becomes one with the next, as long as it has fewer."""
+    """Make a unit of fewer than `least` bytes one with the next, as long as it has fewer."""
     found: list[UnitSpec] = []
     for spec in specs:
         if found and _joins(found[-1], spec, least):
@@ -109,8 +109,8 @@ def _joins(one: UnitSpec, other: UnitSpec, least: float) -> bool:
 
 
 def _by_kind(name: str, module: nn.Module, found: list[_Found]) -> Iterator[UnitSpec]:
-    """A flat buffer has one dtype and device, and so have the masters; either all of its parameters are cut or none. A
-    mixed unit becomes one unit for each."""
+    """Make one unit for each kind of parameters found. A flat buffer has one dtype and device, and so have the masters;
+    either all of its parameters are cut or none."""
     kinds: dict[tuple[Dtypes, torch.device, bool], list[Named]] = {}
     for each in found:
         kinds.setdefault((each.dtypes, each.named[1].device, each.whole), []).append(each.named)

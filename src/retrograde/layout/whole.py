@@ -27,7 +27,7 @@ def whole_parameters(model: nn.Module, whole: Whole) -> set[int]:
 
 
 def whole_names(model: nn.Module, whole: Whole) -> list[str]:
-    """Their names, which mean the same in a copy of the model."""
+    """The names of the parameters that are meant; they mean the same in a copy of the model."""
     return [name for name, _ in _chosen_parameters(model, whole)]
 
 

@@ -14,7 +14,7 @@ class EditLog:
     def __init__(self) -> None:
         self.made = 0  # since the last step
         self.fenced = 0  # how many of them come before the last fence
-        self._before: dict[int, torch.Tensor] = {}  # slots edited since then, in order, with their pieces before that
+        self._before: dict[int, torch.Tensor] = {}  # slots edited since the last fence, in order: their pieces before
 
     def has(self, slot: int) -> bool:
         """Was this parameter edited since the last fence?"""
@@ -28,7 +28,7 @@ class EditLog:
         self._before[slot] = piece.clone()
 
     def undo_begin(self) -> None:
-        """The edit that began raised."""
+        """Forget an edit that began and has raised."""
         while len(self._before) > self.made - self.fenced:
             self._before.popitem()
 
@@ -40,10 +40,10 @@ class EditLog:
         self.fenced = self.made
 
     def pass_step(self) -> None:
-        """All ranks are here, whatever each has edited."""
+        """Forget all edits: all ranks are at a step, whatever each has edited."""
         self.made = 0
         self.pass_fence()
 
     def later_than(self, edits: int) -> list[tuple[int, torch.Tensor]]:
-        """What undoes the edits after the first so many: slots and their pieces, the last edit first."""
+        """What undoes the edits after the first `edits`: slots with their pieces before, the last edit first."""
         return list(self._before.items())[edits - self.fenced :][::-1]

@@ -18,7 +18,7 @@ NOWHERE = Moment(None, None, False)
 
 
 class Forecast:
-    """A first-order model of pairs: learns in one pass, forgets in one."""
+    """Learns which unit is used after which: one pass teaches it, and one pass of another order replaces that."""
 
     def __init__(self) -> None:
         self._next: dict[Moment, tuple[Unit, bool]] = {}
@@ -37,7 +37,7 @@ class Forecast:
             self._next[self._now] = unit, backward
 
     def end_step(self, learned: bool) -> None:
-        """Forget what this step has taught, if it was none to learn from."""
+        """End a step, and forget what it has taught unless there was something to learn from it (`learned`)."""
         for moment, expected in {} if learned else self._before.items():
             if expected is None:
                 del self._next[moment]
@@ -46,11 +46,12 @@ class Forecast:
         self._before.clear()
 
     def break_off(self) -> None:
-        """What comes next does not follow from what was before: a step, or the end of a backward, lies between."""
+        """Forget what was used last. What comes next does not follow from it:
+        a step, or the end of a backward, lies between."""
         self._now = NOWHERE
 
     def ahead(self, limit: int) -> Iterator[Unit]:
-        """Units expected next. Stops at the end of a backward: a step may come before the next forward."""
+        """The units that are expected next. Stops at the end of a backward: a step may come before the next forward."""
         moment = self._now
         for _ in range(limit):
             following, backward = self._next.get(moment, (None, False))

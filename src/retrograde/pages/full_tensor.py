@@ -41,7 +41,7 @@ def edits(name: str) -> bool:
 
 
 def alive(reference: "weakref.ref[T]") -> T:
-    """What belongs to a sharded model, if the model is still there."""
+    """What a weak reference into a sharded model leads to. Raises if the model is gone."""
     found = reference()
     if found is None:
         raise UnsupportedError("the sharded model of this tensor or graph is gone; keep it until its last backward")
@@ -49,7 +49,7 @@ def alive(reference: "weakref.ref[T]") -> T:
 
 
 class Aliased(Watched):
-    """Memory of a page. Operations on it give plain tensors, but for two kinds:
+    """A tensor that shares memory with a page. Operations on it give plain tensors, but for two kinds:
 
     An edit (`w.clamp_()`, `w.data.fill_()`) is written back to the shard, where torch's own parameter would have it.
     A view that takes no part in a graph (`w.data`, `w.T` under no_grad) may be edited as well, so it is `Aliased` too.
@@ -95,7 +95,7 @@ class FullTensor(Aliased):
     def leaf(self) -> nn.Parameter:
         return alive(self._unit).leaves[self._slot]
 
-    # The parameter's, whose gradient is this rank's piece: the object that `p.grad` is.
+    # The parameter's gradient, which is this rank's piece: the object that `p.grad` is.
     grad = property(lambda self: self.leaf.grad, lambda self, value: setattr(self.leaf, "grad", value))
     grad = grad.deleter(lambda self: setattr(self.leaf, "grad", None))
     # Hooks too: they see what the parameter's see.
@@ -106,7 +106,7 @@ class FullTensor(Aliased):
     requires_grad = property(lambda self: bool(get_requires_grad(self)), lambda self, on: self.requires_grad_(on))
 
     def retain_grad(self) -> None:
-        """As torch's for a leaf."""
+        """Do nothing, as torch's does for a leaf."""
 
     def requires_grad_(self, requires_grad: bool = True) -> "FullTensor":
         self.leaf.requires_grad_(requires_grad)

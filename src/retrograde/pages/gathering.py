@@ -17,9 +17,9 @@ class PageGathering:
     def gather(self, unit: Unit, page: torch.Tensor) -> Work | None:
         """Start reading all shards of a unit, which are at rest, into the memory of a page. None: read them alone.
 
-        The call takes this rank's from where it lies, but for one that is on the host. Where the page stays, that is
-        its place in the page, which a call leaves alone: others may read it there, and must, for this call may wait
-        for them."""
+        The call takes this rank's shard from where it lies, unless that is on the host. Where the page stays, the shard
+        lies inside it, and the call leaves that part alone: others may read it there, and must be able to, since this
+        call may wait for them."""
         own = unit.source
         if unit.source_on_host:
             unit.fetch_own(page)
@@ -27,7 +27,7 @@ class PageGathering:
         return self._transport.gather(unit.index, unit.name, own, page)
 
     def take_part(self, unit: Unit) -> None:
-        """In a gather whose page this rank has already: what comes is thrown away."""
+        """Take part in a gather whose page this rank has already: what comes is thrown away."""
         current, fetching = self._pool.streams.current(), self._pool.streams.fetching
         scratch, free = self._pool.take(unit.layout.padded_numel, unit.layout.dtype)
         fetching.wait(free)

@@ -78,7 +78,8 @@ class Page:
         home: torch.Tensor | None,
         pool: BufferPool,
     ) -> None:
-        """`shard`: which of them is this rank's. `home`: the memory of a page that stays, with that shard inside it."""
+        """`shard`: the number of this rank's shard. `home`:
+        the memory of a page that stays, with that shard inside it."""
         self.state = PageState.ABSENT
         self.home = home is not None
         self.full_tensors = full_tensors
@@ -99,7 +100,7 @@ class Page:
     # ---- questions
     @property
     def ready(self) -> bool:
-        """Do the full tensors show it?"""
+        """Do the full tensors show the page?"""
         return self.state is PageState.READY or self.state is PageState.AT_HOME
 
     @property
@@ -117,12 +118,12 @@ class Page:
 
     @property
     def storage(self) -> int | None:
-        """Which memory it has, if any."""
+        """The identity of the page's memory; None if it has none."""
         return None if self._memory is None else storage_id(self._memory)
 
     @property
     def held(self) -> bool:
-        """Does somebody else refer to it? Counts references in Python, autograd and views."""
+        """Does anybody else refer to the page? Counts references in Python, autograd and views."""
         if storage_users(self.memory) > self._own_references:
             return True
         return held_elsewhere(self.full_tensors)
@@ -138,7 +139,7 @@ class Page:
         self.state = state
 
     def load(self, read: ReadShards) -> None:
-        """Start making it whole."""
+        """Start reading all shards into the page."""
         self._check(PageState.LOADING)
         self._edits_seen = None  # until it is there: another thread may look meanwhile
         fetching = self._streams.fetching
@@ -156,7 +157,7 @@ class Page:
         )
 
     def finish(self) -> None:
-        """Wait for it; then the full tensors show it."""
+        """Wait until the page is loaded; then the full tensors show it."""
         assert self._work is not None, self._name
         current = self._streams.current()
         current.wait(self._loaded)  # before what the work may have to copy
@@ -168,7 +169,7 @@ class Page:
         self.outdate()
 
     def drop(self) -> None:
-        """Let go of the memory: nobody holds it."""
+        """Let go of the page's memory, which nobody holds."""
         self._become(PageState.ABSENT)
         self._show(self._stubs)
         self._pool.give(self.memory, self._streams.current().record())
@@ -180,26 +181,27 @@ class Page:
             set_data(full, data)  # its place in the autograd graph stays
 
     def count_own_references(self) -> None:
-        """Who refers to the memory now is nobody else. Of a page that stays: its shard, pieces and graph, once made."""
+        """Count all references that there are to the memory as the page's own. For a page that stays this is called
+        when its shard, pieces and graph have been made."""
         self._own_references = storage_users(self.memory) + len(self.full_tensors)
 
     # ---- edits through full tensors
     def outdate(self) -> None:
-        """What was saved of the memory so far without a handle is stale, and refused by autograd."""
+        """Make what was saved of the memory so far without a handle stale: autograd refuses it."""
         self._edits_seen = None  # another thread may look meanwhile
         for full in self.full_tensors:
             torch.autograd.graph.increment_version(full)
         self.note_edits()
 
     def note_edits(self) -> None:
-        """What was edited so far has been written back, or is no edit of a user's."""
+        """Take all edits so far as known: they have been written back, or are no edits of a user's."""
         self._edits_seen = self._edit_counters()
 
     def _edit_counters(self) -> list[int]:
         return [*map(version_of, self.full_tensors), version_of(self.memory)]
 
     def edits(self) -> Edits:
-        """What was edited since that was last noted."""
+        """The full tensors that were edited since edits were last noted."""
         seen = self._edits_seen
         if not self.ready or seen is None:
             return NO_EDITS

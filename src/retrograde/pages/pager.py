@@ -32,7 +32,7 @@ HORIZON = 256  # how far ahead of now the forecast is followed when choosing wha
 
 
 class _Backward(NamedTuple):
-    """One that runs, and the units that it has used."""
+    """A backward that runs, and the units that it has used."""
 
     is_over: Callable[[], bool]
     used: set[Unit]
@@ -63,7 +63,7 @@ class Pager:
         self._forecast = Forecast()
         self._current: Unit | None = None
         self._backward = NO_BACKWARD  # the one in which the current unit was opened
-        self._backwards: dict[int, _Backward] = {}  # that run
+        self._backwards: dict[int, _Backward] = {}  # those that run
         self._guesses: set[Unit] = set()  # prefetched, and not used since
         self._resident: dict[Unit, None] = {}  # in the order of their coming
         self._passing_bytes = 0  # of resident units whose pages do not stay
@@ -72,7 +72,8 @@ class Pager:
         self._masters: _Masters | None = None  # the last that were read, until a page is, or a state dict has them all
 
     def full(self, unit: Unit, slot: int) -> torch.Tensor:
-        """The full tensor of a parameter, paged in if need be. Hot. A page belongs to no torch.func transform."""
+        """The full tensor of a parameter, paged in if need be. Runs at every access.
+        A page belongs to no torch.func transform."""
         self._entered()
         with outside_transforms():
             self.open(unit)
@@ -92,7 +93,8 @@ class Pager:
             self._prefetch(self._expected())
 
     def visit(self, unit: Unit, following: Unit | None) -> None:
-        """The same for a walk over all units, which knows what follows. It teaches the forecast nothing."""
+        """Make `unit` ready and valid in a walk over all units, which knows what follows.
+        It teaches the forecast nothing."""
         self._streams.refuse_capture("unit {}: its weights are read", unit.name)
         if unit is self._current and unit.page.ready and unit.valid:
             return
@@ -110,7 +112,8 @@ class Pager:
         self._guesses.discard(unit)
 
     def masters(self, unit: Unit, slot: int) -> torch.Tensor:
-        """A copy of all of a parameter's masters. A state dict asks for one after the other, so a unit is read once."""
+        """A copy of all masters of a parameter.
+        A state dict asks for one parameter after the other, so a unit is read once."""
         self._entered()
         self._streams.refuse_capture("unit {}: its masters are read", unit.name)
         with outside_transforms(), torch.no_grad():
@@ -122,7 +125,7 @@ class Pager:
             return place.full(self._masters.flat[place.offset : place.end].clone())
 
     def forget_masters(self) -> None:
-        """Who asked for one parameter after the other has them all."""
+        """Let go of the masters: whoever asked for one parameter after the other has them all."""
         self._masters = None
 
     @property
@@ -131,7 +134,7 @@ class Pager:
         return self._current
 
     def unit_of(self, storage: int) -> Unit | None:
-        """Whose page this memory is."""
+        """The unit whose page this memory is, if it is a page's."""
         return self._shown.get(storage)
 
     def _prefetch(self, following: Unit | None) -> None:
@@ -159,7 +162,7 @@ class Pager:
 
     # ---- letting go
     def retire(self, unit: Unit) -> None:
-        """A backward has all gradients of this unit's trained parameters."""
+        """Drop a unit's page, if it may go: a backward has all gradients of the unit's trained parameters."""
         if not unit.frozen_handles:
             self._drop_if_over(unit)
 
@@ -205,18 +208,18 @@ class Pager:
 
     # ---- around a step
     def finish_reads(self) -> None:
-        """No read is under way after this."""
+        """Wait for all reads that are under way."""
         for unit in list(self._resident):
             self._finish_loading(unit)
 
     def end_forecast(self) -> None:
-        """Ranks meet for a step. What this rank did on a detour it will not do again, and if it prefetched what it
-        expects from there it would stray once more."""
+        """Forget what the forecast has learned since the last step if this rank was on a detour. What it did there it
+        will not do again, and if it prefetched what it expects from there it would stray once more."""
         before, self._detours_before = self._detours_before, self._detours()
         self._forecast.end_step(learned=before == self._detours_before)
 
     def quiesce(self) -> None:
-        """Before the weights change: what was read is here, and what was edited is known."""
+        """Finish all reads and write back all edits, before the weights change."""
         self.finish_reads()
         for unit in list(self._resident):  # ranks may meet, and what others bring may run hooks that read weights
             unit.write_back_edits()
@@ -234,7 +237,8 @@ class Pager:
         self._pool.trim()
 
     def renew(self) -> None:
-        """After a step: what somebody holds of a page shows the new weights, as torch's parameters do."""
+        """After a step, read held pages again:
+        what somebody holds of them shows the new weights, as torch's parameters do."""
         self.release()
         for unit in [unit for unit in self._resident if not unit.valid and unit.page.held]:
             unit.write_back_edits()
@@ -248,7 +252,8 @@ class Pager:
         return next(self._forecast.ahead(1), None) if self._policy.prefetch else None
 
     def _make_space(self, coming: Unit) -> None:
-        """Evict until what is idle fits the budget. In use: the page coming, the current one, one expected."""
+        """Evict until what is idle fits the budget.
+        Not idle are the page coming, and the current one or the one expected."""
         expected = self._expected()
         spared = {coming}
         if self._policy.prefetch and self._current is not None:
@@ -261,7 +266,7 @@ class Pager:
                 self._drop(unit)
 
     def _last_needed_first(self, spared: set[Unit]) -> list[Unit]:
-        """Resident units that may go; never needed again counts as last."""
+        """The resident units that may go, the one needed last first; never needed again counts as last."""
         idle = [unit for unit in self._resident if unit not in spared and not unit.stays]
         if len(idle) < 2:
             return idle  # stage 3, as a rule: the forecast need not be followed
@@ -273,5 +278,5 @@ class Pager:
 
 
 def _passing_bytes(unit: Unit) -> int:
-    """Of its page, if that goes again."""
+    """How many bytes of the unit's page go away again: none, if it stays."""
     return 0 if unit.stays else unit.layout.page_bytes

@@ -11,7 +11,7 @@ from retrograde.transport import Memory
 
 
 class Allocator(Protocol):
-    """Who has memory: a transport, which may need to register it."""
+    """Where memory comes from: a transport, which may need to register it."""
 
     def allocate(self, memory: Memory, numel: int, dtype: torch.dtype, stream: Stream) -> torch.Tensor: ...
 
@@ -24,7 +24,7 @@ class Loan(NamedTuple):
 
 
 class BufferPool:
-    """Free buffers stay only while everything taken and free together fits in `limit` bytes."""
+    """Lends flat buffers. It keeps free ones only while everything taken and free together fits in `limit` bytes."""
 
     def __init__(self, memory: Memory, allocator: Allocator, streams: Streams, ledger: Ledger) -> None:
         self.streams = streams
@@ -34,7 +34,7 @@ class BufferPool:
         self._allocator = allocator
         self._used = 0
         self._free: list[Loan] = []
-        self._homes: dict[int, Stream] = {}  # on which a buffer was allocated, by its storage
+        self._homes: dict[int, Stream] = {}  # the stream on which each buffer was allocated, by its storage
 
     def take(self, numel: int, dtype: torch.dtype) -> Loan:
         need = numel * dtype.itemsize
@@ -64,7 +64,8 @@ class BufferPool:
             self._let_go(self._free.pop(0))
 
     def _let_go(self, loan: Loan) -> None:
-        """The memory is free to the stream that it was allocated on, which waits for whoever used it last (Rule 5)."""
+        """Let go of a buffer.
+        Its memory is free to the stream that it was allocated on, which waits for whoever used it last (Rule 5)."""
         self._homes.pop(storage_id(loan.data)).wait(loan.free)
         self.ledger.hold(-loan.data.nbytes)
 

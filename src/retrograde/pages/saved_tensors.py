@@ -51,7 +51,7 @@ class SavedTensors:
         self.compiled = False  # compiled code is running: it edits full tensors without telling their unit
 
     def watch(self, unit: Unit) -> None:
-        """Casts of its full tensors, which are in their graph by now, are known from now on."""
+        """Recognize casts of a unit's full tensors from now on. These are in their graph by now."""
         node = unit.page.full_tensors[0].grad_fn
         if node is not None and unit.layout.dtype not in _LOWER:
             self._gathers[node] = unit
@@ -74,7 +74,7 @@ class SavedTensors:
     leave = staticmethod(pop_saved_tensor_hooks)
 
     def _handle(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
-        """For a tensor that aliases a page: where to find it again."""
+        """The handle of a tensor that aliases a page, or is a cast of one; None for any other."""
         unit = self.unit_of(tensor)
         if unit is None:
             return self._handle_of_cast(tensor) if tensor.dtype in _LOWER else None
@@ -85,7 +85,7 @@ class SavedTensors:
         return Handle(self._pager, unit, tensor)
 
     def _handle_of_cast(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
-        """For a cast of a full tensor, or a view of one."""
+        """The handle of a cast of a full tensor, or of a view of one; None for any other."""
         if not tensor.requires_grad:
             return self._handle_of_frozen_cast(tensor)
         if not self._gathers:
@@ -97,7 +97,8 @@ class SavedTensors:
         return CastHandle(self._pager, unit, tensor, source.number)
 
     def _handle_of_frozen_cast(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
-        """For a cast of a frozen parameter of the unit in use, or a view of one: for memory with the same values."""
+        """The handle of a cast of a frozen parameter of the unit in use, or of a view of one, known by its values;
+        None for any other."""
         unit = self._pager.current
         if unit is None or unit.stays or unit.layout.dtype in _LOWER or not (unit.page.ready and unit.valid):
             return None
@@ -121,7 +122,7 @@ class Handle:
     __slots__ = ("__weakref__", "_offset", "_pager", "_size", "_slot", "_stride", "_unit", "_version")
 
     def __init__(self, pager: Pager, unit: Unit, tensor: torch.Tensor, slot: int | None = None) -> None:
-        """`slot`: of which parameter, if its place in the page does not say so."""
+        """`slot`: the number of its parameter, if its place in the page does not say so."""
         self._pager = pager
         self._unit = unit
         self._size = tensor.size()
@@ -145,7 +146,7 @@ class Handle:
             return self._memory().as_strided(self._size, self._stride, self._offset)
 
     def _memory(self) -> torch.Tensor:
-        """What it was a view of, in a page that is ready."""
+        """The memory of which the saved tensor was a view, in a page that is ready."""
         return self._unit.page.memory
 
 
@@ -159,7 +160,7 @@ class CastHandle(Handle):
         self._dtype = tensor.dtype
 
     def _memory(self) -> torch.Tensor:
-        """In the order in which the parameter lies in memory, as the first cast was."""
+        """The parameter, cast again, in the order in which it lies in memory, as the first cast was."""
         place = self._unit.layout.slots[self._slot]
         return self._unit.page.memory[place.offset : place.end].to(self._dtype)
 
@@ -168,7 +169,7 @@ _BEGINNING = 16  # elements; other weights of the same size differ there
 
 
 def _whole_memory(tensor: torch.Tensor) -> torch.Tensor | None:
-    """All of the host's memory that it is a view of, in one dimension."""
+    """All of the host's memory of which a tensor is a view, in one dimension; None if it has no such memory."""
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device.type != "cpu":
         return None
     numel = tensor.untyped_storage().nbytes() // tensor.itemsize
@@ -176,7 +177,7 @@ def _whole_memory(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _is_cast(weight: torch.Tensor, memory: torch.Tensor) -> bool:
-    """Is it this weight, cast to its dtype, bit for bit?"""
+    """Is this memory the weight, cast to the memory's dtype, bit for bit?"""
     for length in (_BEGINNING, memory.numel()):
         again = weight[:length].to(memory.dtype)
         if not torch.equal(again.view(torch.int16), memory[:length].view(torch.int16)):
@@ -185,7 +186,7 @@ def _is_cast(weight: torch.Tensor, memory: torch.Tensor) -> bool:
 
 
 def _keep(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Not of a page: an alias is kept (the tensor itself could close a cycle with its own node)."""
+    """Keep a tensor that is not of a page, as an alias (the tensor itself could close a cycle with its own node)."""
     return tensor.detach(), version_of(tensor)
 
 

@@ -30,7 +30,8 @@ class CastCopy:
         self._version: int | None = None  # of the masters that it was made of
 
     def at(self, version: int) -> torch.Tensor:
-        """The copy, of masters whose counters are at `version`. For the main thread: it may have to be made."""
+        """The copy, as masters are whose counters are at `version`. Only the main thread asks:
+        it may have to be made."""
         if not self.is_at(version):
             if self._masters.device == self._memory.device:
                 self._streams.crossing.wait_for_copies()  # a page may still be read from it
@@ -41,7 +42,8 @@ class CastCopy:
         return self._memory
 
     def _send(self) -> None:
-        """From the host to the device, while the host goes on. It is cast before, so that less travels."""
+        """Copy the masters from the host to the device, while the host goes on.
+        They are cast before, so that less travels."""
         memory, sent = self._memory, self._masters
         if sent.dtype != memory.dtype:
             sent = self._streams.crossing.pinned(sent.numel(), memory.dtype).copy_(sent)
@@ -52,7 +54,7 @@ class CastCopy:
         serving.wait(fetching.record())
 
     def keep_up(self, before: int, now: int) -> None:
-        """The masters went from one version to another by what was written to the copy itself."""
+        """Note that the masters went from one version to another by what was written to the copy itself."""
         if self.is_at(before):
             self._version = now
 
@@ -61,7 +63,7 @@ class CastCopy:
 
 
 def masters_after_edit(masters: torch.Tensor, edited: torch.Tensor) -> torch.Tensor:
-    """What an edit of their copy makes of masters (Rule 2). A zero that has changed its sign has changed."""
+    """The masters after an edit of their copy (Rule 2). A zero that has changed its sign has changed."""
     before = masters.to(edited.dtype)
     changed = (edited != before) | (edited.signbit() != before.signbit())
     return torch.where(changed, edited.to(masters.dtype), masters)

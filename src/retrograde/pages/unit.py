@@ -33,16 +33,18 @@ class Coherence(Protocol):
         reason to read them too."""
 
     def take_part(self, unit: "Unit") -> None:
-        """The others may be reading a page that this rank still has."""
+        """Take part in reading a page that this rank still has: the others may be reading it."""
 
     def read_masters(self, unit: "Unit", flat: torch.Tensor) -> Work:
-        """The same for masters, which no page is made of, into a tensor in the unit's layout. At this rank's pace."""
+        """Start reading the masters that this rank does not hold, of which no page is made, into a tensor in the unit's
+        layout. This rank may do so alone."""
 
     def writing(self, what: str, unit: "Unit", slot: int) -> AbstractContextManager[None]:
-        """Around an edit of a parameter's piece in place: no other rank reads what it was before."""
+        """Guard an edit inside of a parameter's piece in place: no other rank reads what it was before."""
 
     def editing(self, what: str, unit: "Unit", slot: int) -> AbstractContextManager[None]:
-        """The same around an edit of its full tensor, which shows the page as it is now."""
+        """Guard an edit inside of a parameter's full tensor, which shows the page as it is now:
+        no other rank reads what it was before."""
 
 
 # A page outlives an inference_mode() in which it may be made.
@@ -94,7 +96,7 @@ class Unit:
         self._read_at: int | None = None  # the leaves' version that the page has, once it was read
 
     def _full_tensors(self) -> tuple[FullTensor, ...]:
-        """Each with a version counter of its own. The page gives them memory."""
+        """Make the full tensors, each with a version counter of its own. The page gives them memory."""
         made = []
         for index, slot in enumerate(self.layout.slots):
             stub = torch.empty((), dtype=self.layout.dtype, device=self._streams.device)
@@ -104,7 +106,7 @@ class Unit:
     # ---- questions
     @property
     def version(self) -> int:
-        """Moves with every change of a leaf."""
+        """A number that moves with every change of a leaf."""
         return sum(map(version_of, self.pieces))
 
     @property
@@ -124,7 +126,7 @@ class Unit:
 
     @property
     def source_is_current(self) -> bool:
-        """Would `source` have nothing to do?"""
+        """Is the source as the masters are, so that `source` has nothing to do?"""
         return self._cast is None or self._cast.is_at(self.version)
 
     @property
@@ -134,7 +136,7 @@ class Unit:
 
     @property
     def source_bytes(self) -> int:
-        """That it takes besides the shard and pages."""
+        """How many bytes the source takes besides the shard and pages."""
         return 0 if self._cast is None or self.stays else self.layout.shard_bytes
 
     @property
@@ -149,7 +151,7 @@ class Unit:
         return torch.empty((), dtype=self.shard.dtype, device=self._streams.device).expand(self.shard.shape)
 
     def await_gradients(self) -> None:
-        """The host is about to read or write gradients: none of them is on its way any more."""
+        """Wait until no gradient is on its way to the host, which is about to read or write them."""
         self._streams.crossing.await_returned()
 
     def full(self, slot: int) -> FullTensor:
@@ -170,7 +172,7 @@ class Unit:
         self.page.load(lambda memory: self._coherence.read(self, memory, alone))
 
     def fetch_own(self, page: torch.Tensor) -> None:
-        """This rank's part of a page, from where it lies; on the host too."""
+        """Copy this rank's part of a page from where it lies, which may be on the host."""
         if self.stays:
             return
         source, span = self.source, self.layout.span(self.rank)
@@ -180,7 +182,7 @@ class Unit:
             self._streams.crossing.note(self._streams.fetching)
 
     def take_part(self) -> None:
-        """In the others' reading of a page that is here because somebody holds it."""
+        """Take part in the others' reading of a page that is here because somebody holds it."""
         self._coherence.take_part(self)
 
     @_for_all_modes
@@ -198,7 +200,7 @@ class Unit:
         return flat
 
     def drop_unless_held(self) -> bool:
-        """Let go of the page, which is not under way, if nobody else refers to it; says whether it did."""
+        """Let go of the page if it is ready, does not stay, and nobody else refers to it. Returns whether it did."""
         if not self.page.ready or self.stays:
             return False
         self.write_back_edits()
@@ -209,7 +211,7 @@ class Unit:
 
     # ---- edits through full tensors
     def write_back_edits(self) -> None:
-        """Edits that were not reported (through an alias of a full tensor) reach the shard here."""
+        """Write back edits that were not reported (through an alias of a full tensor)."""
         edits = self.page.edits()
         of_frozen = edits.of_frozen and not self.edited_alone
         slots = [slot for slot in edits.slots if slot not in self.edited_alone]
@@ -221,7 +223,7 @@ class Unit:
                 self.write_back(slot)
 
     def write_back(self, slot: int) -> None:
-        """A full tensor was edited: its part on this rank goes into the shard. The page stays valid."""
+        """Write this rank's part of a full tensor that was edited into the shard. The page stays valid."""
         piece, edited, before = self.pieces[slot], self.page.own_part(slot), self.version
         if self.leaves_on_host:
             edited = self._streams.current().to_host(edited)
@@ -233,13 +235,14 @@ class Unit:
         self.page.note_edits()
 
     def editing(self, what: str, slot: int) -> AbstractContextManager[None]:
-        """Around an edit of a full tensor that is reported. Writes it back at the end."""
+        """Guard an edit inside of a full tensor, which is reported, and write it back at the end."""
         if slot in self.edited_alone:
             return contextlib.nullcontext()
         return self._coherence.editing(f"{what} on {self.layout.slots[slot].name}", self, slot)
 
     def end_editing_alone(self) -> None:
-        """What this rank has made of its page meanwhile is not written back: another value is about to come."""
+        """End a span in which one rank edits for all. What this rank has made of its page meanwhile is not written
+        back: another value is about to come."""
         if self.edited_alone:
             self.edited_alone = set()
             self.page.note_edits()

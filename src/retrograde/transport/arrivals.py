@@ -22,18 +22,19 @@ _CROWD = 16  # chunks that wait for their message
 
 
 class Reader(Protocol):
-    """Who takes what has come."""
+    """Takes what has come from other ranks."""
 
     @property
     def changed(self) -> threading.Condition:
-        """Held while something is delivered. Nothing of it is kept here after that: who waits for it may count
-        references to a page."""
+        """The condition that is held while something is delivered. After that nothing of it is kept here, since whoever
+        waits for it may count references to a page."""
 
     def destination(self, src: int, message: Message, nbytes: int) -> Sequence[torch.Tensor] | None:
-        """Where the tensors of a message belong, if anybody wants them: exactly as many bytes as will come."""
+        """The memory into which the tensors of a message are received, exactly as many bytes as will come;
+        None if nobody wants them."""
 
     def deliver(self, src: int, message: Message, data: Sequence[torch.Tensor]) -> None:
-        """With `changed` held."""
+        """Take a message with its tensors. `changed` is held."""
 
 
 class _Filling:
@@ -58,7 +59,8 @@ class _Filling:
 
 
 class Arrivals:
-    """Not thread-safe: what comes by wires is the service thread's, and a letter is whole."""
+    """Puts together what comes from one rank by wires, and delivers it. Not thread-safe: only the service thread uses
+    it. (A letter comes whole: `take_whole`.)"""
 
     def __init__(self, src: int, reader: Reader) -> None:
         self._src = src
@@ -77,7 +79,7 @@ class Arrivals:
 
     @property
     def crowded(self) -> bool:
-        """Have many bytes come whose message has not? It is on its way, by the other wire."""
+        """Have many bytes come whose message has not? That is on its way, by the other wire."""
         return len(self._chunks) > _CROWD
 
     def _go_on(self) -> None:
@@ -89,7 +91,7 @@ class Arrivals:
                 take_whole(self._src, waiting, self._reader)
 
     def _fill(self) -> bool:
-        """Says whether the next message has its turn."""
+        """Fill the tensors of the message that is being received. Returns whether the next message has its turn."""
         while self._filling is not None and self._chunks:
             self._filling.take(self._chunks.popleft())
             if not self._filling.missing:
@@ -105,7 +107,7 @@ def _filling(src: int, came: Opened, reader: Reader) -> _Filling:
 
 
 def take_whole(src: int, came: Opened, reader: Reader) -> None:
-    """A message with all its bytes."""
+    """Deliver a message that has come with all its bytes."""
     if came.comes_apart:
         raise MessageError(f"{came.nbytes} bytes of tensors are missing from a {type(came.message).__name__}")
     whole = _filling(src, came, reader)

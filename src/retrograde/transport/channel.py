@@ -28,14 +28,15 @@ from retrograde.transport.tensors import as_sent, space_for
 
 @dataclass(frozen=True, slots=True)
 class _Awaited:
-    """What is to come to an address. Implements `Incoming`."""
+    """A message that is to come to an address. Implements `Incoming`."""
 
     channel: "ConnectedChannel"
     peer: int
     address: Address
 
     def wait(self, stream: Stream) -> Parts | None:
-        """Memory is the host's, so nothing is left to be ordered on a stream when the bytes are there."""
+        """Wait for the message.
+        Its memory is the host's, so nothing is left to be ordered on a stream when the bytes are there."""
         return self.channel.take(self.peer, self.address)
 
 
@@ -54,7 +55,8 @@ class Layouts:
         self._received: dict[Address, Form] = {}
 
     def news(self, address: Address, form: Form) -> Form | None:
-        """What of it has to be sent. From now on the other end is taken to know it."""
+        """The layout, if it has to be sent; None if the other end knows it.
+        From now on the other end is taken to know it."""
         known = self._sent.get(address)
         if known is not None and known.form is form:
             return None
@@ -63,11 +65,11 @@ class Layouts:
         return None if known is not None and known.packed == packed else form
 
     def not_sent(self, address: Address) -> None:
-        """What was to be sent did not go this way."""
+        """Note that the layout did not go this way after all, so that the next message carries it."""
         self._sent.pop(address, None)
 
     def received(self, address: Address, form: Form | None) -> Form:
-        """The layout of what comes with this news of it."""
+        """The layout of what came to an address with this news of it."""
         if form is not None:
             self._received[address] = form
         if address not in self._received:
@@ -79,7 +81,7 @@ class ConnectedChannel:
     """Implements `Channel`, and `Receiver` for the connections. Ranks are those of the group."""
 
     number: int  # given by the connections
-    timeout = TIMEOUT  # for which a rank that has finished waits for others that ask for nothing
+    timeout = TIMEOUT  # seconds for which a rank that has finished waits for others that ask for nothing
 
     def __init__(
         self,
@@ -99,7 +101,7 @@ class ConnectedChannel:
         self._filling: dict[tuple[Address, int], Parts] = {}  # messages that are arriving, by address and turn
         self._arrived: dict[tuple[Address, int], Parts | None] = {}  # None: its sender has failed
         self._lost: tuple[str, Exception] | None = None
-        self._said = False  # has the main thread been told of it?
+        self._said = False  # has the main thread been told what was lost?
         connections.attach(self)
 
     def send(self, peer: int, address: Address, content: Parts) -> None:
@@ -125,7 +127,7 @@ class ConnectedChannel:
             self.cannot_reach(peer, error)
 
     def cannot_reach(self, peer: int, error: Exception) -> NoReturn:
-        """Nothing can be sent to a rank: raise, with its cause."""
+        """Raise an error with its cause: nothing can be sent to a rank."""
         cause = self._connections.why_lost(peer)
         self._said = True
         here, there = map(self._connections.name_of, (self._connections.rank, peer))
@@ -136,7 +138,7 @@ class ConnectedChannel:
         return _Awaited(self, peer, address)
 
     def take(self, peer: int, address: Address) -> Parts | None:
-        """Wait for what comes to an address."""
+        """Wait for what comes to an address. None: its sender has failed."""
         changed, departed = self._connections.changed, self._connections.departed
         awaited = (address, self._taken[address])
 
@@ -151,7 +153,7 @@ class ConnectedChannel:
             return self._arrived.pop(awaited)
 
     def _fail(self, peer: int, address: Address) -> None:
-        """Nothing has come, and nothing will."""
+        """Raise an error: nothing has come to an address, and nothing will."""
         here, there = map(self._connections.name_of, (self._connections.rank, peer))
         waiting = f"{here} waits for the {address} from pipeline {there}"
         if self._lost is not None:

@@ -76,7 +76,7 @@ class _Connecting:
         return wires
 
     def _read(self, keys: dict[int, str]) -> dict[int, bytes]:
-        """What ranks have said in the store. (What is empty was taken back.)"""
+        """Wait for what these ranks say in the store. (What is empty was taken back.)"""
         said: dict[int, bytes] = {}
         for rank, key in keys.items():
             while not (data := self._look_up(key)):
@@ -121,8 +121,8 @@ class _Connecting:
         return found
 
     def _forget_when_all_have_read(self, said: Mapping[int, bytes]) -> None:
-        """The last of those who have read the same takes it out: a group that is made later under the same name must
-        not find old addresses."""
+        """Take all addresses out of the store, if this rank is the last to have read them: a group that is made later
+        under the same name must not find old ones."""
         same = hashlib.sha256(b"".join(said[peer] for peer in range(self._world))).hexdigest()
         if self._store.add(f"retrograde/read/{same}", 1) == self._world:
             self._take_back(range(self._world))
@@ -142,7 +142,8 @@ def _host_key(rank: int) -> str:
 
 
 def host() -> str:
-    """The same for ranks that reach each other without a network: on one kernel, in one network namespace (Linux)."""
+    """A text that is the same for ranks that reach each other without a network:
+    on one kernel, in one network namespace (Linux)."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/net")
     except OSError:

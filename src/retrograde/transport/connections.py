@@ -63,7 +63,7 @@ _LETTERS = 0.5  # seconds after which letters that nobody has taken are looked a
 class Receiver(Protocol):
     """An engine's or a pipeline's end of the connections.
 
-    Called by the service thread, with `Connections.changed` held if not said otherwise."""
+    The service thread calls it, with `Connections.changed` held if not said otherwise."""
 
     number: int  # given by the connections: the same on all ranks
     timeout: float  # seconds for which a rank that has finished waits for others that ask for nothing
@@ -74,7 +74,7 @@ class Receiver(Protocol):
     def on_message(self, src: int, message: ToReceiver, data: Sequence[torch.Tensor]) -> None: ...
 
     def on_lost(self, cause: str, error: Exception) -> None:
-        """Something has gone wrong with a rank: whoever waits does so in vain. Called once."""
+        """Note that something has gone wrong with a rank: whoever waits does so in vain. Called once."""
 
     def unsaid(self) -> str | None:
         """What has gone wrong, if the main thread has not been told by an exception."""
@@ -106,7 +106,7 @@ class Connections:
         group: dist.ProcessGroup | None = None,
         neighbours: Neighbours | None = None,
     ) -> None:
-        """Without wires, this rank is alone."""
+        """`wires`: None if this rank is alone."""
         self.rank = rank
         self.world = world
         self.wires = wires
@@ -183,17 +183,17 @@ class Connections:
         return self.wires.send(dst, message, data)
 
     def tell(self, dst: int, message: Message, data: Sequence[torch.Tensor] = ()) -> None:
-        """Send what needs no answer. That the other side is gone, the service thread notices."""
+        """Send what needs no answer. If the other side is gone, the service thread notices."""
         with contextlib.suppress(OSError):
             self.send(dst, message, data)
 
     def listen_to(self, src: int) -> None:
-        """Something is to come from a rank: notice if it ends before that."""
+        """Note that something is to come from a rank, so that it is noticed if that rank ends before."""
         if self.wires is not None and src != self.rank:
             self.wires.call(src)
 
     def post(self, dst: int, message: Message, data: Sequence[torch.Tensor] = ()) -> bool:
-        """Leave a letter for another rank's main thread; says whether it has a box on this host, and room in it."""
+        """Leave a letter for another rank's main thread. Returns whether it has a box on this host, and room in it."""
         neighbour = None if self.neighbours is None else self.neighbours.found.get(dst)
         return neighbour is not None and neighbour.outbox.post(pieces(message, data))
 
@@ -212,7 +212,7 @@ class Connections:
 
     # ---- waiting
     def notify(self) -> None:
-        """Something has changed, for whoever waits. With `changed` held."""
+        """Wake whoever waits for a change. `changed` is held."""
         self.changed.notify_all()
         if self.neighbours is not None and self._sleepers:
             self.neighbours.mailbox.ring()
@@ -240,7 +240,8 @@ class Connections:
         self.take_letters()  # of a rank that has said goodbye since
 
     def take_letters(self) -> None:
-        """What other ranks' main threads have left for this one's. Also the service thread takes them, now and then."""
+        """Deliver the letters that other ranks' main threads have left for this one's.
+        The service thread does so too, now and then."""
         if self.neighbours is None:
             return
         with self.changed:
@@ -255,7 +256,7 @@ class Connections:
 
     # ---- leaving (leaving.py)
     def say_goodbye(self) -> None:
-        """The service thread does it: this is called by the garbage collector too, whatever locks are held."""
+        """Have the service thread say goodbye: this is called by the garbage collector too, whatever locks are held."""
         if os.getpid() != self.process:
             return  # forked: the connections are its parent's
         if self._ended:
@@ -365,7 +366,7 @@ class Connections:
                 self.notify()
 
     def _blame(self) -> None:
-        """Nobody has said anything about a lost connection: it is what went wrong."""
+        """Blame the connection that was lost first: nobody has said anything about it, so it is what went wrong."""
         with self.changed:
             if not self._liveness.in_doubt:
                 return
@@ -380,7 +381,7 @@ class Connections:
                 self._decide(Cause(peer, text, error), tell=False)
 
     def _refuse(self, src: int, error: Exception) -> None:
-        """What came from this rank cannot be taken."""
+        """Close the connection to a rank from which something came that cannot be taken, and tell all ranks why."""
         why = f"could not take what came from there: {type(error).__name__}: {error}"
         text = f"the connection to {self.name_of(src)} was closed by {self.name_of(self.rank)}, which {why}"
         self._decide(Cause(src, text, error))  # which tells the other side too
@@ -392,7 +393,8 @@ class Connections:
         self.wires.hang_up(src)
 
     def _decide(self, cause: Cause, tell: bool = True) -> None:
-        """This is what went wrong first, unless something else is known already."""
+        """Take this for what went wrong first, unless something else is known already.
+        All receivers are told, and if `tell` all ranks."""
         with self.changed:
             if not self._liveness.accept(cause):
                 return

@@ -48,7 +48,7 @@ class _Posted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _OnItsWay:
-    """Implements `Incoming`."""
+    """A message whose head has yet to be taken. Implements `Incoming`."""
 
     channel: "DeviceChannel"
     peer: int
@@ -59,7 +59,7 @@ class _OnItsWay:
 
 
 class DeviceChannel:
-    """Implements `Channel`. Ranks are those of the group."""
+    """Implements `Channel` for tensors of a device. Ranks are those of the group."""
 
     def __init__(self, connections: Connections, streams: Streams, patience: float, ways: Sequence[Way]) -> None:
         self._streams = streams
@@ -116,7 +116,7 @@ class DeviceChannel:
         return Parts(head.form, tensors)
 
     def _post(self) -> None:
-        """Receives of all heads that have come (Rule 1)."""
+        """Post the receives of all heads that have come (Rule 1)."""
         while self._came:
             source, head = self._came.popleft()
             layouts = [None if layout is None or layout.on_host else layout for layout in head.form.tensors]

@@ -29,7 +29,7 @@ class _Done:
 
 
 class FakeRanks:
-    """Implements `PipelineRanks`."""
+    """Implements `PipelineRanks` for one rank whose others are imagined."""
 
     def __init__(self, world: int, rank: int = 0, brings: Parts | None = None) -> None:
         """`brings`: what comes from stages of a pipeline that are before this rank's."""
@@ -50,7 +50,7 @@ class FakeRanks:
         return made
 
     def say_goodbye(self) -> None:
-        """There is nobody to hear it."""
+        """Do nothing: there is nobody to hear it."""
 
 
 class FakeTransport:
@@ -82,7 +82,7 @@ class FakeTransport:
         return _Done()
 
     def shards_changed(self) -> None:
-        """Nobody reads them."""
+        """Do nothing: nobody reads the shards."""
 
     # ---- gradients, one by one
     def put(self, key: Key, parts: Mapping[int, Sequence[torch.Tensor]]) -> Work:
@@ -109,11 +109,11 @@ class FakeTransport:
         return [position] * self.world
 
     def meeting_is_over(self) -> None:
-        """Nobody waits for that."""
+        """Do nothing: nobody waits for that."""
 
     # ---- failure
     def check(self) -> None:
-        """Nobody else can fail."""
+        """Do nothing: nobody else can fail."""
 
     def fail(self, text: str, cause: BaseException | None = None) -> NoReturn:
         raise DivergenceError(text) from cause
@@ -124,7 +124,7 @@ class FakeTransport:
 
 
 class _Came(NamedTuple):
-    """Implements `Incoming`."""
+    """What an imagined rank has sent. Implements `Incoming`."""
 
     parts: Parts
 
@@ -148,7 +148,7 @@ class FakeChannel:
         self._sent[address] = content.form
 
     def send_void(self, peer: int, address: Address) -> None:
-        """Nobody waits for it."""
+        """Do nothing: nobody waits for it."""
 
     def receive(self, peer: int, address: Address) -> _Came:
         form = self._form(address)

@@ -33,10 +33,10 @@ def process_group_of(ranks: GroupOfRanks, name: str, example: str, error: Refusa
 
 
 def device_for(group: dist.ProcessGroup, mesh: DeviceMesh | None) -> torch.device:
-    """Where a model belongs that is nowhere yet: on the CPU, or on the accelerator's current device. A mesh says it.
+    """The device for a model that is on none yet: the CPU, or the accelerator's current device. A mesh says which.
 
-    A process group is for the accelerator if it has a backend for it that is not the CPU's as well: gloo may serve
-    both, and counts as the CPU's."""
+    Without a mesh, a process group is for the accelerator if it has a backend for it that is not the CPU's as well:
+    gloo may serve both, and counts as the CPU's."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return HOST
@@ -45,7 +45,7 @@ def device_for(group: dist.ProcessGroup, mesh: DeviceMesh | None) -> torch.devic
 
 
 def _has_backend_of_its_own(group: dist.ProcessGroup, kind: str) -> bool:
-    """`kind`: of device."""
+    """Has the group a backend for this kind of device that is not the CPU's as well?"""
     backends = dict(each.split(":") for each in dist.get_backend_config(group).split(","))
     return kind in backends and backends[kind] != backends.get("cpu")
 
@@ -69,7 +69,8 @@ def group_of_replicas(mesh: DeviceMesh, name: str, error: Refusal) -> dist.Proce
 
 
 def _check_dimensions(mesh: DeviceMesh, name: str, error: Refusal) -> None:
-    """Names may say more than that (`dp_replicate`). A mesh of two dimensions without names is taken as it is."""
+    """Refuse a mesh that is not (replicate, shard). Names may say more than that (`dp_replicate`). A mesh of two
+    dimensions without names is taken as it is."""
     if mesh.ndim != 2:
         raise error(
             f"{name} has dimensions {_called(mesh)}; give one of them, as mesh['dp'], or two of them, (replicate, "

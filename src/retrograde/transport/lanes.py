@@ -50,14 +50,15 @@ class Lane:
         self._stream = another_stream(device)
 
     def send(self, tensors: Sequence[Tensor], made: Event) -> None:
-        """Enqueue them; `made` is the event of their producer. They may be let go of at once."""
+        """Enqueue the sends of tensors; `made` is the event of their producer.
+        The caller may let go of them at once."""
         self._stream.wait(made)
         for tensor in tensors:
             self._call(dist.isend, tensor, group_dst=self._peer)
             self._stream.hold(tensor)
 
     def receive(self, layouts: Sequence[TensorLayout | None]) -> "Received":
-        """Enqueue what receives the tensors that have layouts."""
+        """Enqueue the receives of those tensors that have layouts."""
         tensors: list[Tensor | None] = []
         self._stream.run(
             lambda: tensors.extend(None if each is None else empty(each, self._device) for each in layouts)
@@ -68,7 +69,7 @@ class Lane:
         return Received(tensors, self._stream.record())
 
     def open(self, sends: bool) -> None:
-        """Carry one byte (Rule 2)."""
+        """Carry one byte, so that the backend makes its communicator now (Rule 2)."""
         byte = self._stream.empty(1, torch.uint8)
         if sends:
             self._stream.run(byte.zero_)
@@ -77,7 +78,7 @@ class Lane:
             self._call(dist.irecv, byte, group_src=self._peer)
 
     def _call(self, call: Callable[..., dist.Work | None], tensor: Tensor, **peer: int) -> None:
-        """On our stream, which waits for its end: what is recorded there later comes after it."""
+        """Make a call on the lane's stream, which waits for its end: what is recorded there later comes after it."""
 
         def enqueue() -> None:
             work = call(tensor, group=self._group, **peer)
@@ -95,7 +96,7 @@ class Received:
         self._there = there
 
     def wait(self, stream: Stream) -> None:
-        """What is issued on `stream` from now on finds them there."""
+        """Make `stream` wait: what is issued on it from now on finds the tensors there."""
         stream.wait(self._there)
         for tensor in self.tensors:
             if tensor is not None:
@@ -103,5 +104,6 @@ class Received:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Its memory, in order; a copy only if it has gaps, or if torch has left a conjugation to be done."""
+    """A tensor's memory as bytes, in order;
+    a copy only if it has gaps, or if torch has left a conjugation to be done."""
     return as_sent(tensor.detach().resolve_conj().resolve_neg()).view(torch.uint8)

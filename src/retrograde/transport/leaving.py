@@ -37,7 +37,7 @@ logger = logging.getLogger("retrograde")
 
 
 class Leaver(Protocol):
-    """Connections to other ranks, seen from here."""
+    """Connections to other ranks, as far as leaving them is concerned."""
 
     rank: int
     process: int
@@ -60,7 +60,7 @@ _of_group: Callable[[dist.ProcessGroup], Leaver | None]
 
 
 def watch(leaver: Leaver, of_group: Callable[[dist.ProcessGroup], Leaver | None]) -> None:
-    """From now on these connections are left properly."""
+    """Leave these connections properly, whenever the process ends or their group is destroyed."""
     global _of_group
     _of_group = of_group
     _open.append(leaver)
@@ -69,14 +69,14 @@ def watch(leaver: Leaver, of_group: Callable[[dist.ProcessGroup], Leaver | None]
 
 
 def forget(leaver: Leaver) -> None:
-    """It has been left."""
+    """Forget connections that have been left."""
     if leaver in _open:
         _open.remove(leaver)
 
 
 @functools.cache
 def _register_in(process: int) -> None:
-    """Once in each process: one that was forked does not run its parent's finalizers."""
+    """Register `_at_exit` once in each process: one that was forked does not run its parent's finalizers."""
     atexit.register(_at_exit)
     if multiprocessing.parent_process() is not None:
         multiprocessing.util.Finalize(None, _at_exit, exitpriority=100)

@@ -31,7 +31,7 @@ class _Suspicion(NamedTuple):
 
 
 class Liveness:
-    """What one rank knows of the others. With `Connections.changed` held."""
+    """What one rank knows of the others. Its callers hold `Connections.changed`."""
 
     def __init__(self, peers: Iterable[int]) -> None:
         self.present = set(peers)  # ranks that can be reached, as far as is known
@@ -49,12 +49,12 @@ class Liveness:
         return self.present <= self.departed or self.cause is not None
 
     def lose(self, peer: int) -> None:
-        """A rank cannot be reached any more. Why, others may know better."""
+        """Note that a rank cannot be reached any more. Others may know better why."""
         self.present.discard(peer)
         self._suspicions.append(_Suspicion(time.monotonic() + GRACE, peer))
 
     def accept(self, cause: Cause) -> bool:
-        """This is what went wrong first, unless something else is known already."""
+        """Take this for what went wrong first, unless something else is known already. Returns whether it was taken."""
         self._suspicions.clear()
         if self.cause is not None:
             return False
@@ -65,9 +65,10 @@ class Liveness:
         return max(0.0, self._suspicions[0].until - time.monotonic())
 
     def oldest_doubt(self) -> int:
-        """The rank that was lost first of those nobody has said anything about."""
+        """The rank that was lost first, of those about which nobody has said anything. It is not in doubt any more."""
         return self._suspicions.pop(0).peer
 
     def trust_the_departed(self) -> None:
-        """This rank leaves: that those who have said goodbye are gone too is as it should be."""
+        """Suspect those that have said goodbye no more:
+        this rank leaves, so it is as it should be that they are gone too."""
         self._suspicions = [each for each in self._suspicions if each.peer not in self.departed]

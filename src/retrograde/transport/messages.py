@@ -35,7 +35,7 @@ class SharedPlace(NamedTuple):
 
 # ---- reading shards
 class Stamp(Record, frozen=True):
-    """Which state of a unit's shards a reader needs: coordination/fences.py."""
+    """Names the state of a unit's shards that a reader needs (coordination/fences.py)."""
 
     clock: Count
     edits: Count
@@ -248,14 +248,14 @@ class Ask(Record, frozen=True, tag="ask"):
 
 
 class Tell(Record, frozen=True, tag="tell"):
-    """The answer."""
+    """The answer to `Ask`: where the sender is."""
 
     receiver: Count
     where: str
 
 
 class Fail(Record, frozen=True, tag="fail"):
-    """This engine is of no further use."""
+    """This engine is of no further use, on any rank; `text` says why."""
 
     receiver: Count
     text: str
@@ -273,7 +273,7 @@ class Content(Record, frozen=True, tag="content"):
 
 
 class Lent(Record, frozen=True, tag="lent"):
-    """The same, with the bytes of the tensors in the sender's shared memory (mapped/)."""
+    """As `Content`, with the bytes of the tensors in the sender's shared memory (mapped/)."""
 
     receiver: Count
     address: Address
@@ -421,7 +421,7 @@ def tensor_forms(packed: PackedValue) -> list[TensorForm]:
 
 
 def unpack(packed: PackedValue, tensors: Sequence[torch.Tensor]) -> Value:
-    """The value again; `tensors` are those of its forms, in order."""
+    """The value that was packed; `tensors` are those of its forms, in order."""
     return _unpacked(packed, iter(tensors))
 
 

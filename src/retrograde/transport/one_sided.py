@@ -66,7 +66,7 @@ class _Brought(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _RankWork:
-    """Done when no rank is missing any more."""
+    """Something that other ranks do. It is done when none of them is missing any more."""
 
     transport: "OneSidedTransport"
     missing: Callable[[], list[int]]
@@ -74,7 +74,8 @@ class _RankWork:
     look_again: float | None = None  # seconds, where nobody tells that it is done
 
     def wait(self, stream: Stream) -> None:
-        """Memory is the host's, so nothing is left to be ordered on a stream when the bytes are there."""
+        """Wait until no rank is missing.
+        Memory is the host's, so nothing is left to be ordered on a stream when the bytes are there."""
         self.transport.wait_for(self.missing, self.what, look_again=self.look_again)
 
     def done(self) -> bool:
@@ -102,13 +103,13 @@ class OneSidedTransport:
         self._requests: list[_Request] = []
         self._reading: dict[tuple[int, int], torch.Tensor] = {}  # unit, owner: where its shard belongs
         self._parts: dict[tuple[Key, int], torch.Tensor] = {}
-        self._lost: tuple[str, Exception] | None = None  # what went wrong with a rank
+        self._lost: tuple[str, Exception] | None = None  # what went wrong with another rank
         self._said = False  # has the main thread been told, by an exception, that something is wrong?
         self._listener: weakref.WeakMethod[Callable[[int, bytes], None]] | None = None
         connections.attach(self)
 
     def allocate(self, memory: Memory, numel: int, dtype: torch.dtype, stream: Stream) -> torch.Tensor:
-        """Connections send from any memory."""
+        """Take the stream's own memory: connections send from any."""
         return stream.empty(numel, dtype)
 
     # ---- shards
@@ -163,20 +164,21 @@ class OneSidedTransport:
         self.discard_before(self.meetings)
 
     def discard_before(self, meeting: int) -> None:
-        """The same, where somebody else counts meetings."""
+        """Forget what was put before this meeting and never taken, where somebody else counts meetings."""
         with self.connections.changed:
             self._parts = {at: part for at, part in self._parts.items() if at[0].meeting >= meeting}
 
     # ---- the order of collectives: messages of which this transport knows nothing
     def listen(self, listener: Callable[[int, bytes], None]) -> None:
-        """A method, called with the sender and the bytes of each, with `changed` held, as long as its object lives."""
+        """Have this method called with each such message, its sender and its bytes, with `changed` held, as long as the
+        method's object lives."""
         self._listener = weakref.WeakMethod(listener)
 
     def tell_order(self, dst: int, data: bytes) -> None:
         self.connections.tell(dst, Ordered(self.number, data))
 
     def give_up(self, text: str) -> None:
-        """All ranks are told that this engine is of no further use; whoever waits raises."""
+        """Tell all ranks that this engine is of no further use; whoever waits raises."""
         self._announce(text)
         self.connections.notify()
 
@@ -204,7 +206,7 @@ class OneSidedTransport:
                 self._send_positions(dst, message, [tensor for brought in some for tensor in brought.tensors])
 
     def _unheard(self, each: Round, number: int) -> list[int]:
-        """Who is to tell this rank something in this round, and has not told all of it."""
+        """The ranks that are to tell this one something in this round, and have not told all of it."""
         met = self._met.get(number, {})
         return [src for src, count in each.hears if len(met.get(src, ())) < count]
 
@@ -213,12 +215,12 @@ class OneSidedTransport:
         return f"waiting for rank(s) {missing} at {what}" if missing else f"at {what}"
 
     def tell_all(self, words: list[str]) -> list[list[str]]:
-        """A meeting about groups that ranks have put back (own_groups.py): what each says."""
+        """Meet about groups that ranks have put back (own_groups.py). Returns what each rank says."""
         positions = self.meet(Position(Reason.VALUE, "groups of our own", {}, {}, words))
         return [cast(list[str], position.value) for position in positions]
 
     def meeting_is_over(self) -> None:
-        """Nobody waits for that."""
+        """Do nothing: nobody waits for that."""
 
     def _send_positions(self, dst: int, message: Meet, data: Sequence[torch.Tensor]) -> None:
         self._send(dst, message, data)
@@ -270,9 +272,10 @@ class OneSidedTransport:
         for_main_threads: bool = False,
         look_again: float | None = None,
     ) -> None:
-        """Until no rank is missing. A rank that has said goodbye still serves; its main thread does nothing more.
+        """Wait until no rank is missing. A rank that has said goodbye still serves; its main thread does nothing more.
 
-        `look_again`: seconds after which something may have changed that nobody tells."""
+        `for_main_threads`: the wait fails if a missing rank has said goodbye. `look_again`: seconds after which
+        something may have changed that nobody tells."""
 
         def finished() -> list[int]:
             return [peer for peer in missing() if peer in self.connections.departed] if for_main_threads else []
@@ -300,7 +303,8 @@ class OneSidedTransport:
         )
 
     def fail_of_backend(self, what: str, error: Exception) -> NoReturn:
-        """A call of the process group's backend failed, mostly since a rank has gone: that is heard a little later."""
+        """Fail, since a call of the process group's backend failed. Mostly a rank has gone: that is heard a little
+        later, and named then."""
         with self.connections.changed:
             self.connections.wait_until(lambda: self.failure is not None or self._lost is not None, UNTIL_HEARD)
             self.check()
@@ -308,7 +312,7 @@ class OneSidedTransport:
         self.fail(f"{self._own_name}: {what} failed in the backend of torch.distributed: {error}", error)
 
     def _fail_if_gone(self, finished: list[int], what: str) -> None:
-        """Those that are missing will not come: they have finished, or a rank has been lost."""
+        """Fail if the missing ranks will not come: they have finished, or a rank has been lost."""
         if finished:
             self.fail(
                 f"{self._own_name} is at {what} and needs {self.connections.names_of(finished)}, which "
@@ -353,7 +357,8 @@ class OneSidedTransport:
             listener(src, message.data)
 
     def _serve(self, request: _Request) -> None:
-        """Noted before it is looked at: the main thread looks at what is noted when it has changed something."""
+        """Answer a reader now, or when shards change. Its request is noted before it is looked at: the main thread
+        looks at what is noted when it has changed something."""
         self._requests.append(request)
         if self._answer(request):
             self._requests.remove(request)

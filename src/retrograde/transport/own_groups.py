@@ -24,20 +24,20 @@ TellAll = Callable[[list[str]], Sequence[Sequence[str]]]  # from what this rank 
 
 
 class Calls:
-    """On one group, by this rank."""
+    """Counts this rank's calls on one group, and knows which are under way."""
 
     def __init__(self) -> None:
         self.started = 0
         self._under_way: set[int] = set()
 
     def begin(self) -> int:
-        """Returns the call's number."""
+        """Note a call that begins. Returns its number."""
         self.started += 1
         self._under_way.add(self.started)
         return self.started
 
     def end(self, number: int) -> None:
-        """Somebody has waited for it, perhaps not as the first."""
+        """Note that somebody has waited for a call, perhaps not as the first."""
         self._under_way.discard(number)
 
     @property
@@ -71,7 +71,7 @@ class OwnGroup:
 def own_group(
     rows: Sequence[Sequence[int]], rank: int, ranks: Sequence[int], timeout: float, tell_all: TellAll
 ) -> OwnGroup:
-    """The group of this rank's row. All ranks of the meeting come here.
+    """The group of this rank's row, one that was put back or a new one. All ranks of the meeting come here.
 
     `rows`: who needs a group together, as ranks of the meeting, where this one is `rank`. `ranks`: what each of the
     meeting is in the default group. `tell_all`: the meeting."""
@@ -89,7 +89,7 @@ def own_group(
 
 
 def new_group(members: Sequence[int], timeout: float, together: int) -> dist.ProcessGroup | None:
-    """A new one; None where this rank is not among its members. `together`: how many ranks come here."""
+    """Make a new group; None where this rank is not among its members. `together`: how many ranks come here."""
     # Without the ranks outside of the group torch names a new one by how many groups each rank is in, so it is only
     # done where there are such ranks.
     apart = together < dist.get_world_size()
@@ -118,7 +118,7 @@ def _offered(kind: _Kind) -> list[str]:
 
 
 def _common(told: Sequence[Sequence[str]]) -> str | None:
-    """The first that all have put back after as many calls."""
+    """The first group that all of these ranks have put back after as many calls."""
     return next((label for label in told[0] if all(label in offered for offered in told)), None)
 
 

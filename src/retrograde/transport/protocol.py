@@ -8,7 +8,7 @@ get there is the affair of what stands behind this door:
 |-----------------------------|-------------------------------|-------------------------------------------|
 | `transport/mapped/transport.py` | processes of one host      | in shared memory                          |
 | `one_sided.py`              | processes                     | over connections (`connections.py`)       |
-| `staged.py`                 | of another one, with a device | through the host's memory                 |
+| `staged.py`                 | those of another transport    | from a device through the host's memory   |
 | `transport/collective/transport.py` | processes                     | by collectives of torch.distributed       |
 | `threads.py`                | threads of one process        | from tensor to tensor, in the same memory |
 | `fake.py`                   | this one, and as many imagined | nowhere: they are counted                 |
@@ -44,10 +44,11 @@ class Memory(Enum):
 
 
 class Work(Protocol):
-    """Something under way."""
+    """Something that a transport has started, and that may be under way."""
 
     def wait(self, stream: Stream) -> None:
-        """What is issued on `stream` from now on finds it done. The host may have to wait for that."""
+        """Make `stream` come after it: what is issued there from now on finds it done.
+        The host may have to wait for that."""
 
     def done(self) -> bool:
         """Would `wait` return at once, and is the memory that was given free again?"""
@@ -110,7 +111,7 @@ class Transport(Protocol):
 
     @property
     def meetings(self) -> int:
-        """How many meetings this rank has come to."""
+        """How many meetings this rank has come to, as far as keys of gradients count them."""
 
     timeout: float
 
@@ -122,7 +123,7 @@ class Transport(Protocol):
         """Start reading the shards that these ranks have of `unit`, in the state `stamp`, each into its tensor."""
 
     def shards_changed(self) -> None:
-        """This rank's shards have changed: a reader that had to wait may be served now."""
+        """Note that this rank's shards have changed: a reader that had to wait may be served now."""
 
     # ---- gradients, one by one: parts go to their owners, which add them up themselves
     def put(self, key: Key, parts: Mapping[int, Sequence[torch.Tensor]]) -> Work:
@@ -131,7 +132,8 @@ class Transport(Protocol):
     def arrived(self, key: Key, src: int) -> bool: ...
 
     def take(self, key: Key, src: int, unit: str) -> torch.Tensor:
-        """What `src` put under `key`: it said so at a meeting, so it is there or on its way. It is the caller's."""
+        """The part that `src` put under `key`: it said so at a meeting, so the part is there or on its way.
+        The caller owns it."""
 
     def discard_parts(self) -> None:
         """Forget what was put before the last meeting and never taken."""
@@ -143,7 +145,7 @@ class Transport(Protocol):
         `anew`: asked for the position again if gradients have come here while the others were waited for."""
 
     def meeting_is_over(self) -> None:
-        """What the last meeting asked of this rank is done; after one for a step, its shards are at rest."""
+        """Note that what the last meeting asked of this rank is done; after one for a step, its shards are at rest."""
 
     # ---- failure
     def check(self) -> None:
@@ -153,11 +155,11 @@ class Transport(Protocol):
         """Tell all ranks that this engine is of no further use, and raise."""
 
     def shared_fate(self, what: str) -> AbstractContextManager[None]:
-        """What goes wrong inside on one rank is told to the others, which would wait for it in vain."""
+        """Tell the other ranks if something goes wrong inside on this one: they would wait for it in vain."""
 
 
 class CourtesySum(NamedTuple):
-    """What others have added up by a call in which this rank took part without a gradient: for its shard.
+    """The sum for this rank's shard that a call has brought in which this rank took part without a gradient.
 
     `uses`: what each parameter's gradient is for, as the others' want named it."""
 
@@ -179,8 +181,8 @@ class GradientWant(NamedTuple):
 
 
 class ReplicaExchange(NamedTuple):
-    """An exchange of a gradient's parts among a replica's ranks, and then of the sums of replicas among the ranks that
-    hold the same shard.
+    """What a rank brings to an exchange of a gradient's parts among a replica's ranks, and then of the sums of replicas
+    among the ranks that hold the same shard.
 
     `parts`: what this rank has for each rank of its replica. `received`: what each of them has of this rank's shard.
     `add_up` issues, on the reducing stream, their sum, which goes to `own` as it travels. `sums`: that of each replica,
@@ -194,8 +196,8 @@ class ReplicaExchange(NamedTuple):
 
 
 class OrderedTransport(Transport, Protocol):
-    """One whose pages and gradients go by collectives, in an order that all ranks share. What does not fit into it goes
-    one by one: then the following return None, and the caller reads or puts."""
+    """A transport whose pages and gradients go by collectives, in an order that all ranks share. What does not fit into
+    it goes one by one: then the following return None, and the caller reads or puts."""
 
     def gather(self, unit: int, name: str, shard: torch.Tensor, memory: torch.Tensor) -> Work | None:
         """Start making a page of all ranks' shards, which are at rest, in `memory`."""
@@ -209,24 +211,26 @@ class OrderedTransport(Transport, Protocol):
         """How many ranks hold a model together, and take part in a call."""
 
     def gather_tensors(self, mine: torch.Tensor, gathered: torch.Tensor) -> Work:
-        """At a meeting, on the current stream: start bringing the tensors of those ranks, all of one form, by shard."""
+        """At a meeting, start gathering the tensors of the ranks that hold a model together, all of one form, by shard,
+        on the current stream."""
 
     def exchange(self, want: GradientWant, parts: torch.Tensor, received: torch.Tensor) -> Work | None:
         """Start sending to each rank its part of a gradient, and receiving this rank's, in the order of ranks."""
 
     def exchange_sums(self, want: GradientWant, offered: ReplicaExchange) -> Work | None:
-        """The same where there are several replicas. `add_up` may be called by any thread."""
+        """Start an exchange among the ranks of a replica, and then between replicas.
+        Its `add_up` may be called by any thread."""
 
     def complete(self, exchanges: Sequence[tuple[Work, torch.Tensor]]) -> list[bool]:
-        """Of exchanges for which the reducing stream waits, each with the parts that were received, or the replicas'
-        sums: did every rank bring a part? The host waits for them, once."""
+        """Say of each exchange whether every rank brought a part. Each comes with the parts that were received, or the
+        replicas' sums. The reducing stream waits for them, and the host does, once."""
 
     def present(self, received: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Of an exchange that is done: the parts of this replica's ranks, of those that brought one, in the host's
-        memory."""
+        """The parts that an exchange, which is done, has brought of this replica's ranks, in the host's memory, by
+        rank. A rank that was absent has none."""
 
     def keep(self, key: Key, parts: dict[int, torch.Tensor]) -> None:
-        """They count as put by these ranks under `key`."""
+        """Let these parts count as put by their ranks under `key`."""
 
     def add_up(self, want: GradientWant, whole: torch.Tensor, total: torch.Tensor) -> Work | None:
         """Start adding up `whole` over all ranks, in the backend's order; this rank's part of it goes to `total`. With
@@ -234,7 +238,7 @@ class OrderedTransport(Transport, Protocol):
         A rank that was absent has brought zeros; whatever it puts under this key comes on top."""
 
     def take_sums(self) -> list[CourtesySum]:
-        """What has come by such calls for this rank, which was absent, in their order."""
+        """Take the sums that such calls have brought for this rank, which was absent, in the order of the calls."""
 
 
 class Parts(NamedTuple):
@@ -248,11 +252,12 @@ class Incoming(Protocol):
     """A message that is to come."""
 
     def wait(self, stream: Stream) -> Parts | None:
-        """Its content, which what is issued on `stream` from now on finds there; None if its sender has failed."""
+        """The message's content, which what is issued on `stream` from now on finds there;
+        None if its sender has failed."""
 
 
 class Way(NamedTuple):
-    """From which rank of a pipeline to which other tensors go."""
+    """From which rank of a pipeline tensors go to which other one."""
 
     source: int
     target: int
@@ -264,10 +269,10 @@ class Channel(Protocol):
     def send(self, peer: int, address: Address, content: Parts) -> None: ...
 
     def send_void(self, peer: int, address: Address) -> None:
-        """There will be no content: this rank has failed."""
+        """Say that there will be no content at an address: this rank has failed."""
 
     def receive(self, peer: int, address: Address) -> Incoming:
-        """What is to come to an address."""
+        """Expect a message at an address."""
 
 
 class Ranks(Protocol):
@@ -280,10 +285,11 @@ class Ranks(Protocol):
     def world(self) -> int: ...
 
     def transport(self, shards: ShardServer, streams: Streams, timeout: float) -> Transport:
-        """For one engine, whose tensors are on the streams' device. All ranks make theirs in the same order."""
+        """Make the transport of one engine, whose tensors are on the streams' device.
+        All ranks make theirs in the same order."""
 
     def say_goodbye(self) -> None:
-        """This rank has finished. It goes on serving those that have not."""
+        """Say that this rank has finished. It goes on serving those that have not."""
 
 
 @runtime_checkable
@@ -291,5 +297,5 @@ class PipelineRanks(Ranks, Protocol):
     """Ranks that can also hold stages of a pipeline."""
 
     def channel(self, streams: Streams, patience: float, ways: Sequence["Way"]) -> Channel:
-        """For one pipeline, whose tensors are on the streams' device. All ranks make theirs in the same order, with
-        the same ways."""
+        """Make the channel of one pipeline, whose tensors are on the streams' device. All ranks make theirs in the same
+        order, with the same ways."""

@@ -22,7 +22,8 @@ class Words(NamedTuple):
 
 
 class Round(NamedTuple):
-    """Nearest first. What is heard goes on where what was known ends."""
+    """Whom a rank tells in one round, and whom it hears, nearest first.
+    What is heard goes on where what was known ends."""
 
     tells: tuple[Words, ...]
     hears: tuple[Words, ...]

@@ -37,7 +37,7 @@ class StagedShards:
         return self._shards.shard_numel(unit)
 
     def state(self) -> tuple[int, Rest]:
-        """Nobody else sees the memory: readers ask."""
+        """Say that readers have to ask: nobody else sees the memory."""
         return self._shards.state()[0], Rest.ASK
 
 
@@ -58,7 +58,7 @@ class _StagedRead(NamedTuple):
 
 
 def from_host(came: torch.Tensor, streams: Streams) -> torch.Tensor:
-    """What came for a sum, in memory of the reducing stream."""
+    """Copy what came for a sum into memory of the reducing stream."""
     if streams.on_host:
         return came
     stream = streams.reducing
@@ -68,7 +68,7 @@ def from_host(came: torch.Tensor, streams: Streams) -> torch.Tensor:
 
 
 class StagedTransport:
-    """Implements `Transport`."""
+    """Implements `Transport` for tensors of a device, over a transport of the host."""
 
     def __init__(self, host: Transport, streams: Streams) -> None:
         """`host` was made with `StagedShards`."""
@@ -122,7 +122,7 @@ class StagedTransport:
 
     # ---- agreement
     def meet(self, position: Position, anew: Callable[[], Position] | None = None) -> list[Position]:
-        """What a rank has on its device, all others have on theirs."""
+        """Meet over the host's transport. A tensor that one rank has on its device comes to all others on theirs."""
         where: list[bool] = []
         value = [self._to_host(position.value, where), where]
         return [self._received(theirs) for theirs in self._host.meet(position._replace(value=value))]

@@ -34,7 +34,7 @@ def space_for(form: Form, nbytes: int, device: torch.device) -> list[Tensor | No
 
 @lru_cache(1024)
 def _bytes_beside(layouts: tuple[TensorLayout | None, ...]) -> int:
-    """Of the tensors of the host, if such tensors there can be."""
+    """How many bytes of these tensors travel beside the message. Refuses layouts that no tensor is sent with."""
     total = 0
     for layout in layouts:
         if layout is not None:
@@ -46,5 +46,5 @@ def _bytes_beside(layouts: tuple[TensorLayout | None, ...]) -> int:
 
 
 def copy_of(tensor: Tensor, layout: TensorLayout, device: torch.device) -> Tensor:
-    """The same values in memory of their own, in the order in which they would be received."""
+    """A copy of a tensor in memory of its own, in the memory order in which it would be received."""
     return empty(layout, device).copy_(tensor.detach())

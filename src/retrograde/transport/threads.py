@@ -43,7 +43,7 @@ class _Mail:
 
 
 class ThreadGroup:
-    """As many ranks as there are to be threads. Each thread takes its own: `group.rank(0)`."""
+    """Ranks that are threads, `world` of them. Each thread takes its own: `group.rank(0)`."""
 
     def __init__(self, world: int) -> None:
         self.world = world
@@ -84,12 +84,12 @@ class ThreadRanks:
         return ThreadChannel(mail, self.rank, streams.device, patience)
 
     def say_goodbye(self) -> None:
-        """The others read this rank's memory themselves, also when its thread has ended."""
+        """Do nothing: the others read this rank's memory themselves, also when its thread has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Deferred:
-    """Done when `finish` has been called, which need not wait once `can_finish`."""
+    """Work that is done when `finish` has been called, which need not wait once `can_finish`."""
 
     finish: Callable[[], None]
     can_finish: Callable[[], bool]
@@ -102,7 +102,7 @@ class _Deferred:
 
 
 class ThreadTransport:
-    """Implements `Transport`."""
+    """Implements `Transport` between threads of one process."""
 
     def __init__(self, shared: _Shared, rank: int, shards: ShardServer, timeout: float) -> None:
         self.rank = rank
@@ -120,7 +120,7 @@ class ThreadTransport:
 
     # ---- shards
     def read(self, unit: int, name: str, stamp: Stamp, into: Mapping[int, torch.Tensor]) -> Work:
-        """The owner's shard is copied when it is in the state asked for: now, or when this rank waits for it."""
+        """Copy the owners' shards when they are in the state asked for: now, or when this rank waits for them."""
         self.check()
         missing = dict(into)
 
@@ -182,7 +182,7 @@ class ThreadTransport:
         self.fail(f"rank {self.rank} waited {self.timeout:g} s at {what}; let every rank come to the same steps")
 
     def meeting_is_over(self) -> None:
-        """Nobody waits for that."""
+        """Do nothing: nobody waits for that."""
 
     # ---- failure
     def check(self) -> None:
@@ -211,7 +211,7 @@ class ThreadTransport:
 
 @dataclass(frozen=True, slots=True)
 class _ToCome:
-    """Implements `Incoming`."""
+    """A message that is to come. Implements `Incoming`."""
 
     channel: "ThreadChannel"
     address: Address
@@ -221,7 +221,9 @@ class _ToCome:
 
 
 class ThreadChannel:
-    """Implements `Channel`. What is sent is copied: stages of one process would otherwise share memory."""
+    """Implements `Channel` between threads.
+
+    What is sent is copied: stages of one process would otherwise share memory."""
 
     def __init__(self, mail: _Mail, rank: int, device: torch.device, patience: float) -> None:
         self._mail = mail

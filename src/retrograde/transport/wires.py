@@ -54,7 +54,7 @@ class Sending(Protocol):
 
     @property
     def done(self) -> bool:
-        """May they change again?"""
+        """May the tensors change again?"""
 
 
 class Came(NamedTuple):
@@ -72,7 +72,7 @@ class Lost(NamedTuple):
 
 
 class _Curve:
-    """Both sides have keys."""
+    """The security of the control wire: both sides have keys."""
 
     def __init__(self) -> None:
         self.public, self._secret = zmq.curve_keypair()
@@ -87,7 +87,7 @@ class _Curve:
 
 
 class _Plain:
-    """The caller says its rank and the secret of whom it calls."""
+    """The security of the bulk wire: the caller says its rank and the secret of the rank that it calls."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -105,10 +105,10 @@ class _Wire:
     """A socket by which others reach this rank, and one by which it reaches them."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", mechanism: _Curve | _Plain, most: int) -> None:
-        """`most`: bytes of a message; who sends more is disconnected."""
+        """`most`: the bytes that a message may have; who sends more is disconnected."""
         self._mechanism = mechanism
-        self._calls: dict[int, str] = {}  # where it has called a rank
-        self._called: dict[str, int] = {}  # the same, the other way round
+        self._calls: dict[int, str] = {}  # the endpoints of the ranks that it has called
+        self._called: dict[str, int] = {}  # ranks by these endpoints
         self.incoming = self._socket(context, zmq.DEALER)
         self.incoming.maxmsgsize = most
         self.incoming.backlog = _CALLERS
@@ -128,7 +128,7 @@ class _Wire:
         return made
 
     def listen(self, host: str | None) -> WireAddress:
-        """At a name without a file, which only this kernel knows, or at a port of `host`."""
+        """Listen at a name without a file, which only this kernel knows, or at a port of `host`."""
         if host is None:
             unix = UnixAddress("@retrograde-" + secrets.token_hex(16))
             self.incoming.bind(unix.endpoint)
@@ -152,7 +152,7 @@ class _Wire:
         self.outgoing.send(data, zmq.NOBLOCK)
 
     def lend(self, peer: int, data: memoryview) -> zmq.MessageTracker:
-        """Send from where it is in memory."""
+        """Send data from where they are in memory."""
         self.outgoing.send(_route(peer), zmq.SNDMORE | zmq.NOBLOCK)
         tracker = self.outgoing.send(data, zmq.NOBLOCK, copy=False, track=True)
         assert tracker is not None
@@ -214,13 +214,13 @@ class Wires:
         return isinstance(self.contact.control, TcpAddress)
 
     def admit(self, contacts: Mapping[int, Contact]) -> None:
-        """These are the other ranks."""
+        """Open the wires to the other ranks, which these are."""
         self._contacts = contacts
         self._ranks = {z85.decode(contact.key): str(peer).encode() for peer, contact in contacts.items()}
 
     # ---- sending
     def send(self, peer: int, message: Message, data: Sequence[torch.Tensor] = ()) -> Sending:
-        """To another rank's service thread. Raises OSError if it cannot be reached."""
+        """Send a message and its tensors to another rank's service thread. Raises OSError if it cannot be reached."""
         head, *parts = pieces(message, data)
         nbytes = sum(map(len, parts))
         with self._sending:
@@ -246,7 +246,7 @@ class Wires:
                 self._control.call(peer, self._contacts[peer].control, self._contacts[peer])
 
     def hang_up(self, peer: int) -> None:
-        """Nothing more goes to this rank, but what has been given to `send`."""
+        """Send nothing more to this rank, but what has been given to `send`."""
         with self._sending:
             self._lost.add(peer)
             self._control.hang_up(peer)
@@ -259,7 +259,7 @@ class Wires:
             self._bell.send(b".")
 
     def wait(self, seconds: float | None, bulk: bool = True) -> list[Came | Lost]:
-        """What has come, also nothing when so many seconds have passed. Without `bulk`, chunks stay where they are."""
+        """Wait for what comes, at most for so many seconds. Without `bulk`, chunks stay where they are."""
         poller = self._poller if bulk else self._without_bulk
         ready = dict(poller.poll(None if seconds is None else round(1000 * seconds)))
         if self._ear.fileno() in ready:
@@ -289,7 +289,7 @@ class Wires:
         return Lost(peer)
 
     def _open_door(self) -> None:
-        """ZeroMQ asks who a caller is: the answer is its rank, and goes with all that it sends."""
+        """Answer ZeroMQ, which asks who a caller is: the answer is its rank, and goes with all that it sends."""
         version, request, _, _, _, mechanism, *credentials = self._doors.recv_multipart()
         rank = self._rank_of(mechanism, credentials)
         status = (b"400", b"not a rank", b"") if rank is None else (b"200", b"", rank)
@@ -304,7 +304,7 @@ class Wires:
         return None
 
     def close(self, seconds: float = 0.0) -> None:
-        """What was given to `send` goes first, if it can within so many seconds."""
+        """Close both wires. What was given to `send` goes first, if it can within so many seconds."""
         with self._sending:
             self._closed = True
             for wire in (self._control, self._bulk):

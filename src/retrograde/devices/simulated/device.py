@@ -58,7 +58,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Where an event was recorded."""
+    """The place in a queue at which an event was recorded."""
 
 
 @dataclass(eq=False)
@@ -91,7 +91,8 @@ class SimulatedStream(Stream):
 
 
 class SimulatedDevice(Streams):
-    """`without`: a line of code whose event or wait is left out, to see that it is needed."""
+    """A device whose work waits in queues until a scheduler runs it. `without`: a line of code whose event or wait is
+    left out, to see that it is needed."""
 
     def __init__(self, without: Site | None = None) -> None:
         self.streams: list[SimulatedStream] = []
@@ -131,7 +132,7 @@ class SimulatedDevice(Streams):
 
 
 def _caller() -> tuple[str, int]:
-    """Where the code outside this package is that asked for something."""
+    """The file and the line of the code outside this package that asked for something."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(_HERE):
         frame = frame.f_back

@@ -164,7 +164,8 @@ def explore(program: Program, without: Site | None = None, most_states: int = 2_
 
 
 def sample(program: Program, seeds: range, without: Site | None = None) -> int:
-    """One random order for each seed, returns how many differed; raises `Corrupted`, which names the seed to replay."""
+    """Run one random order for each seed. Returns how many differed;
+    raises `Corrupted`, which names the seed to replay."""
     orders = set()
     for tried, seed in enumerate(seeds):
         draw = random.Random(seed)

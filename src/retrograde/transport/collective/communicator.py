@@ -31,7 +31,7 @@ def broadcast_each(shard: torch.Tensor, page: torch.Tensor, group: dist.ProcessG
 
 
 def is_done(work: dist.Work) -> bool:
-    """Of a call in the host's memory.
+    """Is a call in the host's memory done?
 
     Its future is asked: `is_completed()` waits, with the interpreter's lock held, for a lock under which the backend's
     thread may want the interpreter's (where a profiler runs, and the call was issued under saved-tensor hooks)."""
@@ -65,7 +65,8 @@ class GatherOffer(NamedTuple):
 
 
 class ExchangeOffer(NamedTuple):
-    """To each rank its part of a gradient; from each rank what it has of this rank's."""
+    """What this rank brings to an exchange:
+    for each rank its part of a gradient, and room for what each has of this rank's."""
 
     parts: torch.Tensor
     received: torch.Tensor
@@ -87,7 +88,7 @@ class SumOffer(NamedTuple):
 
 
 class TotalOffer(NamedTuple):
-    """What the ranks of a group have in `total` is added up there, on all of them, by the backend."""
+    """Memory in which the backend adds up what the ranks of a group have there, on all of them."""
 
     total: torch.Tensor
     stream: Stream
@@ -100,14 +101,14 @@ Offer = GatherOffer | ExchangeOffer | SumOffer | TotalOffer
 
 
 class CallWork:
-    """A call under way. Implements `Work`. It has the call's memory until it has been waited for.
+    """A call under way in the host's memory. Implements `Work`. It has the call's memory until it has been waited for.
 
-    This one is in the host's memory: it is the host that waits, once, since gloo would write the results again."""
+    It is the host that waits, once, since gloo would write the results again."""
 
     in_order = False  # does the next call of the communicator begin when this one has ended?
 
     def __init__(self, works: list[dist.Work], offer: Offer, host: OneSidedTransport, calls: Calls) -> None:
-        """`host`: who knows whether another rank has failed. `calls`: of its group."""
+        """`host`: knows whether another rank has failed. `calls`: those of its group."""
         self._calls = calls
         self._number = calls.begin()
         self._works = works
@@ -130,13 +131,13 @@ class CallWork:
             self._host.fail_of_backend(self.what, error)
 
     def wait_on_host(self) -> None:
-        """The host waits, but leaves it to `finish` to say so to a stream."""
+        """Make the host wait until the call is done. Making a stream wait is left to `finish`."""
         others = list(self._host.connections.peers)
         self._host.wait_for(lambda: [] if self.done() else others, self.what, look_again=POLL)
 
     def finish(self, stream: Stream) -> None:
-        """The same as `wait`, of one that is done."""
-        works, self._works = self._works, []  # the program, or the watch: not both
+        """Make `stream` wait for the call, which is done, and let go of its memory."""
+        works, self._works = self._works, []  # the program does the rest, or the watch, and not both
         if works:
             for work in works:
                 stream.run(work.wait)
@@ -147,24 +148,24 @@ class CallWork:
         return all(map(is_done, self._works))
 
     def is_young(self, now: float) -> bool:
-        """Is it too early to look at it?"""
+        """Is it too early to look at the call?"""
         return False
 
     def is_overdue(self, now: float) -> bool:
-        """Of one that is not done: has the program waited for too long?"""
+        """Has the program waited too long for the call, which is not done?"""
         return self._waits_since is not None and now - self._waits_since >= self.patience
 
 
 class DeviceCall(CallWork):
-    """On a device it is streams that wait, each that uses the results. The call may be under way for long after that,
-    and has nothing but two events then: a backend's own object would keep the results alive."""
+    """A call under way on a device. Each stream that uses its results waits for it. It may be under way for long after
+    that, and has nothing but two events then: a backend's own object would keep the results alive."""
 
     in_order = True
 
     def __init__(
         self, works: list[dist.Work], offer: Offer, host: OneSidedTransport, calls: Calls, ends: Stream
     ) -> None:
-        """`ends`: the communicator's, which waits for one call after the other and does nothing else."""
+        """`ends`: the communicator's stream, which waits for one call after the other and does nothing else."""
         super().__init__([], offer, host, calls)
         self._issued = time.monotonic()
         self._stream = offer.stream
@@ -175,7 +176,7 @@ class DeviceCall(CallWork):
         self._ended = ends.record()
 
     def begin_with(self, first: "DeviceCall") -> None:
-        """It takes what this one brings, so both are one to whoever watches them."""
+        """Be one call with `first`, whose results this one takes, to whoever watches them."""
         self._issued = first._issued
         self._behind = first._behind
 
@@ -191,21 +192,24 @@ class DeviceCall(CallWork):
         return self._ends.has_passed(self._ended)
 
     def is_young(self, now: float) -> bool:
-        """A look that finds it done orders what is issued after it, and could hide that nobody waits."""
+        """Is it too early to look at the call?
+        A look that finds it done orders what is issued after it, and could hide that nobody waits."""
         return now - self._issued < self.patience
 
     def is_overdue(self, now: float) -> bool:
-        """Whoever waits for the device waits for other ranks, as soon as it has come to the call."""
+        """Has the call been incomplete for too long since the device came to it? From then on whoever waits for the
+        device waits for other ranks."""
         if self._waits_since is None and self._stream.has_passed(self._behind):
             self._waits_since = now
         return super().is_overdue(now)
 
 
 class Communicator:
-    """A process group with the ranks and backends of the user's, or with one replica's. All ranks make it together."""
+    """Calls on a process group with the ranks and backends of the user's, or with a part of its ranks.
+    All ranks make it together."""
 
     def __init__(self, host: OneSidedTransport, streams: Streams, rows: Sequence[Sequence[int]]) -> None:
-        """`rows`: the ranks of each replica, by shard."""
+        """`rows`: the ranks of each group: of each replica, by shard, or of the holders of each shard."""
         ranks = dist.get_process_group_ranks(host.connections.group())
         self._own = own_group(rows, host.rank, ranks, host.timeout, host.tell_all)
         self.size = len(rows[0])
@@ -214,22 +218,23 @@ class Communicator:
         self._overlap = streams.overlap
 
     def start(self, offer: Offer) -> CallWork:
-        """On the offer's stream: the call begins when what was issued there is done. Without overlap the stream waits
-        for it at once."""
+        """Issue a call on the offer's stream: it begins when what was issued there is done. Without overlap the stream
+        waits for it at once."""
         work = self.start_aside(offer)
         if not self._overlap:
             work.wait(offer.stream)
         return work
 
     def start_aside(self, offer: Offer) -> CallWork:
-        """The same, where the stream has something else to do meanwhile."""
+        """Issue a call as `start` does, on a stream that has something else to do meanwhile:
+        it never waits for the call."""
         started = self.issue(offer)
         if self._ends is None:
             return CallWork(started, offer, self._host, self.calls)
         return DeviceCall(started, offer, self._host, self.calls, self._ends)
 
     def issue(self, offer: Offer) -> list[dist.Work]:
-        """To the backend, and nothing else."""
+        """Issue a call to the backend, and do nothing else."""
         started: list[dist.Work] = []
         offer.stream.run(lambda: started.extend(offer.start(self._own.group)))
         return started

@@ -55,10 +55,10 @@ _WATCH = 0.05  # seconds between two looks at alarms and calls
 
 
 class CallPatience(NamedTuple):
-    """In seconds, after which a call is overdue."""
+    """How many seconds a call may take before it is overdue."""
 
     wanted: float
-    courtesy: float  # on a device, of one that was issued in advance for the others' sake
+    courtesy: float  # on a device, for a call that was issued in advance for the others' sake
 
 
 class _Broken(NamedTuple):
@@ -70,7 +70,7 @@ class _Broken(NamedTuple):
 
 
 class Conductor:
-    """One rank's participant, and what its effects need: messages by the host's transport, calls by a communicator."""
+    """Drives one rank's participant: its messages go by the host's transport, its calls by a communicator."""
 
     def __init__(
         self,
@@ -88,14 +88,14 @@ class Conductor:
         self._patience = patience
         self.passed = host.meetings  # meetings after which gradients are counted anew; the same on all ranks
         self._offered: AnyOffer | None = None
-        self._wanted = ""  # what it is for, in words
-        self._served: list[Work | None] = []  # what the program waits for, when it has come; None: one-sidedly
+        self._wanted = ""  # what the offer is for, in words
+        self._served: list[Work | None] = []  # the call that serves the program's want; None: one-sidedly
         self._settled: list[Settle] = []
         self._resting = False  # at a boundary that has been passed: the next period has not begun (Rule 2)
         self._arriving = False  # the program waits for the others at a boundary
         self._open: dict[int, CallWork] = {}  # calls of the program's that may not be done
         self._spares: dict[int, SparePage] = {}
-        self._standing: dict[Alarm, float] = {}  # since when
+        self._standing: dict[Alarm, float] = {}  # alarms, and since when they stand
         self._broken: _Broken | None = None
         host.listen(self._hear)
         watch = threading.Thread(target=_watch, args=(weakref.ref(self),), name="retrograde-order", daemon=True)
@@ -107,7 +107,8 @@ class Conductor:
 
     # ---- the program
     def want(self, want: Want, offer: AnyOffer, what: str) -> Work | None:
-        """Returns the call that serves it, which has been issued with `offer`; None: it is to be served one-sidedly."""
+        """Say what the program wants. Returns the call that serves it, which has been issued with `offer`; None: it is
+        to be served one-sidedly."""
         self._communicator.line.advance()
         with self._changed:
             self._begin_period()
@@ -128,7 +129,7 @@ class Conductor:
         return self._served.pop()
 
     def arrive(self, boundary: Boundary, name: str, what: str) -> Settle:
-        """Returns when all ranks have arrived somewhere."""
+        """Wait until all ranks have arrived at some boundary."""
         with self._changed:
             self._begin_period()
             self._settled.clear()
@@ -140,7 +141,8 @@ class Conductor:
         return self._settle(what)
 
     def rest(self) -> None:
-        """What the last meeting asked for is done, and shards are at rest."""
+        """Begin the next period, if it has not begun:
+        what the last meeting asked for is done, and shards are at rest."""
         with self._changed:
             self._begin_period()
 
@@ -150,7 +152,7 @@ class Conductor:
             self._carry_out(self._participant.rest())
 
     def _settle(self, what: str) -> Settle:
-        """All calls of the period have been issued by all ranks: those for the others' sake are done next."""
+        """End a period whose calls all ranks have issued, when those for the others' sake are done."""
         line = self._communicator.line
         while not self._courtesies.done:
             self._wait(lambda: self._courtesies.done or line.is_due, what, look_again=POLL)
@@ -191,7 +193,8 @@ class Conductor:
         self._host.connections.notify()
 
     def _issue(self, call: CollectiveCall, role: Role) -> None:
-        """An error is kept for the program's thread. If a rank has failed before, that is the cause, and it is not."""
+        """Issue a call. An error is kept for the program's thread. Once a rank has failed, which is the cause then,
+        nothing is issued for the others' sake any more."""
         if self._broken is not None or (role is not Role.OWN and self._host.failure is not None):
             return
         try:
@@ -225,7 +228,8 @@ class Conductor:
             self._host.fail_of_backend(self._broken.what, self._broken.error)
 
     def _tell_if_broken(self, now: float) -> None:
-        """The program may be elsewhere, and others wait: if no other cause has been heard, this is it."""
+        """Tell all ranks that a call could not be issued, if no other cause has been heard by now: the program may be
+        elsewhere, and others wait."""
         broken = self._broken
         if broken is not None and self._host.failure is None and now - broken.since > UNTIL_HEARD:
             self._host.give_up(f"{broken.what}: {broken.error}")

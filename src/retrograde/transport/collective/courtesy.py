@@ -38,12 +38,12 @@ from retrograde.transport.order import Gather, Reduce, Want
 from retrograde.transport.protocol import CourtesySum, GatheredShards
 
 _NOTHING = 0xFF
-_SUMMAND = 0x00  # of every byte of what changes no sum
+_SUMMAND = 0x00  # every byte of a part that changes no sum
 
 
 def is_absent(part: torch.Tensor) -> bool:
-    """Rule 1. The first element decides in all but the strangest cases, so that looking costs nothing. A part without
-    elements is the same, absent or not."""
+    """Does every byte of this part say that its rank was absent (Rule 1)? The first element decides in all but the
+    strangest cases, so that looking costs nothing. A part without elements is the same, absent or not."""
     if not part.numel():
         return False
     first = part[:1].view(torch.uint8)
@@ -51,18 +51,19 @@ def is_absent(part: torch.Tensor) -> bool:
 
 
 def present_parts(received: torch.Tensor, world: int) -> dict[int, torch.Tensor]:
-    """What came from each rank that was not absent."""
+    """The parts that came from ranks that were not absent, by their place in `received`."""
     rows = enumerate(received.view(world, received.numel() // world).unbind())
     return {rank: part for rank, part in rows if not is_absent(part)}
 
 
 def parts_by_rank(received: torch.Tensor, ranks: Sequence[int]) -> dict[int, torch.Tensor]:
-    """The same, where these ranks' parts came."""
+    """The parts that came from these ranks, in this order, without those of absent ones."""
     return {ranks[place]: part for place, part in present_parts(received, len(ranks)).items()}
 
 
 def spread_absence(received: torch.Tensor, size: int, total: torch.Tensor) -> None:
-    """If one of these parts is nothing, so is their sum. On a device the host does not look."""
+    """Make `total`, the sum of the parts in `received`, absent if one of them is.
+    On a device the host does not look."""
     if received.is_cpu:
         if len(present_parts(received, size)) < size:
             total.view(torch.uint8).fill_(_NOTHING)
@@ -72,8 +73,8 @@ def spread_absence(received: torch.Tensor, size: int, total: torch.Tensor) -> No
 
 
 def first_bytes(received: torch.Tensor, world: int) -> torch.Tensor:
-    """Of the first element of every rank's part, one after the other: enough to see in all but the strangest cases that
-    nobody is absent."""
+    """The bytes of the first element of every rank's part, one after the other: enough to see in all but the strangest
+    cases that nobody is absent."""
     return received.view(world, received.numel() // world)[:, :1].contiguous().view(torch.uint8).flatten()
 
 
@@ -82,12 +83,13 @@ def first_size(received: torch.Tensor, world: int) -> int:
 
 
 def looks_absent(firsts: torch.Tensor, world: int) -> bool:
-    """Of what `first_bytes` gives: could somebody be?"""
+    """Could somebody be absent, by what `first_bytes` gives?"""
     return bool(firsts.numel()) and bool((firsts.view(world, -1) == _NOTHING).all(1).any())
 
 
 class SparePage(NamedTuple):
-    """A page that came before this rank's program wanted it. Implements `Work` for who wants it now, and waits once."""
+    """A page that came before this rank's program wanted it.
+    Implements `Work` for whoever wants it now, and is waited for once."""
 
     work: CallWork
     page: torch.Tensor
@@ -117,7 +119,8 @@ class _Courtesy(NamedTuple):
 
 
 class Courtesies:
-    """One rank's. Its callers hold the lock of the connections."""
+    """The calls in which one rank takes part for the others' sake, and what they bring.
+    Its callers hold the lock of the connections."""
 
     def __init__(self, communicator: MeshCommunicator, shards: GatheredShards, streams: Streams) -> None:
         self._communicator = communicator
@@ -144,7 +147,7 @@ class Courtesies:
                 return self._reduce(want.unit, _Attended(label.key(want.unit, meeting), label))
 
     def fetch(self, want: Gather) -> tuple[CallWork, torch.Tensor]:
-        """The same of a gather, whose page is kept."""
+        """Take part in a gather that others want, and keep its page. Returns the call and the page."""
         shard = self._shard(want.unit)
         page = self._stream.empty(shard.numel() * self._communicator.size, shard.dtype)
         return self._start(GatherOffer(shard, page, self._stream), None, page), page
@@ -157,7 +160,7 @@ class Courtesies:
         return GatherOffer(shard, self._scratch[form], self._stream)
 
     def _shard(self, unit: int) -> torch.Tensor:
-        """Where calls can take it from: with offload it may be in the host's memory."""
+        """A unit's shard where calls can take it from: with offload it may be in the host's memory, and is copied."""
         shard = self._shards.shard_to_gather(unit)
         if shard.device.type == self._streams.device.type:
             return shard
@@ -179,7 +182,8 @@ class Courtesies:
         return self._start(offer, attended, received)
 
     def _exchange(self, offer: ExchangeOffer, numel: int, dtype: torch.dtype) -> AnyOffer:
-        """A replica without this rank has no sum for the others."""
+        """Make an exchange in which this rank is absent one of two steps, if there are several replicas: a replica
+        without this rank has no sum for the others."""
         replicas = self._communicator.replicas
         if replicas == 1:
             return offer
@@ -204,11 +208,12 @@ class Courtesies:
     # ---- their ends
     @property
     def done(self) -> bool:
-        """Asked without the lock: a copy is looked at, since another thread may take out what it has collected."""
+        """Are all these calls done? Asked without the lock:
+        a copy is looked at, since another thread may take out what it has collected."""
         return all(courtesy.work.done() for courtesy in list(self._running))
 
     def collect(self) -> None:
-        """Wait for those that are done, and keep what came of gradients."""
+        """Finish the calls that are done, and keep what they brought of gradients."""
         for courtesy in [courtesy for courtesy in self._running if courtesy.work.done()]:
             self._running.remove(courtesy)
             try:
@@ -226,7 +231,7 @@ class Courtesies:
             self._sums.append(CourtesySum(key, label.uses, came))
 
     def end_period(self) -> Exception | None:
-        """All calls of a period are done. Returns what went wrong in one."""
+        """Let go of the memory of a period, all of whose calls are done. Returns what went wrong in one."""
         self.collect()
         self._scratch.clear()
         self._nothing.clear()
@@ -238,7 +243,7 @@ class Courtesies:
         return bool(self._sums)
 
     def take_sums(self) -> list[CourtesySum]:
-        """In the same order on all ranks that were absent."""
+        """Take the sums that have come, in the same order on all ranks that were absent."""
         taken, self._sums = self._sums, []
         return taken
 

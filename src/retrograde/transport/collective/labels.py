@@ -11,7 +11,8 @@ from retrograde.transport.records import Count, Record
 
 
 class ReductionLabel(Record, frozen=True):
-    """Which of a unit's gradients since the last boundary, how and in which dtypes it travels, and what it is for.
+    """Says which of a unit's gradients since the last boundary is meant, how and in which dtypes it travels, and what
+    it is for.
 
     Ranks that want the same reduction have the same key for it, but for the boundary, which all have passed."""
 

@@ -47,7 +47,8 @@ from retrograde.transport.own_groups import Calls
 
 
 class TwoStepOffer(NamedTuple):
-    """`between` issues, on the stream of both, what makes of what the first brings what the second takes."""
+    """Two calls, of which the second takes what the first brings. `between` issues, on the stream of both, what makes
+    the second's tensors of the first's."""
 
     first: ExchangeOffer | SumOffer
     between: Callable[[], None]
@@ -62,7 +63,7 @@ AnyOffer = Offer | TwoStepOffer
 
 
 def sum_in_two_steps(whole: torch.Tensor, total: torch.Tensor, stream: Stream) -> TwoStepOffer:
-    """Added up by the backend, in its own order."""
+    """Offer a gradient that the backend adds up in its own order, within each replica and then between replicas."""
     return TwoStepOffer(SumOffer(whole, total, stream), lambda: None, TotalOffer(total, stream))
 
 
@@ -93,7 +94,7 @@ class LaterCall(CallWork):
         return self._first.done()
 
     def go_on(self) -> None:
-        """The first is done."""
+        """Issue the second call: the first is done."""
         assert self._steps is not None
         self._first.finish(self._steps.stream)
         self._steps.between()
@@ -101,7 +102,7 @@ class LaterCall(CallWork):
         self._steps = None
 
     def fail(self, error: Exception) -> None:
-        """There will be no second call: whoever waits for it is told."""
+        """Note that there will be no second call: whoever waits for it is told."""
         self._error = error
         self._steps = None
 
@@ -132,7 +133,7 @@ class Line:
         self._error: Exception | None = None
 
     def add(self, call: LaterCall) -> None:
-        """Its first has been issued: whoever adds may issue calls."""
+        """Put a second call, whose first has just been issued, at the end of the line."""
         call.stand_in(self)
         self._calls.append(call)
 
@@ -145,7 +146,7 @@ class Line:
             return False  # there is none, or another thread has just issued it
 
     def advance(self) -> None:
-        """Issue what is due. Without the lock of the connections."""
+        """Issue what is due. The lock of the connections must not be held."""
         if not self._calls:
             return
         with self._advancing:
@@ -163,7 +164,8 @@ class Line:
             call.fail(self._error)  # Rule 4
 
     def wait_for_first(self, over: Callable[[], bool], what: str) -> None:
-        """Until the first in the line is due and has been issued, perhaps by another thread, or until it is over."""
+        """Wait until the first in the line is due, or `over()`;
+        then issue what is due, unless another thread has done so."""
         others = list(self._host.connections.peers)
         self._host.wait_for(lambda: [] if over() or self.is_due else others, what, look_again=POLL)
         self.advance()
@@ -190,12 +192,12 @@ class MeshCommunicator:
         return len(self.owners)
 
     def start(self, offer: AnyOffer) -> CallWork:
-        """On the offer's stream: the call begins when what was issued there is done. Without overlap the stream waits
-        for it at once."""
+        """Issue a call on the offer's stream: it begins when what was issued there is done. Without overlap the stream
+        waits for it at once."""
         return self._start(offer, Communicator.start)
 
     def start_aside(self, offer: AnyOffer) -> CallWork:
-        """The same, where the stream has something else to do meanwhile."""
+        """Issue a call as `start` does, on a stream that has something else to do meanwhile."""
         return self._start(offer, Communicator.start_aside)
 
     def _start(self, offer: AnyOffer, start: Callable[[Communicator, Offer], CallWork]) -> CallWork:

@@ -64,16 +64,17 @@ from retrograde.transport.values import exchange
 
 
 def patience_of(timeout: float, on_host: bool) -> Patience:
-    """How long others are waited for before a rank goes on without them. A rank that is late may be served
-    one-sidedly then, which on a device costs more; only after all of `timeout` it is an error."""
+    """How long a rank waits for others before it goes on without them. A rank that is late may be served one-sidedly
+    then, which on a device costs more; only after all of `timeout` it is an error."""
     nudge = min(2.0 if on_host else 5.0, timeout / 30)
     return Patience(starting=min(30.0, timeout / 4), surprise=min(8.0, timeout / 8), nudge=nudge, limit=timeout)
 
 
 class CollectiveStart(NamedTuple):
-    """What there is of it before all ranks have agreed on how the model is sharded. They agree `aside`.
+    """What there is of a collective transport before all ranks have agreed on how the model is sharded. They agree over
+    `aside`.
 
-    `host`: whose connections carry messages; `aside` may be the same. `shards`: of the device."""
+    `host`: the transport whose connections carry messages; `aside` may be the same. `shards`: of the device."""
 
     aside: Transport
     host: OneSidedTransport
@@ -81,8 +82,8 @@ class CollectiveStart(NamedTuple):
     shards: GatheredShards
 
     def open(self, rows: Sequence[Sequence[int]]) -> "CollectiveTransport":
-        """They have. `rows`: the ranks of each replica, by shard. Pages are prefetched by who knows what follows them,
-        not by the order (`depth`)."""
+        """Make the transport, when ranks have agreed. `rows`: the ranks of each replica, by shard. Pages are prefetched
+        by whoever knows what follows them, not by the order (`depth`)."""
         timeout, rank = self.aside.timeout, self.aside.rank
         patience = patience_of(timeout, self.streams.on_host)
         participant = Participant(rank, self.aside.world, OrderPolicy(depth=0, patience=patience))
@@ -97,7 +98,7 @@ class CollectiveStart(NamedTuple):
 
 
 class CollectiveTransport:
-    """Implements `OrderedTransport`."""
+    """Implements `OrderedTransport` by calls of collectives, and over `aside` for ranks that stray."""
 
     def __init__(
         self, start: CollectiveStart, communicator: MeshCommunicator, courtesies: Courtesies, conductor: Conductor
@@ -119,8 +120,8 @@ class CollectiveTransport:
 
     @property
     def meetings(self) -> int:
-        """But for those at which a rank was at the end of a backward: the others may be in an earlier or later one, and
-        go on counting (gradients/keys.py)."""
+        """How many meetings have been passed, without those at which a rank was at the end of a backward: the others
+        may be in an earlier or later one, and go on counting (gradients/keys.py)."""
         return self._conductor.passed
 
     @property
@@ -136,7 +137,7 @@ class CollectiveTransport:
 
     # ---- shards
     def gather(self, unit: int, name: str, shard: torch.Tensor, memory: torch.Tensor) -> Work | None:
-        """Start making a page of all ranks' shards, in `memory`. Every rank's are at rest."""
+        """Start making a page of all ranks' shards, in `memory`. All shards are at rest."""
         self.check()
         offer = GatherOffer(shard, memory, self._streams.fetching)
         return self._conductor.want(Gather(unit), offer, f"the gather of unit {name}")
@@ -150,7 +151,7 @@ class CollectiveTransport:
         return self._communicator.size
 
     def gather_tensors(self, mine: torch.Tensor, gathered: torch.Tensor) -> Work:
-        """No want: a meeting has said that all ranks do this next."""
+        """Start gathering a tensor of each rank. This is no want: a meeting has said that all ranks do it next."""
         return self._start(GatherOffer(mine, gathered, self._streams.current()), "a gather of values")
 
     def read(self, unit: int, name: str, stamp: Stamp, into: Mapping[int, torch.Tensor]) -> Work:
@@ -166,7 +167,8 @@ class CollectiveTransport:
         return self._reduce(want, offer, ReductionLabel.of(want.key, parts.dtype, parts.dtype, True, want.uses))
 
     def exchange_sums(self, want: GradientWant, offered: ReplicaExchange) -> Work | None:
-        """The same among this replica's ranks, and then of replicas' sums among the holders of this rank's shard."""
+        """Start an exchange among this replica's ranks,
+        and then one of replicas' sums among the holders of this rank's shard."""
         stream = self._streams.reducing
 
         def between() -> None:
@@ -179,7 +181,8 @@ class CollectiveTransport:
         return self._reduce(want, offer, label)
 
     def complete(self, exchanges: Sequence[tuple[Work, torch.Tensor]]) -> list[bool]:
-        """On a device the first elements come to the host, and all of it only if they look like somebody's absence."""
+        """Say of each exchange whether every rank brought a part. On a device the first elements come to the host, and
+        all of it only if they look like somebody's absence."""
         if self._streams.on_host:
             return [self._is_complete(brought) for _, brought in exchanges]
         for work, _ in exchanges:
@@ -220,7 +223,7 @@ class CollectiveTransport:
         return self._conductor.want(label.want(want.key.unit), offer, what)
 
     def _start(self, offer: AnyOffer, what: str) -> Work:
-        """At a meeting: all ranks do so next."""
+        """Start a call at a meeting, after which all ranks start the same."""
         try:
             return self._communicator.start(offer)
         except RuntimeError as error:
@@ -238,7 +241,8 @@ class CollectiveTransport:
         return self._came_in_a_call(key, src) or self._aside.arrived(key, src)
 
     def _came_in_a_call(self, key: Key, src: int) -> bool:
-        """All calls before a meeting are done when it takes place, so it is known then by which way a part comes."""
+        """Has this part come in a call? All calls before a meeting are done when it takes place, so it is known then by
+        which way a part comes."""
         return self._courtesies.has(key, src)
 
     def take(self, key: Key, src: int, unit: str) -> torch.Tensor:

@@ -29,7 +29,8 @@ _SMALL = 2**18  # bytes up to which a copy is one call; larger ones torch may di
 
 
 def supported() -> bool:
-    """Files without names are Linux's; what else is needed says Rule 5 of [Note: mapped memory]."""
+    """Can there be an arena here? Files without names are Linux's; what else is needed says Rule 5 of
+    [Note: mapped memory]."""
     return sys.platform == "linux" and platform.machine() == "x86_64"
 
 
@@ -45,7 +46,8 @@ class Stretch:
     __slots__ = ("address", "memory", "nbytes", "offset")
 
     def __init__(self, offset: int, nbytes: int, memory: memoryview, address: int) -> None:
-        """`nbytes`: of its data. `memory`: with the flags before them; it lives as long as tensors that lie in it."""
+        """`nbytes`: of its data. `memory`: its bytes, with the flags before the data;
+        it lives as long as tensors that lie in it."""
         self.offset = offset
         self.nbytes = nbytes
         self.memory = memory
@@ -63,7 +65,7 @@ class Mapping:
         self._address = address_of(self._whole)
 
     def stretch(self, offset: int, nbytes: int, length: int) -> Stretch:
-        """`length`: of its data and the flags before them."""
+        """A stretch of this arena. `length`: of its data and the flags before them."""
         end = offset + length
         if end > len(self._whole):
             self._whole = mmap.mmap(self._descriptor, 0)
@@ -74,7 +76,7 @@ class Mapping:
 
 
 class Arena:
-    """This rank's own."""
+    """This rank's own arena, which other ranks of its host map."""
 
     def __init__(self, world: int, control: int) -> None:
         """`control`: bytes at the beginning, for letters."""
@@ -110,7 +112,7 @@ class Arena:
         return data
 
     def place_of(self, tensor: torch.Tensor) -> SharedPlace | None:
-        """Where a tensor lies, if it is here and in one piece."""
+        """Where a tensor lies, if it is in this arena and in one piece."""
         found = self._tensors.get(tensor.untyped_storage().data_ptr())
         if found is None or not tensor.is_contiguous():
             return None
@@ -125,7 +127,7 @@ class Arena:
         return self._mapping.stretch(offset, nbytes, length)
 
     def _grow(self, end: int) -> None:
-        """In few steps. What nobody has reserved takes no memory."""
+        """Make the file longer, in few steps. What nobody has reserved takes no memory."""
         if end > self._size:
             self._size = max(_GROWTH, 2 * self._size, -(-end // _PAGE) * _PAGE)
             os.ftruncate(self.descriptor, self._size)
@@ -146,7 +148,7 @@ class Arena:
 
     # ---- memory until it has been used
     def parcel(self, pieces: Sequence[torch.Tensor], receiver: int) -> SharedPlace:
-        """A copy of these, one after the other, which is the receiver's until it sets its flag."""
+        """Copy these pieces, one after the other, into a parcel, which is the receiver's until that sets its flag."""
         nbytes = sum(piece.nbytes for piece in pieces)
         stretch = self._for_parcel(nbytes)
         at = self.flags
@@ -165,13 +167,13 @@ class Arena:
         return self.reserve(nbytes)
 
     def take_back(self, place: SharedPlace) -> None:
-        """A parcel that its receiver was not told of."""
+        """Take back a parcel of which its receiver was not told."""
         stretch = next(stretch for stretch, _ in self._parcels if stretch.offset == place.offset)
         self._parcels = [each for each in self._parcels if each[0] is not stretch]
         self._spare.append(stretch)
 
     def collect_parcels(self) -> None:
-        """Those that have been used: a few are kept, the memory of the others is given back."""
+        """Collect the parcels that have been used: a few are kept, the memory of the others is given back."""
         used = [stretch for stretch, receiver in self._parcels if stretch.memory[receiver]]
         self._parcels = [(stretch, receiver) for stretch, receiver in self._parcels if not stretch.memory[receiver]]
         self._spare += used
@@ -198,12 +200,12 @@ class SharedWord:
             self._word[0] = value
 
     def close(self, value: int) -> None:
-        """This is its last one."""
+        """Set the value that this word keeps for good."""
         self._closed = True
         self._word[0] = value
 
     def take_flags(self) -> list[int]:
-        """Ranks that wait; their flags are cleared."""
+        """Clear the flags, and return the ranks that have set them: they wait."""
         if not any(self._flags):
             return []
         waiting = [rank for rank, flag in enumerate(self._flags) if flag]
@@ -213,10 +215,10 @@ class SharedWord:
 
 
 class PeerArena:
-    """Another rank's."""
+    """Another rank's arena, mapped into this process."""
 
     def __init__(self, process: int, descriptor: int, world: int, control: int) -> None:
-        """Raises OSError where it cannot be mapped: in another namespace, or as another user."""
+        """Map the arena. Raises OSError where it cannot be mapped: in another namespace, or as another user."""
         self._flags = _flags_length(world)
         self._descriptor = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._descriptor).atexit = False
@@ -227,7 +229,7 @@ class PeerArena:
         self._mapping = Mapping(self._descriptor)
 
     def view(self, place: SharedPlace, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor that lies there."""
+        """A tensor that lies at a place of the arena."""
         if place.start + numel * dtype.itemsize > place.nbytes:
             raise OSError(f"{numel} elements of {dtype} do not fit into {place}")
         if numel == 0:
@@ -236,13 +238,13 @@ class PeerArena:
         return torch.frombuffer(memory, dtype=dtype, count=numel, offset=self._flags + place.start)
 
     def unpack(self, place: SharedPlace, numel: int, dtype: torch.dtype, receiver: int) -> torch.Tensor:
-        """A parcel. Its owner is told when nobody refers to it any more."""
+        """A parcel as a tensor. Its owner is told when nobody refers to the tensor any more."""
         tensor = self.view(place, numel, dtype)
         weakref.finalize(tensor, _set_flag, self._stretch(place).memory, receiver).atexit = False
         return tensor
 
     def give_back(self, place: SharedPlace, receiver: int) -> None:
-        """A parcel, at once."""
+        """Give a parcel back to its owner at once."""
         _set_flag(self._stretch(place).memory, receiver)
 
     def flags(self, place: SharedPlace) -> memoryview:

@@ -19,7 +19,7 @@ from retrograde.transport.tensors import as_sent, space_for
 
 
 class MappedChannel(ConnectedChannel):
-    """Implements `Channel`."""
+    """Implements `Channel` between processes of one host."""
 
     def __init__(self, connections: Connections, neighbours: Neighbours, device: torch.device, patience: float) -> None:
         self._neighbours = neighbours
@@ -31,7 +31,7 @@ class MappedChannel(ConnectedChannel):
             super()._transfer(peer, address, turn, form, data)
 
     def _lend(self, peer: int, address: Address, turn: int, form: Form, data: Sequence[Tensor]) -> bool:
-        """Says whether the other rank will find it."""
+        """Send a message by a parcel and a letter. Returns whether the other rank will find it."""
         in_order = [tensor if tensor.is_contiguous() else as_sent(tensor) for tensor in data]
         place = self._neighbours.parcel(in_order, peer)
         if place is None:
@@ -51,7 +51,7 @@ class MappedChannel(ConnectedChannel):
         self._connections.notify()
 
     def _copied(self, src: int, message: Lent) -> Parts:
-        """The tensors of a message, in memory of their own. The parcel is its owner's again after that."""
+        """Copy the tensors of a message into memory of their own. The parcel is its owner's again after that."""
         if src not in self._neighbours.found:
             raise MessageError("a message was lent in memory that is not mapped")
         form = self._lent_layouts.received(message.address, message.form)

@@ -45,7 +45,7 @@ class _Box:
         self._ring = memoryview(memory)[start + _COUNTERS : start + _COUNTERS + self.length]
 
     def put(self, parts: Sequence[memoryview]) -> bool:
-        """Says whether there was room."""
+        """Write a letter into the box. Returns whether there was room."""
         length = sum(map(len, parts))
         written = self._written[0]
         if written + _WORD + length - self._taken[0] > self.length - _WORD:
@@ -85,7 +85,7 @@ def _rounded(at: int) -> int:
 
 
 class _Bell:
-    """A word in shared memory."""
+    """A word in shared memory, which changes whenever it rings, and at which threads of its rank sleep."""
 
     def __init__(self, memory: mmap.mmap, ringer: int, world: int) -> None:
         self._word = ctypes.c_uint32.from_buffer(memory)
@@ -103,7 +103,7 @@ class _Bell:
         wake(self._address)
 
     def sleep(self, heard: int, seconds: float) -> None:
-        """Until it rings after it was `heard`, or for so long."""
+        """Sleep until the bell rings after it was `heard`, or for so many seconds."""
         sleep_while(self._address, heard, seconds)
 
 
@@ -130,11 +130,12 @@ class Mailbox:
             self._bell.ring()
 
     def finish(self) -> None:
-        """This rank reads no more letters in time, and waits only for as long as others ask for something."""
+        """Note, for other ranks to see, that this one has finished: it reads no more letters in time, and waits only
+        for as long as others ask for something."""
         self._memory[_FINISHED] = 1
 
     def letters(self) -> Iterator[tuple[int, bytearray]]:
-        """What has come: from whom, and the letter. One thread at a time.
+        """The letters that have come, each with its sender. For one thread at a time.
 
         Whoever leaves a letter rings after that. While the bell is what it was, nothing has been rung for."""
         heard = self.heard
@@ -157,11 +158,11 @@ class Outbox:
 
     @property
     def finished(self) -> bool:
-        """Has the other rank?"""
+        """Has the other rank finished?"""
         return self._memory[_FINISHED] != 0
 
     def post(self, parts: Sequence[memoryview]) -> bool:
-        """Says whether there was room for it. Nobody waits for room."""
+        """Leave a letter. Returns whether there was room for it. Nobody waits for room."""
         with self._lock:
             if not self._box.put(parts):
                 return False

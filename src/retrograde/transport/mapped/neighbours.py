@@ -23,7 +23,8 @@ class Neighbour:
 
 
 class Neighbours:
-    """Made with the connections. Who can map whose arena is found by trying (connections.py)."""
+    """This rank's arena, and those of other ranks of its host as far as they can be mapped:
+    that is found by trying (connections.py)."""
 
     def __init__(self, rank: int, world: int) -> None:
         self._rank = rank
@@ -36,7 +37,7 @@ class Neighbours:
         self._told = False
 
     def find(self, peer: int, process: int, descriptor: int) -> bool:
-        """Map another rank's arena; says whether that was possible."""
+        """Map another rank's arena. Returns whether that was possible."""
         try:
             arena = PeerArena(process, descriptor, self._world, control_length(self._world))
         except OSError as error:
@@ -46,7 +47,7 @@ class Neighbours:
         return True
 
     def allocate(self, numel: int, dtype: torch.dtype, before_it_goes: Callable[[], None]) -> torch.Tensor:
-        """In the arena; where there is no more memory for it, outside."""
+        """Make a tensor in the arena, or outside of it where there is no more memory for it."""
         try:
             return self.arena.allocate(numel, dtype, before_it_goes)
         except OSError as error:
@@ -54,7 +55,7 @@ class Neighbours:
             return torch.empty(numel, dtype=dtype, device="cpu")
 
     def parcel(self, pieces: Sequence[torch.Tensor], receiver: int) -> SharedPlace | None:
-        """A copy of these in the arena for another rank, if it can map it."""
+        """Copy these pieces into the arena for another rank; None if that cannot map it, or there is no room."""
         if receiver not in self.found_by:
             return None
         try:
@@ -64,14 +65,14 @@ class Neighbours:
             return None
 
     def _say(self, text: str) -> None:
-        """Once: the rest would be more of the same."""
+        """Warn once: the rest would be more of the same."""
         if not self._told:
             self._told = True
             logger.warning("%s; bytes go over connections instead, which is slower", text)
 
 
 def neighbours_of(rank: int, world: int) -> Neighbours | None:
-    """For ranks that are all on this host; None where there is no shared memory to be had."""
+    """The neighbours of a rank whose ranks are all on this host; None where there is no shared memory to be had."""
     if not supported():
         why = "memory is shared on Linux and x86-64 alone"
         logger.warning("rank %d: %s; bytes go over connections instead, which is slower", rank, why)

@@ -16,14 +16,15 @@ class _Time(ctypes.Structure):
 
 
 def sleep_while(address: int, value: int, seconds: float) -> None:
-    """Until somebody wakes those who sleep at this word, which may be never; not at all if it has another value."""
+    """Sleep at this word until somebody wakes those who sleep there, or for so many seconds;
+    not at all if the word has another value."""
     whole = int(seconds)
     limit = _Time(whole, int((seconds - whole) * 1e9))
     _libc.syscall(_FUTEX, ctypes.c_void_p(address), _WAIT, ctypes.c_uint32(value), ctypes.byref(limit), None, 0)
 
 
 def wake(address: int) -> None:
-    """Whoever sleeps at this word."""
+    """Wake whoever sleeps at this word."""
     _libc.syscall(_FUTEX, ctypes.c_void_p(address), _WAKE, _EVERYBODY, None, None, 0)
 
 
@@ -36,7 +37,7 @@ def punch_hole(descriptor: int, offset: int, length: int) -> None:
 
 
 def address_of(memory: mmap.mmap) -> int:
-    """Where it is mapped, as long as somebody refers to it."""
+    """The address at which memory is mapped, as long as somebody refers to it."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 

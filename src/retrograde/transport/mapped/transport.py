@@ -36,7 +36,9 @@ class _Look(Enum):
 
 
 class MappedTransport(OneSidedTransport):
-    """Implements `Transport`. What cannot be read or lent in place goes as it does over connections."""
+    """Implements `Transport` between processes of one host.
+
+    What cannot be read or lent in place goes as it does over connections."""
 
     def __init__(self, connections: Connections, neighbours: Neighbours, shards: ShardServer, timeout: float) -> None:
         self._neighbours = neighbours
@@ -46,7 +48,8 @@ class MappedTransport(OneSidedTransport):
         self._publish()
 
     def allocate(self, memory: Memory, numel: int, dtype: torch.dtype, stream: Stream) -> torch.Tensor:
-        """What others read lies in the arena. Before it goes, when the model does, they are told to ask."""
+        """Allocate shards in the arena, where others read them.
+        Before one goes, when the model does, readers are told to ask."""
         if memory is not Memory.SHARD:
             return super().allocate(memory, numel, dtype, stream)
         return self._neighbours.allocate(numel, dtype, partial(self._state.close, _GONE))
@@ -67,7 +70,7 @@ class MappedTransport(OneSidedTransport):
         super().shards_changed()
 
     def _publish(self) -> None:
-        """Say whether the shards are at rest. Readers that wait for it are woken."""
+        """Say whether the shards are at rest, and wake the readers that wait for it."""
         clock, rest = self._shards.state()
         self._state.set(clock * _RESTS + rest.value)
         if rest is Rest.AT_REST:
@@ -75,7 +78,7 @@ class MappedTransport(OneSidedTransport):
                 self._neighbours.found[rank].outbox.ring()
 
     def _shard_data(self, unit: int, found: torch.Tensor) -> ShardData:
-        """With the place where the reader finds it next time."""
+        """Tell the reader of a shard also where it finds the shard the next time."""
         return ShardData(self.number, unit, self._neighbours.arena.place_of(found), self._state.place)
 
     def _note_place(self, src: int, message: ShardData) -> None:
@@ -88,7 +91,8 @@ class MappedTransport(OneSidedTransport):
 
     # ---- gradients
     def put(self, key: Key, parts: Mapping[int, Sequence[torch.Tensor]]) -> Work:
-        """Parcels for those who can map them: their memory is free again when it has been copied."""
+        """Hand over parts as parcels to those who can map them:
+        the parts have been copied then, and their memory is free again."""
         far = {dst: pieces for dst, pieces in parts.items() if not self._hand_over(key, dst, pieces)}
         return super().put(key, far)
 
@@ -112,7 +116,7 @@ class MappedTransport(OneSidedTransport):
         self._post(dst, message, data)
 
     def _post(self, dst: int, message: ToReceiver, data: Sequence[torch.Tensor] = ()) -> None:
-        """By a letter, if the other rank has a box, and room in it."""
+        """Send a message by a letter, if the other rank has a box, and room in it, else over the connection."""
         if not self.connections.post(dst, message, data):
             self._send(dst, message, data)
 
@@ -135,7 +139,7 @@ class MappedTransport(OneSidedTransport):
 
 
 class _MappedRead:
-    """Reading a unit's shards, each as soon as its owner is at rest."""
+    """A read of a unit's shards, each as soon as its owner is at rest."""
 
     def __init__(
         self, transport: MappedTransport, unit: int, name: str, stamp: Stamp, into: Mapping[int, torch.Tensor]
@@ -175,7 +179,7 @@ class _MappedRead:
         return found.state[0] == self._stamp.clock * _RESTS + Rest.AT_REST.value
 
     def _copy(self, owner: int, memory: torch.Tensor) -> bool:
-        """Says whether what was copied is the shard at rest (Rule 2)."""
+        """Copy an owner's shard. Returns whether it was the shard at rest (Rule 2)."""
         found = self._transport.readable(self._unit, owner)
         assert found is not None
         memory.copy_(found.owner.arena.view(found.place, memory.numel(), memory.dtype))

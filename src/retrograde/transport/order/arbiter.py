@@ -34,7 +34,9 @@ from retrograde.transport.order.wants import SOFT_STEP, Boundary, HardStep
 
 
 class Arbiter:
-    """Grants, closes, lets ranks go. `hear` and `timeout` return what is to be said to all ranks."""
+    """Decides for all ranks: grants wants, closes periods, lets ranks go.
+
+    `hear` and `timeout` return what is to be said to all ranks."""
 
     def __init__(self, world: int, policy: OrderPolicy) -> None:
         self._world = world
@@ -48,7 +50,7 @@ class Arbiter:
         self._closed = False
         self._floor = 0  # a length that ranks which left have reached, whatever they say when they arrive
         self._dealt_with = 0  # nudges up to this length have been dealt with
-        self._invitation: Invitation | None = None  # that is open
+        self._invitation: Invitation | None = None  # the one that is open
         self._invitations = 0
         self._turn = 0  # of the last invitation in this period
         self._roll: _Roll | None = None
@@ -75,7 +77,8 @@ class Arbiter:
                 return self._decline(message.invitation)
 
     def _on_surprise(self, source: int, message: Surprise) -> list[Down]:
-        """Rules 4 and 5."""
+        """Hear of a surprise:
+        grant what all ranks want, and close the period if they want different things (Rules 4 and 5)."""
         if self._closed:
             return []  # its Close is on its way
         self._fold.surprises[source] = message
@@ -94,17 +97,18 @@ class Arbiter:
         return count == self._world
 
     def _deny(self) -> list[Down]:
-        """Rule 5: not all ranks will want the same."""
+        """Close the period: not all ranks will want the same (Rule 5)."""
         return self._close(0, 0, lead=False)
 
     def _on_nudge(self, source: int, message: Nudge) -> list[Down]:
-        """What was dealt with already, by a grant or by a Close, is void."""
+        """Hear of a nudge. One that was dealt with already, by a grant or by a Close, is void."""
         if message.length > self._dealt_with:
             self._fold.nudges[source] = message
         return []
 
     def _on_arrival(self, source: int, message: Arrive) -> list[Down]:
-        """Rule 8; and Rule 5: where somebody has arrived, nobody will be surprised together with all others."""
+        """Hear of an arrival, and let all ranks go when the last has arrived (Rule 8). Where somebody has arrived,
+        nobody will be surprised together with all others (Rule 5)."""
         self._fold.hear_arrival(source, message)
         found: list[Down] = []
         if self._fold.surprises and self._fold.arrivals:
@@ -124,8 +128,8 @@ class Arbiter:
         return [Close(self._period, length, until, lead)]
 
     def _close_late(self) -> list[Down]:
-        """Rule 6: some ranks wait for others. The fewer leave: those who wait if they are no majority, else those who
-        are behind."""
+        """Close the period because some ranks wait for others (Rule 6). The fewer leave: those who wait if they are no
+        majority, else those who are behind."""
         nudge = self._fold.nudge
         if nudge is None:
             return []
@@ -148,7 +152,8 @@ class Arbiter:
         return self._let_go(arrival, boundary, tally=differ)
 
     def _end_detour(self, arrival: Arrive) -> Go:
-        """Rule 10. Ranks have not come to a boundary of their programs, so nothing is learned from it."""
+        """Let all ranks go from a detour (Rule 10). They have not come to a boundary of their programs, so nothing is
+        learned from this period."""
         self._learn(arrival)
         return self._let_go(arrival, SOFT_STEP, tally=False)
 
@@ -178,7 +183,7 @@ class Arbiter:
 
     # ---- detours
     def _on_invite(self, message: Invite) -> list[Down]:
-        """A later turn replaces an invitation that nobody could follow."""
+        """Invite all ranks. A later turn replaces an invitation that nobody could follow."""
         if message.turn <= self._turn or not self._can_end_detours():
             return []
         over = self._decline(self._invitation.number) if self._invitation is not None else []
@@ -224,7 +229,7 @@ class Arbiter:
 
     # ---- failure
     def _on_trouble(self, message: Overdue | Here | RankFailed) -> list[Down]:
-        """Rule 12."""
+        """Hear that a rank has failed, or has waited beyond the limit: then the roll is called (Rule 12)."""
         match message:
             case RankFailed():
                 return self._fail(message.text)
@@ -245,7 +250,7 @@ class Arbiter:
 
 
 class _Roll:
-    """Who answers, and from where, when a rank has waited for too long."""
+    """The answers to a roll call, when a rank has waited for too long."""
 
     MOST = 8
 
@@ -254,7 +259,7 @@ class _Roll:
         self.answers: dict[int, Here] = {}
 
     def conclusion(self, world: int) -> str:
-        """Names those who do not answer, and those who are elsewhere than the rank that waited."""
+        """A text that names those who do not answer, and those who are elsewhere than the rank that waited."""
         found = [f"rank {self._reason.rank} waited beyond the limit, {self._reason.where}"]
         silent = [rank for rank in range(world) if rank not in self.answers]
         if silent:

@@ -18,7 +18,7 @@ class Role(Enum):
 
 
 class Timer(Enum):
-    """What is waited for."""
+    """What an alarm is set for."""
 
     SURPRISE = auto()  # rank 0: for those who are not surprised yet
     NUDGES = auto()  # rank 0: for more nudges
@@ -95,7 +95,7 @@ class Passed:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Messages from one rank to another arrive in the order in which they were sent."""
+    """Send a message to a rank. Messages from one rank to another arrive in the order in which they were sent."""
 
     to: int
     message: OrderMessage

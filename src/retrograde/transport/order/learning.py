@@ -14,7 +14,7 @@ BLAME = 4
 
 
 class Learning:
-    """Scores of units. Rule 9."""
+    """Scores units by how often they are to blame (Rule 9)."""
 
     volatile_at = 7  # two blames, if not more than one clean step lies between them
 
@@ -24,11 +24,11 @@ class Learning:
         self._times: Counter[int] = Counter()  # how often a unit became volatile
 
     def clean_period(self) -> None:
-        """In which ranks did the same."""
+        """Learn from a period in which ranks did the same."""
         self._update(set(self._scores), blamed=set(), differing=set())
 
     def period(self, tallies: Iterable[Tally]) -> None:
-        """In which they did not."""
+        """Learn from a period in which ranks did not do the same."""
         tallies = list(tallies)
         units = {tally.unit for tally in tallies}
         differing = {tally.unit for tally in tallies if tally.least != tally.most}
@@ -37,7 +37,7 @@ class Learning:
         self._update(units | set(self._scores), blamed, differing)
 
     def _to_blame(self, units: set[int], suspects: set[int]) -> set[int]:
-        """Where most units are suspected, it is a rank that strays, and not some units."""
+        """The units to blame: the suspects, unless they are most units. Then it is a rank that strays."""
         return set() if 2 * len(suspects) > len(units) else suspects
 
     def _update(self, units: set[int], blamed: set[int], differing: set[int]) -> None:

@@ -75,7 +75,7 @@ class MemberPhase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Say:
-    """To the rank's own place in the tree (participant.py)."""
+    """Hand a message to the rank's own place in the tree (participant.py)."""
 
     message: Up
 
@@ -85,7 +85,7 @@ Verdict = Grant | Close | Go | Invitation | Decline
 
 
 class OrderMember:
-    """See [Note: the member]. The rules are those of docs/design/order.md."""
+    """One rank's part of the order, see [Note: the member]. The rules are those of docs/design/order.md."""
 
     def __init__(self, rank: int, via: int, policy: OrderPolicy, guess: Sequence[Want]) -> None:
         """`via`: the rank through which it hears the others."""
@@ -101,7 +101,7 @@ class OrderMember:
         self._wish: Want | None = None  # what the program waits for
         self._go: Go | None = None
         self._asked: tuple[Tally, ...] = ()  # to be said at the next boundary about this period's predecessor
-        self._later: list[Close | Invitation | Decline] = []  # of the next period
+        self._later: list[Close | Invitation | Decline] = []  # verdicts of the next period
         self._overdue = False  # the limit has passed, and rank 0 has been told
         self._cause = ""
         self._begin_period()
@@ -142,7 +142,7 @@ class OrderMember:
         return self._serve(want)
 
     def arrive(self, boundary: Boundary, name: str) -> Effects:
-        """The program is at a boundary and waits for Settle."""
+        """Note that the program is at a boundary, where it waits for Settle."""
         if self._phase is MemberPhase.FAILED:
             return [Abort(self._cause)]
         self._require(MemberPhase.RUNNING)
@@ -150,7 +150,7 @@ class OrderMember:
         return self._arrive()
 
     def rest(self) -> Effects:
-        """All calls and puts of the period are done, and this rank's shards will not change before the next step."""
+        """End a period: all its calls and puts are done, and this rank's shards will not change before the next step."""
         if self._phase is MemberPhase.FAILED:
             return [Abort(self._cause)]
         self._require(MemberPhase.SETTLING)
@@ -181,7 +181,7 @@ class OrderMember:
 
     # ---- serving a want
     def _serve(self, want: Want) -> Effects:
-        """Rules 2 and 3."""
+        """Serve a want, if it is foreseen or goes one-sidedly; else say that it is a surprise (Rules 2 and 3)."""
         self._phase = MemberPhase.RUNNING
         self._wish = None
         if self._is_invited(want):
@@ -214,7 +214,9 @@ class OrderMember:
 
     # ---- growing W
     def _record(self, consumed: Consumed, role: Role, ahead: Role, ordinal: int = 0) -> Effects:
-        """What it takes that W has grown. `role`: in the call of the entry itself; `ahead`: in those in advance."""
+        """The effects of W's growth.
+
+        `role`: this rank's role in the call of the entry itself; `ahead`: its role in calls in advance."""
         said: Effects = [Drop(call) for call in consumed.dropped]
         for call in consumed.issued:
             self._incomplete[call.number] = call.length
@@ -236,13 +238,13 @@ class OrderMember:
         return said
 
     def _leave(self, until: int) -> Effects:
-        """Rule 7: OUT until the boundary."""
+        """Be OUT until the boundary, and issue what is expected up to the length `until` (Rule 7)."""
         self._out = True
         self.detours += 1
         return [*self._drop_spares(), *self._complete(until)]
 
     def _keep_spares(self, gap: list[Want]) -> Effects:
-        """A gather that comes too early is a prefetch."""
+        """Issue the gathers that are missing, and keep their pages: a gather that comes too early is a prefetch."""
         said: Effects = []
         for want in gap:
             consumed = self._sequence.consume(want)
@@ -283,13 +285,13 @@ class OrderMember:
                 return self._on_decline(message)
 
     def _defer(self, message: Close | Invitation | Decline) -> Effects:
-        """Until this rank's shards are at rest. Of several the last says it all."""
+        """Keep a verdict until this rank's shards are at rest. Of several of a kind the last says it all."""
         self._later = [each for each in self._later if type(each) is not type(message)]
         self._later.append(message)
         return []
 
     def _on_grant(self, grant: Grant) -> Effects:
-        """Rule 4."""
+        """Let W grow by what the program wants: all ranks want it here (Rule 4)."""
         here = (self._period, self._sequence.length, self._wish)
         if self._phase is not MemberPhase.SURPRISED or here != (grant.period, grant.length, grant.want):
             return self.fail(f"rank {self.rank}: {grant.want} was granted where it is {self._where()} (a bug)")
@@ -299,7 +301,7 @@ class OrderMember:
         return self._grow(grant.want)
 
     def _on_close(self, close: Close) -> Effects:
-        """Rule 7."""
+        """Catch up with what the others have issued, or leave (Rule 7)."""
         self._closed = True
         leads = close.lead and self._nudging
         self._nudging = False
@@ -326,7 +328,7 @@ class OrderMember:
         return len(gap) == missing and all(isinstance(want, Gather) for want in gap)
 
     def _on_go(self, go: Go) -> Effects:
-        """Rule 8."""
+        """Complete W to the length that all ranks reach, and settle (Rule 8)."""
         if self._phase not in (MemberPhase.ARRIVED, MemberPhase.OFFERING) or go.period != self._period:
             return self.fail(f"rank {self.rank}: told to go on where it is {self._where()} (a bug)")
         said = [*self._drop_spares(), *self._complete(go.length)]
@@ -359,7 +361,7 @@ class OrderMember:
 
     # ---- detours: Rule 10
     def _invite(self, want: Want) -> Effects:
-        """After many one-sided gathers: could all ranks come together here, when they next want this?"""
+        """After many one-sided gathers, ask whether all ranks could come together where they next want this page."""
         if not isinstance(want, Gather) or not self._usages.quiet:
             return []
         self._detour += 1
@@ -388,11 +390,12 @@ class OrderMember:
 
     # ---- time
     def completed(self, number: int) -> None:
-        """This call is done."""
+        """Note that a call is done."""
         self._incomplete.pop(number, None)
 
     def overdue(self, number: int) -> Effects:
-        """Rule 6: this call has been incomplete for too long, and the program waits for it, or could."""
+        """Nudge for a call that has been incomplete for too long, and for which the program waits,
+        or could (Rule 6)."""
         length = self._incomplete.get(number, 0)
         if length <= self._nudged or self._phase in (MemberPhase.SETTLING, MemberPhase.FAILED):
             return []
@@ -421,7 +424,8 @@ class OrderMember:
 
     # ---- failure: Rule 12
     def limit_passed(self, where: str) -> Effects:
-        """A wait has taken too long. The first time rank 0 is asked who is missing; the second time it did not say."""
+        """Act on a wait that has taken too long. The first time rank 0 is asked who is missing. The second time it did
+        not say, and this rank fails."""
         if self._overdue:
             silent = "rank 0" if self._via == 0 else f"rank 0 by way of rank {self._via}"
             return self.fail(f"rank {self.rank} waited beyond the limit, {where}, and no answer comes from {silent}")
@@ -429,7 +433,7 @@ class OrderMember:
         return [Say(Overdue(self.rank, shortened(where)))]
 
     def fail(self, cause: str) -> Effects:
-        """This rank cannot go on. All are told."""
+        """Fail, and tell all ranks: this one cannot go on."""
         if self._phase is MemberPhase.FAILED:
             return []
         return [Say(RankFailed(shortened(cause))), *self._abort(cause)]

@@ -200,5 +200,5 @@ def decode(data: bytes) -> OrderMessage:
 
 
 def shortened(text: str) -> str:
-    """As much of it as a message may carry."""
+    """As much of a text as a message may carry."""
     return text if len(text) <= MOST_TEXT else text[: MOST_TEXT - 3] + "..."

@@ -46,15 +46,16 @@ class Participant:
 
     # ---- the program
     def want(self, want: Want) -> list[Effect]:
-        """Ends in Serve or ServeOneSided, now or after Wait."""
+        """Say what the program wants. The effects end in Serve or ServeOneSided, now or after Sleep."""
         return self._route(self.member.want(want))
 
     def arrive(self, boundary: Boundary, name: str = "") -> list[Effect]:
-        """Ends in Settle, after which `rest` ends in Passed."""
+        """Say that the program is at a boundary. The effects end in Settle, after which those of `rest` end in Passed."""
         return self._route(self.member.arrive(boundary, name))
 
     def rest(self) -> list[Effect]:
-        """Ends in Passed. A program that came for a step, and has passed a soft step, arrives again."""
+        """Say that the period's calls and puts are done and shards are at rest. A program that came for a step, and has
+        passed a soft step, arrives again."""
         return self._route(self.member.rest())
 
     # ---- other ranks
@@ -68,7 +69,8 @@ class Participant:
         self.member.completed(call)
 
     def overdue(self, call: int) -> list[Effect]:
-        """A call that the program waits for, or on a device any issued call, is incomplete after `Patience.nudge`."""
+        """Say that a call is incomplete after `Patience.nudge`:
+        one for which the program waits, or on a device any that was issued."""
         return self._route(self.member.overdue(call))
 
     def alarms(self) -> list[Alarm]:
@@ -83,11 +85,11 @@ class Participant:
 
     # ---- failure
     def limit_passed(self, where: str) -> list[Effect]:
-        """A wait of the transport's own, for a call or for puts, has taken too long."""
+        """Say that a wait of the transport's own, for a call or for puts, has taken too long."""
         return self._route(self.member.limit_passed(where))
 
     def fail(self, cause: str) -> list[Effect]:
-        """This rank cannot go on, or has lost the connection to another."""
+        """Say that this rank cannot go on, or has lost the connection to another."""
         return self._route(self.member.fail(cause))
 
     # ---- the tree
@@ -106,14 +108,14 @@ class Participant:
         return found
 
     def _pass_down(self, message: Down) -> list[Effect]:
-        """To those below first: what this rank's own member says to it comes after it."""
+        """Pass a verdict on, to the ranks below first: what this rank's own member says to it comes after it."""
         if isinstance(self.above, Relay):
             self.above.pass_down(message)
         told: list[Effect] = [Send(child, message) for child in self._tree.children(self.rank)]
         return told + self._route(self.member.message(message))
 
     def _route(self, said: Effects) -> list[Effect]:
-        """What the member says goes into the tree, after what it does."""
+        """Turn what the member says into effects: what it does comes first, and its messages go into the tree."""
         effects = [each for each in said if not isinstance(each, Say)]
         for each in said:
             if isinstance(each, Say):
@@ -122,7 +124,7 @@ class Participant:
         return effects
 
     def _tell_below(self, message: Up) -> list[Effect]:
-        """Of a failure ranks below hear at once: the way by rank 0 may be what has failed."""
+        """Tell the ranks below of a failure at once: the way by rank 0 may be what has failed."""
         if not isinstance(message, RankFailed) or isinstance(self.above, Arbiter):
             return []
         return [Send(child, OrderFailed(message.text)) for child in self._tree.children(self.rank)]

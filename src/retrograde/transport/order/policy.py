@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """In seconds. Too short costs one-sided transfers, never a wrong result; too long costs time."""
+    """How long ranks are waited for, in seconds. Too short costs one-sided transfers, never a wrong result;
+    too long costs time."""
 
     starting: float = 180.0  # for a surprise in the first steps: ranks compile and open their data at their own pace
     surprise: float = 8.0  # for a surprise later on
@@ -19,14 +20,15 @@ class Patience:
     starting_steps: int = 3
 
     def for_surprise(self, steps: int, in_vain: int) -> float:
-        """Each time that it was in vain halves it: a rank that evaluates alone at every step does not wait for long."""
+        """How long others are waited for at a surprise. Each wait in vain halves it: a rank that evaluates alone at
+        every step does not wait for long."""
         whole = self.starting if steps < self.starting_steps else self.surprise
         return max(self.least, whole / (1 << min(in_vain, 32)))
 
 
 @dataclass(frozen=True, slots=True)
 class OrderPolicy:
-    """The numbers of the order."""
+    """How far the order looks ahead and what limits it: numbers that are the same on all ranks."""
 
     depth: int = 1  # gathers that are issued in advance
     horizon: int = 64  # entries that a rank which leaves issues in advance
@@ -40,5 +42,5 @@ class OrderPolicy:
 
     @property
     def window(self) -> int:
-        """How far one looks for gathers to prefetch: reductions lie between them."""
+        """How many entries are searched for gathers to prefetch: reductions lie between them."""
         return 2 * self.depth + 4

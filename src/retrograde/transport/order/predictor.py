@@ -34,7 +34,7 @@ class Predictor:
             self.append(entry)
 
     def append(self, entry: int, may_forget: bool = False) -> bool:
-        """Returns whether something was forgotten."""
+        """Add an entry. Returns whether something was forgotten."""
         forgets = may_forget and self._end - self._younger_from >= self._generation
         if forgets:
             self._forget()
@@ -58,7 +58,7 @@ class Predictor:
         return self._entries[first + ahead % (len(self._entries) - first)]
 
     def without(self, is_unwanted: Callable[[int], bool]) -> Self:
-        """As if these entries had never been."""
+        """A predictor for which these entries have never been."""
         return type(self)(self._generation, (entry for entry in self._entries if not is_unwanted(entry)))
 
     def entries(self) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ class CollectiveCall:
 
 
 class Consumed(NamedTuple):
-    """What it implies that W has grown by an entry."""
+    """What follows from W's growth by an entry."""
 
     call: CollectiveCall | None  # that serves the entry; None for a boundary
     issued: tuple[CollectiveCall, ...]  # now and in this order; `call` is the first of them unless it was prefetched
@@ -40,7 +40,7 @@ class Consumed(NamedTuple):
 
 
 class Vocabulary:
-    """Numbers for entries. A want gets one when it is first guessed or granted, so it is the same on all ranks."""
+    """Gives numbers to entries. A want gets one when it is first guessed or granted, so it is the same on all ranks."""
 
     def __init__(self) -> None:
         self._numbers: dict[SequenceEntry, int] = {}
@@ -61,7 +61,7 @@ class Vocabulary:
         return self._entries[number]
 
     def keep(self, numbers: Iterable[int]) -> None:
-        """Forget all others. Their numbers are not given out again."""
+        """Forget all numbers but these. Forgotten ones are not given out again."""
         self._entries = {number: self._entries[number] for number in sorted(set(numbers))}
         self._numbers = {entry: number for number, entry in self._entries.items()}
 
@@ -88,11 +88,11 @@ class AgreedSequence:
         return None if number is None else self._vocabulary.entry(number)
 
     def ahead(self, limit: int) -> list[Want]:
-        """Wants that are expected next."""
+        """The wants that are expected next, up to `limit` of them."""
         return list(self._foreseen(limit))
 
     def _foreseen(self, limit: int) -> Iterator[Want]:
-        """Not beyond a boundary, nor beyond a place where the past may be cut."""
+        """Yield the wants that are expected, not beyond a boundary, nor beyond a place where the past may be cut."""
         for i in range(min(limit, self._until_mark())):
             number = self._predictor.peek(i)
             entry = None if number is None else self._vocabulary.entry(number)
@@ -109,7 +109,8 @@ class AgreedSequence:
 
     # ---- growing
     def consume(self, entry: SequenceEntry) -> Consumed:
-        """Rule 1. A gather that was not foreseen, or a boundary, drops what was prefetched."""
+        """Let W grow by an entry, and issue what follows from that (Rule 1). A gather that was not foreseen, or a
+        boundary, drops what was prefetched."""
         hit = bool(self._prefetched) and self._prefetched[0].want == entry
         dropped: tuple[CollectiveCall, ...] = ()
         if not hit and self._ends_prefetches(entry):
@@ -127,11 +128,13 @@ class AgreedSequence:
         return Consumed(call, tuple(issued), dropped)
 
     def _ends_prefetches(self, entry: SequenceEntry) -> bool:
-        """A page that comes unforeseen shows that the forecast was wrong; at a boundary shards may change."""
+        """Were prefetches in vain if this entry comes instead? A page that comes unforeseen shows that the forecast was
+        wrong; at a boundary shards may change."""
         return not isinstance(entry, Reduce)
 
     def forget_units(self, units: Iterable[int]) -> None:
-        """Their wants are no longer agreed on. At a boundary, before it is consumed."""
+        """Take the wants of these units out of W's past: they are no longer agreed on.
+        Called at a boundary, before it is consumed."""
         gone = frozenset(units)
 
         def is_unwanted(number: int) -> bool:
@@ -163,7 +166,8 @@ class AgreedSequence:
         return list(itertools.islice(gathers, first, depth))
 
     def fingerprint(self) -> int:
-        """Of what must be the same on all ranks before the first call: the numbers, and the guess."""
+        """A checksum of what must be the same on all ranks before the first call:
+        the policy's numbers, and the guess."""
         numbers = [getattr(self._policy, each.name) for each in fields(self._policy) if each.name != "patience"]
         guess = [self._vocabulary.entry(number) for number in self._predictor.entries()]
         return zlib.crc32(msgspec.msgpack.encode([numbers, guess]))

@@ -18,7 +18,7 @@ class Tree:
         return range(min(first, self.world), min(first + self.fan_out, self.world))
 
     def size(self, rank: int) -> int:
-        """Ranks at and below this one."""
+        """How many ranks are at and below this one."""
         first, last, total = rank, rank, 0
         while first < self.world:
             total += min(last, self.world - 1) - first + 1
@@ -27,7 +27,7 @@ class Tree:
 
     @property
     def depth(self) -> int:
-        """Messages one after the other from the farthest rank to the root."""
+        """How many messages come one after the other from the farthest rank to the root."""
         rank, depth = self.world - 1, 0
         while rank > 0:
             rank, depth = self.parent(rank), depth + 1

@@ -13,7 +13,7 @@ USES = 1 << 32
 
 
 class Usages:
-    """Counts of one period. They are bounded by the number of units."""
+    """Counts what a rank's program wants of each unit in one period."""
 
     def __init__(self) -> None:
         self._gathers: Counter[int] = Counter()
@@ -29,12 +29,12 @@ class Usages:
         self._uses[want.unit] = (self._uses[want.unit] + zlib.crc32(want.uses)) % USES
 
     def deny(self, want: Want) -> None:
-        """It was a surprise, and not granted."""
+        """Note that a want was a surprise, and not granted."""
         self._denied.add(want.unit)
 
     @property
     def quiet(self) -> bool:
-        """Nothing has been contributed to a reduction."""
+        """Has nothing been contributed to a reduction?"""
         return not self._reductions
 
     @property
@@ -50,7 +50,7 @@ class Usages:
         return tuple(self._tally(unit) for unit in units)
 
     def digest(self) -> int:
-        """Equal on ranks that have used the same units as often, for the same uses."""
+        """A number that is equal on ranks that have used the same units as often, for the same uses."""
         counts = [
             (unit, self._gathers[unit], self._reductions[unit], self._uses[unit])
             for unit in sorted(self._gathers.keys() | self._reductions.keys())

@@ -26,7 +26,7 @@ def merge_surprises(one: Surprise, other: Surprise) -> Surprise:
 
 
 def merge_nudges(one: Nudge, other: Nudge) -> Nudge:
-    """`until` is that of the longest: only who has a W of this length knows what follows."""
+    """Merge two nudges. `until` is that of the longest: only who has a W of this length knows what follows."""
     length, until = max((one.length, one.until), (other.length, other.until))
     return Nudge(one.period, one.count + other.count, length, until)
 
@@ -54,7 +54,7 @@ def _merge_names(one: tuple[int, ...] | None, other: tuple[int, ...] | None, mos
 
 
 def _merge_places(one: tuple[MeetingPlace, ...], other: tuple[MeetingPlace, ...]) -> tuple[MeetingPlace, ...]:
-    """Those that are no steps first, so that they are not lost: they decide what the boundary is."""
+    """Merge places. Those that are no steps come first, so that they are not lost: they decide what the boundary is."""
     found: dict[tuple[Boundary, str], MeetingPlace] = {}
     for place in sorted(one + other, key=lambda place: (place.boundary == STEP, place.rank)):
         found.setdefault((place.boundary, place.name), place)
@@ -62,7 +62,7 @@ def _merge_places(one: tuple[MeetingPlace, ...], other: tuple[MeetingPlace, ...]
 
 
 def merge_tallies(one: tuple[Tally, ...], other: tuple[Tally, ...]) -> tuple[Tally, ...]:
-    """A unit that one side does not name was not used there."""
+    """Merge tallies, unit by unit. A unit that one side does not name was not used there."""
     if not one and not other:
         return ()
     left = {tally.unit: tally for tally in one}
@@ -92,12 +92,13 @@ def _each(choose: Callable[[int, int], int], one: Usage, other: Usage) -> Usage:
 
 
 def common_boundary(places: Iterable[MeetingPlace]) -> Boundary:
-    """A step only if all came for one: who did comes again."""
+    """The boundary of ranks that came to these places: a step only if all came for one.
+    Else those who did come again."""
     return STEP if all(place.boundary == STEP for place in places) else SOFT_STEP
 
 
 class Fold:
-    """What has been heard in this period, by whom it was said."""
+    """What has been heard in this period, by sender, and what it comes to."""
 
     def __init__(self, most_names: int) -> None:
         self._most_names = most_names
@@ -139,7 +140,8 @@ class Fold:
 
     # ---- what was decided
     def granted(self) -> None:
-        """All ranks were at this place: nobody waits for a call before it, and what was said of later ones is void."""
+        """Forget surprises and nudges after a grant. All ranks were at its place: nobody waits for a call before it,
+        and what was said of later ones is void."""
         self.surprises.clear()
         self.nudges.clear()
 

@@ -13,7 +13,7 @@ MOST_USES = 4096  # bytes; four parameters a byte where two bits say what a para
 
 
 class Gather(Record, frozen=True, tag="gather"):
-    """The page of a unit."""
+    """The want of a unit's page."""
 
     unit: Count
 
@@ -22,7 +22,7 @@ class Gather(Record, frozen=True, tag="gather"):
 
 
 class Reduce(Record, frozen=True, tag="reduce"):
-    """The sum of a unit's gradients over all ranks.
+    """The want of the sum of a unit's gradients over all ranks.
 
     `uses`: what each parameter's gradient is for, as the caller writes it. The order compares it and carries it. Ranks
     that reduce a unit for different uses want different things.
