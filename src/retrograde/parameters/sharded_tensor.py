@@ -67,7 +67,7 @@ class ShardedTensor(Checkpointable, Watched):
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to pickle a piece: a file would not say of what it is one. In a world of one rank, pickle the whole."""
+        """Refuse to pickle a piece: a file would not say of what it is one. With one rank only, pickle the whole."""
         if self.unit.layout.world > 1:
             raise UnsupportedError(
                 f"{self.called}: pickling or saving this rank's piece of it, as if it were all of it. Save "
