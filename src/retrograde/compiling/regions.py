@@ -66,7 +66,7 @@ class Member(NamedTuple):
 
 
 class Region:
-    """One boundary. `compiled` is set by `retrograde.compile()`; inside an outer torch.compile its backend is used."""
+    """A region of the model. `retrograde.compile()` sets `compiled`; in an outer torch.compile, its backend is used."""
 
     def __init__(self, services: Services, plain: Forward) -> None:
         self.services = services
