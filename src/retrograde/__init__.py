@@ -1,8 +1,8 @@
 """retrograde: sharded training in which backward is free-form.
 
-Where things are: docs/design/README.md has a map of the rooms. In short: `layout` cuts (and has the policies of stages
-1, 2, 3), `devices` has streams, `transport` reaches other ranks, `pages` has full parameters, `gradients` reduces,
-`coordination` decides when ranks meet, `parameters` are the leaves, `engine` puts it together (`shard()`).
+docs/design/README.md has a map of the rooms. In short: `layout` decides how parameters are cut (and has the policies of
+stages 1, 2, 3), `devices` has streams, `transport` reaches other ranks, `pages` has full parameters, `gradients`
+reduces, `coordination` decides when ranks meet, `parameters` has the leaves, `engine` puts it together (`shard()`).
 """
 
 from retrograde.checkpoint import export, load, load_pretrained, save

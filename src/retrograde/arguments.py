@@ -1,4 +1,4 @@
-"""Checks of what users give: each returns the value in its plain form, or raises.
+"""Checks of users' arguments: each returns the value in its plain form, or raises.
 
 An error has the argument's name, what was given, why that cannot be used and what to give instead. Numbers of numpy
 and torch are numbers; True and False are not.
@@ -32,7 +32,7 @@ def shown(value: Any) -> str:
 
 
 def wrong(name: str, value: Any, cause: str, fix: str, error: Refusal = ShardingError) -> RetrogradeError:
-    """The error to raise."""
+    """Make the error for an argument that cannot be used; the caller raises it."""
     return error(f"{name}={shown(value)} {cause}; give {fix}")
 
 
@@ -46,7 +46,7 @@ def whole_number(name: str, value: Any, least: int, fix: str, error: Refusal = S
 
 
 def number(name: str, value: Any, fix: str, error: Refusal = ShardingError, *, cause: str = "is not a number") -> float:
-    """A number that is not nan."""
+    """Check that the value is a number and not nan."""
     found = _real(value)
     if found is None or math.isnan(found):
         raise wrong(name, value, cause, fix, error)
@@ -61,7 +61,7 @@ def not_negative(name: str, value: Any, fix: str, error: Refusal = ShardingError
 
 
 def seconds(name: str, value: Any, error: Refusal = ShardingError) -> float:
-    """A time for which a thread can wait."""
+    """Check that the value is a time for which a thread can wait."""
     fix = "seconds, a number above 0"
     found = number(name, value, fix, error)
     if found <= 0:
@@ -81,7 +81,7 @@ def flag(name: str, value: Any, error: Refusal = ShardingError) -> bool:
 
 
 def one_of(name: str, value: Any, choices: Collection[str], fix: str, error: Refusal = ShardingError) -> str:
-    """One of some words."""
+    """Check that the value is one of some words."""
     if not isinstance(value, str) or value not in choices:
         raise wrong(name, value, "is not known", fix, error)
     return value
@@ -106,7 +106,7 @@ def check_module(name: str, value: Any) -> nn.Module:
 
 
 def sequence(name: str, value: Any, fix: str, error: Refusal = ShardingError) -> list[Any]:
-    """Several values in an order. A text is one value, and so is a tensor without dimensions."""
+    """Check that the value is a list of values. A text is one value, and so is a tensor without dimensions."""
     if isinstance(value, str | bytes | Mapping):
         raise wrong(name, value, "is not a list", fix, error)
     if isinstance(value, Sequence):
@@ -119,7 +119,7 @@ def sequence(name: str, value: Any, fix: str, error: Refusal = ShardingError) ->
 
 
 class Said(NamedTuple):
-    """One argument of a rank: what it comes to, which is compared, and the user's words for it."""
+    """One argument of a rank: its meaning, which is compared with other ranks', and the user's words for it."""
 
     meaning: str
     words: str
@@ -130,9 +130,10 @@ def said(name: str, given: Any, meaning: Any) -> Said:
 
 
 def differences(by_rank: Sequence[Sequence[Said]]) -> str:
-    """Arguments that are not equal on all ranks: `stage=2 on rank 0, stage=3 on rank 1`. Empty if all are.
+    """The arguments that differ between ranks: `stage=2 on rank 0, stage=3 on rank 1`. Empty if all are equal.
 
-    One that is given in the same words and comes to something else does so because of another one, which is named.
+    An argument whose meaning differs although its words are the same differs because of another argument: it is named
+    only if none differs in words.
     """
     in_other_words = []
     in_the_same_words = []
@@ -150,7 +151,7 @@ def differences(by_rank: Sequence[Sequence[Said]]) -> str:
 
 
 def integer(value: Any) -> int | None:
-    """None if it is not one."""
+    """The integer that a value is; None if it is none."""
     if isinstance(value, bool):
         return None
     if isinstance(value, numbers.Integral):
@@ -161,7 +162,7 @@ def integer(value: Any) -> int | None:
 
 
 def _real(value: Any) -> float | None:
-    """Integers stay integers: they have no largest one."""
+    """The number that a value is; None if it is none. Integers stay integers, since floats have a largest number."""
     whole = integer(value)
     if whole is not None:
         return whole

@@ -1,8 +1,8 @@
-"""The errors users see. Each names the parameter or argument, the rank, the cause and the fix."""
+"""The errors that users see. Each message names the parameter or argument, the rank, the cause and the fix."""
 
 
 class RetrogradeError(RuntimeError):
-    """Base of every error raised by retrograde."""
+    """The base class of all errors that retrograde raises."""
 
 
 class InternalsChanged(RetrogradeError):
@@ -14,11 +14,11 @@ class ShardingError(RetrogradeError, ValueError):
 
 
 class UnsupportedError(RetrogradeError, TypeError):
-    """Something torch allows on a plain module that has no meaning on a sharded one."""
+    """Something was asked for that torch allows on a plain module and that has no meaning on a sharded one."""
 
 
 class StateError(RetrogradeError, ValueError):
-    """A saved optimizer state that is not the one of this rank's pieces."""
+    """A saved optimizer state does not belong to this rank's pieces."""
 
 
 class CheckpointError(RetrogradeError, ValueError):
@@ -30,7 +30,7 @@ class DivergenceError(RetrogradeError):
 
 
 class ScheduleError(RetrogradeError, ValueError):
-    """A pipeline schedule that cannot be read, is incomplete, or would not run to its end."""
+    """A pipeline schedule cannot be read, is incomplete, or would not run to its end."""
 
 
 class PipelineError(RetrogradeError):

@@ -1,4 +1,4 @@
-"""The ledger: what was paged in, dropped, exchanged and agreed, in order, with bytes.
+"""The ledger records what was paged in, dropped, exchanged and agreed, in order, with bytes.
 
 One record serves the tests, the planner's checks, traces and error messages. `bytes` of an entry is what
 crossed the wire *into or out of this rank* for it; `resident` and `peak` count bytes of pages in memory
@@ -35,7 +35,7 @@ class Entry(NamedTuple):
 class Ledger:
     """An append-only list of entries with running totals. Entries beyond `HISTORY` keep only their totals.
 
-    Steps are alike, and so are their entries: those that are equal are one object."""
+    Equal entries are one object, since steps are alike and make equal entries."""
 
     def __init__(self) -> None:
         self.entries: deque[Entry] = deque(maxlen=HISTORY)
@@ -51,7 +51,7 @@ class Ledger:
         self._times[entry] += 1
 
     def hold(self, nbytes: int) -> None:
-        """Page memory was taken (positive) or given back (negative)."""
+        """Note that memory for pages was taken (positive) or given back (negative)."""
         self.resident += nbytes
         self.peak = max(self.peak, self.resident)
 

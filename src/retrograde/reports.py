@@ -1,4 +1,4 @@
-"""Text for people: what a sharded model costs, and what it has done."""
+"""Reports for people: what a sharded model costs, and what it has done."""
 
 from collections.abc import Sequence
 
@@ -11,13 +11,13 @@ from retrograde.pages import Unit
 
 
 def human(nbytes: float) -> str:
-    """Bytes in a unit in which they are a short number."""
+    """Write a number of bytes in the unit in which it is short."""
     power = min(max(int(nbytes).bit_length() - 1, 0) // 10, 4)
     return f"{nbytes / 1024**power:.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 def explain(units: Sequence[Unit], policy: Policy, grid: Grid) -> str:
-    """Units, bytes per rank, and collectives for a step of one forward and one backward."""
+    """The table of units, with bytes per rank and collectives for a step of one forward and one backward."""
     columns = "unit parameters shard/rank page gradient/rank gathers/step reductions/step"
     gathers = "1" if policy.keeps_pages else "1 to 2"
     rows = []
@@ -61,7 +61,7 @@ def _stage(policy: Policy) -> int:
 
 
 def report(units: Sequence[Unit], ledger: Ledger, rank: int, world: int) -> str:
-    """What the ledger has seen so far on this rank."""
+    """The table of what this rank's ledger has recorded so far."""
     rows = []
     for unit in units:
         gathers = str(ledger.count(Activity.GATHER, unit.name))

@@ -1,4 +1,4 @@
-"""What users call. torch's checkpoints take long to import, so what needs them is imported when it is used."""
+"""The functions that users call. Modules that import torch's checkpoints, which takes long, are imported when used."""
 
 import os
 from collections.abc import Mapping
@@ -72,8 +72,8 @@ def export(
 ) -> list[Path]:
     """Write the weights of a model as safetensors files to the folder `path`. Collective: every rank calls it.
 
-    `file_size`: what a file has at most; with several there is an index. `dtype`: of floating point numbers in the
-    files, if it is to be another. Returns the files.
+    `file_size`: the most bytes of a file; if there are several files there is an index. `dtype`: that of floating point
+    numbers in the files, by default the model's. Returns the files.
     """
     from retrograde.checkpoint.exporting import export_model
 
@@ -90,7 +90,7 @@ def load_pretrained(
 ) -> "Loaded":
     """Load weights from safetensors files, each rank its own parts. Collective: every rank calls it.
 
-    `path`: a file, or a folder with one or with an index, as `rg.export` and `save_pretrained` of others write it."""
+    `path`: a file, or a folder with one file or an index, as `rg.export` and others' `save_pretrained` write them."""
     from retrograde.checkpoint.formats.weights import open_weights
     from retrograde.checkpoint.loading import LoadOptions, load_checkpoint
 

@@ -7,7 +7,7 @@ A block is a table of 8-byte words, 512 in a row. It is folded in both direction
     rows        sum of each row's words, each times an odd number of its column (modulo 2^64): what cancels out in a
                 column, such as equal rows that are lost in pairs, does not cancel out here
 
-The last block is filled up with zeros; how long a file is, is compared apart.
+The last block is filled up with zeros; the lengths of files are compared apart.
 """
 
 import hashlib
@@ -23,11 +23,11 @@ _FACTORS = numpy.frombuffer(hashlib.shake_128(b"retrograde").digest(_ROW), _WORD
 
 
 class BlockSum:
-    """The checksum of a block, of which one part after the other is added. Only the last need not be whole rows."""
+    """The checksum of a block, to which one part after the other is added. All parts but the last are whole rows."""
 
     def __init__(self) -> None:
         self._columns = numpy.zeros(_COLUMNS, _WORD)
-        self._rows = 0  # the crc32 so far
+        self._rows = 0  # the crc32 of the rows so far
         self._left = BLOCK // _ROW
 
     def add(self, part: bytes | bytearray | memoryview) -> None:
@@ -49,7 +49,7 @@ class BlockSum:
 
 
 def checksum(block: bytes | bytearray | memoryview) -> int:
-    """Of a block that is all there; the last may be shorter."""
+    """The checksum of a whole block, or of a file's last one, which may be shorter."""
     made = BlockSum()
     made.add(block)
     return made.value()

@@ -1,4 +1,4 @@
-"""Export: the weights of a sharded model, or of a checkpoint, as safetensors files, a tensor at a time.
+"""Export: writes the weights of a sharded model, or of a checkpoint, as safetensors files, a tensor at a time.
 
 All ranks plan the same files. Each file is written by one rank, which reads the pages it needs from the others while
 they write theirs: no rank ever has more than the pages of two units, and no tensor is gathered for nothing.
@@ -50,7 +50,7 @@ def export_model(
 
 
 def _weights(subject: Subject) -> dict[str, torch.Tensor]:
-    """Parameters, in the order of units, so that each page comes once; then buffers. A tied one once."""
+    """Parameters in the order of units, so that each page comes once; then buffers. A tied parameter is there once."""
     shown = {name: leaf_of(value) for name, value in subject.model_state().items() if isinstance(value, torch.Tensor)}
     seen: set[Hashable] = set()
     found: dict[str, torch.Tensor] = {}
@@ -77,7 +77,7 @@ def _exported(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
 
 
 def _runs(by_rank: Sequence[Sequence[Weight]]) -> dict[tuple[int, ...], list[Weight]]:
-    """Weights by the ranks that have them: all, or those of one stage of a pipeline."""
+    """Sort weights by the ranks that have them: all ranks, or those of one stage of a pipeline."""
     having: dict[Weight, list[int]] = {}
     for rank, weights in enumerate(by_rank):
         for weight in weights:
@@ -89,7 +89,7 @@ def _runs(by_rank: Sequence[Sequence[Weight]]) -> dict[tuple[int, ...], list[Wei
 
 
 def export_checkpoint(path: Path, out: Path, file_size: Sizes, dtype: torch.dtype | None = None) -> list[Path]:
-    """In one process, without a model: never more in memory than the largest tensor."""
+    """Export in one process, without a model, with at most the largest tensor in memory."""
     limit = parse_bytes(file_size, "export(file_size)")
     with open_checkpoint(path) as checkpoint:
         stored = _tensors(checkpoint.model)

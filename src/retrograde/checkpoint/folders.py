@@ -1,4 +1,4 @@
-"""Where a checkpoint is: folders that become checkpoints at one moment, and what a crash leaves of them.
+"""Folders that become checkpoints at one moment, and what can be found after a crash.
 
 [Note: one moment]
 A checkpoint is written into a folder beside its own, and renamed when all of it is on the disk.
@@ -7,7 +7,7 @@ A checkpoint is written into a folder beside its own, and renamed when all of it
     name              the checkpoint
     .name.previous    the one that `name` was before, until the new one is there
 
-Rule 1: the marker is written last. A folder without it is nothing.
+Rule 1: the marker is written last. A folder without it is not a checkpoint.
 Rule 2: `name` is renamed to `.name.previous`, then `.name.saving` to `name`. Between the two, both are complete.
 Rule 3: whoever looks for `name` and does not find it takes `.name.saving` if it is complete, else `.name.previous`.
 Rule 4: a save first finishes what a crash has interrupted, so it never removes the only good one.
@@ -21,7 +21,7 @@ from pathlib import Path
 from retrograde.checkpoint.marker import MARKER, Marker
 from retrograde.errors import CheckpointError
 
-METADATA = ".metadata"  # torch's name
+METADATA = ".metadata"  # torch's name for the file
 _SAVING = ".{}.saving"
 _PREVIOUS = ".{}.previous"
 _HIDDEN = re.compile(r"\.(.+)\.(?:saving|previous)")
@@ -41,7 +41,7 @@ def is_complete(folder: Path) -> bool:
 
 # ---- writing
 def prepare(path: Path) -> Path:
-    """An empty folder to write to. Finishes first what an earlier save has not (Rule 4)."""
+    """Finish what a crash has interrupted (Rule 4), and make an empty folder to write to."""
     if path.exists() and not (path.is_dir() and (is_complete(path) or _is_replaceable(path))):
         raise CheckpointError(
             f"path={str(path)!r} is there and is not a checkpoint; give another path, or remove what is there"
@@ -63,7 +63,7 @@ def _is_replaceable(folder: Path) -> bool:
 
 
 def commit(path: Path) -> None:
-    """What was written becomes the checkpoint (Rule 2)."""
+    """Make the written folder the checkpoint (Rule 2)."""
     saving, previous = saving_folder(path), _previous_folder(path)
     sync_folder(saving)
     if path.exists():
@@ -75,13 +75,13 @@ def commit(path: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Its marker goes first: what is left of it, if this is interrupted, is nothing (Rule 1)."""
+    """Remove a folder, its marker first: if this is interrupted, what is left is not a checkpoint (Rule 1)."""
     (folder / MARKER).unlink(missing_ok=True)
     shutil.rmtree(folder)
 
 
 def sync_folder(folder: Path) -> None:
-    """The names in it are on the disk."""
+    """Wait until the names in a folder are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -91,7 +91,7 @@ def sync_folder(folder: Path) -> None:
 
 # ---- looking
 def find(path: Path) -> Path:
-    """The folder of the checkpoint `path`, or of the one that was saved last of those in `path`."""
+    """The folder of the checkpoint `path`, or of the last saved one among those in `path`."""
     found = _resolve(path)
     if found is None and path.is_dir():
         found = _last_saved(path)
@@ -102,7 +102,7 @@ def find(path: Path) -> Path:
 
 
 def _resolve(path: Path) -> Path | None:
-    """Rule 3."""
+    """The folder that has the checkpoint `path`, maybe under another name (Rule 3); None if there is none."""
     if path.is_dir() and (is_complete(path) or (path / METADATA).is_file()):
         return path
     for other in (saving_folder(path), _previous_folder(path)):
@@ -130,7 +130,7 @@ def check_keep(path: Path) -> None:
 
 
 def keep_last(path: Path, count: int) -> list[Path]:
-    """Remove the oldest checkpoints beside `path` whose names differ from its own in numbers only. `count` stay."""
+    """Remove the oldest checkpoints whose names differ from that of `path` in numbers only, so that `count` stay."""
     kind = re.compile(r"\d+".join(map(re.escape, re.split(r"\d+", path.name))))
     alike = [each for each in path.parent.iterdir() if kind.fullmatch(each.name) and is_complete(each)]
     alike.sort(key=lambda each: (each == path, Marker.read(each).saved_at), reverse=True)

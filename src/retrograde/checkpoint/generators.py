@@ -1,4 +1,4 @@
-"""The states of random generators of this rank: torch's, those of devices, Python's and numpy's."""
+"""The states of this rank's random generators: torch's, those of devices, Python's and numpy's."""
 
 import random
 import sys

@@ -1,8 +1,8 @@
 """Loading: a plan of what goes where, a check of everything that will be read, and then the reading.
 
-Nothing of the model changes before every rank has found all that it needs, and found it to be what was saved. Then
-each rank reads its own parts straight into their places, so loading takes no memory of the size of what is loaded, but
-for the optimizer's state where there is none yet.
+Nothing of the model changes before every rank has found all that it needs, and checked that it is what was saved. Then
+each rank reads its own parts straight into their places. So loading needs no second copy in memory; only an optimizer's
+state that does not exist yet takes memory.
 """
 
 import contextlib
@@ -31,13 +31,13 @@ from retrograde.parameters import ShardedParameter
 from retrograde.parameters.ownership import updated_elsewhere
 from retrograde.parameters.sharded_tensor import ShardedTensor
 
-_COUNTER = "step"  # torch's name: it has no elements of the parameter
+_COUNTER = "step"  # torch's name for a state that has no elements of the parameter
 NAMES_SHOWN = 5
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadOptions:
-    """How, as the user said it."""
+    """The options that the user gave to load."""
 
     extra: Mapping[str, Any] | None
     strict: bool
@@ -47,15 +47,15 @@ class LoadOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """What was taken from a checkpoint on this rank. `str(loaded)` says it in words."""
+    """What this rank has taken from a checkpoint. `str(loaded)` says it in words."""
 
     path: Path
     origin: str
     weights: tuple[str, ...]
-    states: Mapping[str, tuple[str, ...]]  # of the optimizer: which, by parameter
-    extra: Mapping[str, Any]  # what was saved as `extra`, but for what went into objects
-    extra_by_rank: tuple[Mapping[str, Any], ...]  # of each rank that saved, what was not the same on all of them
-    notes: tuple[str, ...]  # what was left, and why
+    states: Mapping[str, tuple[str, ...]]  # by parameter, the names of optimizer states
+    extra: Mapping[str, Any]  # what was saved as `extra`, without what was loaded into objects
+    extra_by_rank: tuple[Mapping[str, Any], ...]  # for each rank that saved, what was not the same on all ranks
+    notes: tuple[str, ...]  # what was not taken, and why
 
     def __str__(self) -> str:
         kinds = sorted({key for keys in self.states.values() for key in keys})
@@ -70,12 +70,12 @@ class Loaded:
 
 @dataclasses.dataclass
 class Plan:
-    """What goes where."""
+    """What of a checkpoint goes where."""
 
     weights: list[Fill]
-    objects: dict[str, Any]  # of the model, for load_state_dict()
+    objects: dict[str, Any]  # entries of the model's state dict that are no weights, for load_state_dict()
     states: list[Fill]
-    optimizers: list[tuple[Optimizer, dict[str, Any]]]  # with what their load_state_dict() gets
+    optimizers: list[tuple[Optimizer, dict[str, Any]]]  # each with what its load_state_dict() gets
     extra: dict[str, Any]
     extra_by_rank: list[dict[str, Any]]
     rng: dict[str, Any] | None
@@ -93,7 +93,7 @@ def load_checkpoint(
     options: LoadOptions,
     opened: Callable[[Path], Checkpoint] = open_checkpoint,
 ) -> Loaded:
-    """`opened` knows the format."""
+    """Load a checkpoint. `opened` opens one of its format."""
     ranks = Together(options.group)
     with contextlib.ExitStack() as files:
         with ranks.one_fate("rg.load()"):
@@ -148,7 +148,7 @@ def _plan_weights(plan: Plan, checkpoint: Checkpoint, subject: Subject, strict: 
         )
     for name, value in here.items():
         if name in tied:
-            continue  # it has a second name, which the checkpoint has
+            continue  # the checkpoint has the parameter under its other name
         if name in missing:
             plan.notes.append(f"{name}: the checkpoint has none")
         elif name in memory and is_tensor(checkpoint.model[name]):
@@ -160,7 +160,7 @@ def _plan_weights(plan: Plan, checkpoint: Checkpoint, subject: Subject, strict: 
 
 
 def _tied(here: Mapping[str, Any], checkpoint: Checkpoint) -> set[str]:
-    """Names that the checkpoint has not, of parameters that it has under another one."""
+    """Names of tied parameters that the checkpoint has only under another name."""
     tensors = {name: memory_of(value) for name, value in here.items() if isinstance(value, torch.Tensor)}
     there = {memory for name, memory in tensors.items() if name in checkpoint.model}
     return {name for name, memory in tensors.items() if name not in checkpoint.model and memory in there}
@@ -174,7 +174,7 @@ def _listed(words: str, names: list[str]) -> str:
 
 
 def _names_of_memory(subject: Subject) -> set[str]:
-    """Of what a state dict shows as it is in memory: parameters and buffers. Modules may put other things into it."""
+    """The names of parameters and buffers. (Modules may put other things into a state dict.)"""
     names: set[str] = set()
     for prefix, module in subject.modules:
         for own in (module.named_parameters, module.named_buffers):
@@ -217,11 +217,11 @@ def _by_name(groups: Any, names: list[str]) -> list[dict[str, Any]]:
 
 
 def _target(plan: Plan, what: str, saved: Any, param: nn.Parameter, kept: Mapping[str, Any]) -> Any:
-    """A tensor with the memory for it, which is filled later; or the value itself."""
+    """A tensor that is filled later from the saved one; a saved value that is no tensor is read at once."""
     if not is_tensor(saved):
         return value_of(saved)
     if saved.shape != param.shape:
-        saved.check(Extent.all_of(saved.shape))  # before memory is taken for what a file claims to have
+        saved.check(Extent.all_of(saved.shape))  # does the file have this much? Then memory is taken for it
     key = what.partition(" ")[0]
     into = _memory_for(saved.shape, saved.dtype, key, param, kept.get(key))
     plan.states.append(Fill(what, saved, into))
@@ -229,7 +229,7 @@ def _target(plan: Plan, what: str, saved: Any, param: nn.Parameter, kept: Mappin
 
 
 def _memory_for(shape: torch.Size, dtype: torch.dtype, key: str, param: nn.Parameter, kept: Any) -> torch.Tensor:
-    """What is there, if it will do. A state in the parameter's shape is sharded as the parameter is."""
+    """Memory for a state: that of the present one if it fits. In the parameter's shape it is sharded as that is."""
     there = isinstance(kept, torch.Tensor) and kept.shape == shape and kept.dtype == dtype
     if isinstance(param, ShardedParameter) and shape == param.shape and key != _COUNTER:
         if there and isinstance(kept, ShardedTensor) and kept.cut_like(param):

@@ -1,4 +1,4 @@
-"""The marker of a complete checkpoint: which files it has, and the checksums of what is in them.
+"""The marker of a complete checkpoint: which files it has, and their checksums.
 
 A file has a checksum for each block, so that a rank that reads a part of it can check that part. The marker's last line
 is the checksum of the marker itself.
@@ -14,18 +14,18 @@ from retrograde.checkpoint.checksums import BLOCK
 from retrograde.errors import CheckpointError
 
 MARKER = "retrograde.json"
-_VERSION = 2  # 1 had a crc32 of each block
+_VERSION = 2  # version 1 had a crc32 of each block
 
 
 class FileSums(msgspec.Struct, frozen=True):
     """Checksums of one file, block by block."""
 
     size: int
-    sums: list[int]  # of each block, the last of which may be shorter
+    sums: list[int]  # one for each block, the last of which may be shorter
 
 
 class Marker(msgspec.Struct, frozen=True):
-    """What says that a checkpoint is complete, and what its files are."""
+    """Says that a checkpoint is complete, and which files it has."""
 
     saved_at: float  # seconds since 1970
     world: int  # how many ranks have saved it
@@ -45,7 +45,7 @@ class Marker(msgspec.Struct, frozen=True):
         return found
 
     def write(self, folder: Path) -> None:
-        """It has its name when all of it is on the disk: a name is all that is looked for."""
+        """Write the marker. It gets its name when all of it is on the disk, since others look only for the name."""
         text = msgspec.json.encode(self)
         partial = folder / f"{MARKER}.partial"
         with partial.open("wb") as file:

@@ -1,4 +1,4 @@
-"""A bar in the terminal, of bytes that are written or read."""
+"""A bar in the terminal for bytes that are written or read."""
 
 from types import TracebackType
 
@@ -8,7 +8,7 @@ from rich.progress import Progress as Bars
 
 
 class ProgressBar:
-    """Shown if `wanted`; if that is None, when somebody may be looking: stderr is a terminal."""
+    """A progress bar, shown if `wanted`; if that is None, shown if stderr is a terminal."""
 
     def __init__(self, label: str, wanted: bool | None, total: int | None = None) -> None:
         console = Console(stderr=True)
@@ -18,7 +18,7 @@ class ProgressBar:
         self._task = self._bars.add_task(label, total=total)
 
     def told(self, count: int) -> None:
-        """So many bytes more."""
+        """Advance the bar by this number of bytes."""
         self._bars.advance(self._task, count)
 
     def __enter__(self) -> "ProgressBar":

@@ -1,4 +1,4 @@
-"""Ranks that save or load together: what they say to each other, and errors that all of them get."""
+"""Ranks that save or load together: they exchange values, and all raise if one of them fails."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +29,7 @@ class Together:
         return values  # type: ignore[return-value]
 
     def agree(self, what: str, value: Callable[[], T]) -> list[T]:
-        """The values of all ranks. What goes wrong in making one is an error on all ranks, before any goes on."""
+        """The values of all ranks. If making one raises, all ranks raise before any of them goes on."""
         mine: RetrogradeError | OSError | None = None
         found: T | None = None
         try:
@@ -46,7 +46,7 @@ class Together:
 
     @contextmanager
     def one_fate(self, what: str) -> Iterator[None]:
-        """The same for what is done inside."""
+        """Raise on all ranks, at the end, if the code inside has raised on one of them."""
         mine: RetrogradeError | OSError | None = None
         try:
             yield

@@ -1,4 +1,4 @@
-"""Reading parts of files: checked block by block, never more at a time than a buffer holds."""
+"""Reads parts of files, checked block by block, at most a buffer at a time."""
 
 import functools
 import io
@@ -19,11 +19,11 @@ from retrograde.torch_internals import StoredTensor
 BUFFER = 8 << 20  # bytes that are read at a time
 END = 2048  # bytes of the end of a zip
 
-Holders = Callable[[int, int], str]  # of a range of a file: the names of what is saved there
+Holders = Callable[[int, int], str]  # for a range of a file, the names of what is saved there
 
 
 class CheckedFile:
-    """A file of a checkpoint. With checksums, every block that somebody wants is checked once."""
+    """A file of a checkpoint. If there are checksums, each block is checked once, before it is first used."""
 
     def __init__(self, path: Path, sums: FileSums | None, holders: Holders) -> None:
         self._path = path
@@ -125,14 +125,14 @@ class FileView(io.RawIOBase):
 
     @functools.cached_property
     def _end(self) -> memoryview:
-        """Where a zip has its table, of which readers ask for a few bytes at a time."""
+        """The end of the file, read at once: a zip has its table there, which readers read a few bytes at a time."""
         self._file.check(self._start + self._end_begins, self._size - self._end_begins)
         return memoryview(self._file.read(self._start + self._end_begins, self._size - self._end_begins))
 
 
 # ---- elements of a tensor in a file
 class _Slab(NamedTuple):
-    """Some rows of an extent: along the dimension whose steps in the file are the longest."""
+    """Some rows of an extent, along the dimension with the longest steps in the file."""
 
     dim: int
     first: int
@@ -142,7 +142,7 @@ class _Slab(NamedTuple):
 
 
 def check_extent(file: CheckedFile, base: int, stored: StoredTensor, extent: Extent) -> None:
-    """`base`: where in the file the tensor's own file begins."""
+    """Check the bytes of an extent. `base`: where in this file the file begins in which torch has saved the tensor."""
     for slab in _slabs(base, stored, extent):
         file.check(slab.start, slab.length)
 
@@ -182,7 +182,7 @@ def _dot(one: Any, other: Any) -> int:
 
 
 def _lies_alike(part: torch.Tensor, stored: StoredTensor, slab: _Slab) -> bool:
-    """Are the bytes in the file those of the memory, in the same order and without gaps?"""
+    """Does the memory have the same bytes as the file, in the same order and without gaps?"""
     if part.device.type != "cpu" or part.dtype != stored.dtype or part.numel() * part.itemsize != slab.length:
         return False
     strides = zip(part.shape, part.stride(), stored.strides, strict=True)

@@ -1,10 +1,10 @@
-"""Saving: what is saved, as one dictionary that torch.distributed.checkpoint writes.
+"""Saving: makes one dictionary of all that is saved, and has torch.distributed.checkpoint write it.
 
 model.embed.weight                      parameters and buffers, in true shapes
 optimizer.state.embed.weight.exp_avg    by names of parameters
 optimizer.param_groups.0.lr
-extra.step                              what all ranks gave alike
-extra_by_rank.1.loader                  what each rank gave otherwise
+extra.step                              values that are the same on all ranks
+extra_by_rank.1.loader                  values that differ between ranks
 rng.1.torch                             random generators, by rank
 """
 
@@ -38,7 +38,7 @@ from retrograde.errors import CheckpointError
 
 @dataclasses.dataclass(frozen=True)
 class SaveOptions:
-    """How, as the user said it."""
+    """The options that the user gave to save."""
 
     extra: Mapping[str, Any] | None
     keep: int | None
@@ -52,7 +52,7 @@ class Saving:
 
     def __init__(self, path: Path, future: "Future[Any]") -> None:
         self.path = path
-        self.waited_for = False  # somebody has heard how it ended
+        self.waited_for = False  # true if wait() was called, and has told how the save ended
         self._future = future
 
     @property
@@ -60,7 +60,7 @@ class Saving:
         return self._future.done()
 
     def wait(self) -> Path:
-        """Until it is complete. Raises what went wrong."""
+        """Wait until the save is complete, or raise what went wrong."""
         self.waited_for = True
         with _as_our_error():
             self._future.result()
@@ -68,15 +68,15 @@ class Saving:
 
 
 class _Background:
-    """Saves that go on while the training does: one at a time, over a process group that is theirs."""
+    """Saves that run beside the training, one at a time, over a process group of their own."""
 
     def __init__(self) -> None:
         self.last: Saving | None = None
         self._group: dist.ProcessGroup | None = None
-        self._beside: dist.ProcessGroup | None = None  # the group that has the same ranks
+        self._beside: dist.ProcessGroup | None = None  # the training's group, which has the same ranks
 
     def finish(self) -> None:
-        """What nobody has waited for is waited for, and raises what went wrong."""
+        """Wait for the last save if nobody has, and raise what went wrong."""
         last, self.last = self.last, None
         if last is not None and not last.waited_for:
             last.wait()
@@ -125,7 +125,7 @@ def start_saving(path: Path, model: Saveable, optimizer: Optimizers, options: Sa
 
 
 def _save_in_background(path: Path, state: dict[str, Any], options: SaveOptions, ranks: Together) -> Saving:
-    """In a thread, over a process group of its own: the training goes on using the other."""
+    """Save in a thread, over a process group of its own, since the training goes on using the other."""
     future = async_save(
         state,
         storage_writer=CheckpointWriter(path, ranks.world, options.keep),
@@ -139,7 +139,7 @@ def _save_in_background(path: Path, state: dict[str, Any], options: SaveOptions,
 
 
 class _AlreadyStaged(AsyncStager):
-    """For torch: the state is a copy already."""
+    """Tells torch that the state is a copy already."""
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         return state_dict
@@ -161,7 +161,7 @@ def _check(path: Path, options: SaveOptions) -> None:
 
 
 def _extra(extra: Mapping[str, Any] | None) -> dict[str, Serialized]:
-    """Each value whole: objects by their state_dict()."""
+    """Serialize each value, and objects by their state_dict()."""
     found = {}
     for key, value in (extra or {}).items():
         instance("extra", key, str, "is a key that is not a text", "texts as keys", CheckpointError)
@@ -170,12 +170,12 @@ def _extra(extra: Mapping[str, Any] | None) -> dict[str, Serialized]:
 
 
 def has_state(value: Any) -> bool:
-    """A scheduler, a scaler, a loader."""
+    """Has it a state dict, as schedulers, scalers and loaders have?"""
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
 def _with_all_groups(optimizer: dict[str, Any] | None, ranks: Together) -> dict[str, Any] | None:
-    """Ranks of a pipeline have other parameters each: the groups are those of all."""
+    """Merge the parameter groups of all ranks of a pipeline, each of which has other parameters."""
     by_rank = ranks.everybody(None if optimizer is None else optimizer["param_groups"])
     if optimizer is None:
         return None
@@ -193,7 +193,7 @@ def _state(subject: Subject, optimizer: dict[str, Any] | None, rank: int, *, cop
 
 
 def _sorted_by_rank(extra: dict[str, Serialized], meanings: list[dict[str, int]], rank: int) -> dict[str, Any]:
-    """What all ranks gave alike is saved once; the rest for each rank, since torch would keep one of them."""
+    """Sort extra values: equal ones are saved once, others for each rank, since torch would keep only one rank's."""
     alike = {key for key in extra if all(each.get(key) == meanings[0].get(key) for each in meanings)}
     state: dict[str, Any] = {"extra": {key: value for key, value in extra.items() if key in alike}}
     if len(alike) < len(extra):
@@ -227,7 +227,7 @@ def _as_our_error() -> Iterator[None]:
 
 @contextmanager
 def _alone_without_warning(ranks: Together) -> Iterator[None]:
-    """torch warns that one process is alone."""
+    """Silence torch's warning that one process saves alone."""
     with warnings.catch_warnings():
         if ranks.alone:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")

@@ -1,7 +1,7 @@
-"""What is saved, as it is now: tensors as they are or copied, everything else as bytes.
+"""Snapshots of what is saved: tensors as they are or copied, everything else as bytes.
 
-Bytes are made before anything is written, and are read once to see that they can be: a reader executes nothing, so it
-knows plain values, tensors and containers of these alone.
+Bytes are made before anything is written, and are read once to see that they can be read: a reader executes nothing, so
+it knows only plain values, tensors and containers of these.
 """
 
 import io
@@ -18,7 +18,7 @@ from retrograde.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Serialized:
-    """An object that is not a tensor."""
+    """The bytes of a pickled object that is not a tensor."""
 
     data: bytes
 
@@ -41,9 +41,9 @@ def deserialized(data: bytes) -> Any:
 
 
 def snapshot(value: Any, name: str, *, copy: bool) -> Any:
-    """A tree of tensors and `Serialized`. With `copy` it shares no memory with what goes on being trained.
+    """Make a tree of tensors and `Serialized`. With `copy` it shares no memory with the model and its optimizers.
 
-    Taken apart as torch.distributed.checkpoint does it: dictionaries, and lists that have tensors or dictionaries."""
+    As torch.distributed.checkpoint does, it takes apart dictionaries, and lists that have tensors or dictionaries."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone() if copy else value.detach()
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What a checkpoint is to who loads it: tensors by name, of which any part can be read.
+"""What loading sees of a checkpoint: tensors by name, of which any part can be read.
 
 Checkpoints have several formats (formats/). Each gives a `Checkpoint`; loading knows nothing else of them.
 """
@@ -45,26 +45,26 @@ class Stored(Protocol):
 
 
 class StoredObject(Protocol):
-    """Something of a checkpoint that is no tensor."""
+    """An object in a checkpoint that is not a tensor."""
 
     def load(self) -> Any: ...
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One that was opened. What has no names or numbers in it is empty."""
+    """An opened checkpoint, of any format. Fields for what a checkpoint does not have are empty."""
 
     folder: Path
-    origin: str  # who wrote it, for the report
+    origin: str  # which program wrote it, for the report
     model: Mapping[str, Any]  # by name: `Stored`, `StoredObject`, or a tree of them
-    state: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of the optimizer: by parameter, then by key
+    state: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # the optimizer's, by parameter, then by key
     groups: Sequence[Mapping[str, Any]] = ()
-    numbered: bool = False  # parameters of the optimizer have numbers, not names
+    numbered: bool = False  # true if the optimizer's parameters have numbers instead of names
     extra: Mapping[str, Any] = field(default_factory=dict)
     extra_by_rank: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    rng: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of random generators, by rank
+    rng: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # states of random generators, by rank
     notes: Sequence[str] = ()  # what was not taken, for the report
-    close: Callable[[], None] = lambda: None  # its files
+    close: Callable[[], None] = lambda: None  # closes its files
 
     def __enter__(self) -> "Checkpoint":
         return self
@@ -78,7 +78,7 @@ def is_tensor(leaf: Any) -> bool:
 
 
 def value_of(tree: Any) -> Any:
-    """A tree with everything read."""
+    """Read everything in a tree."""
     if isinstance(tree, Mapping):
         return {key: value_of(each) for key, each in tree.items()}
     if isinstance(tree, list):

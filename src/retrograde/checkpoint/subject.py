@@ -1,4 +1,4 @@
-"""What a checkpoint is about: a model, or the stages of one that this rank has, with its optimizers."""
+"""The subject of a checkpoint: a model, or this rank's stages of a pipeline, with its optimizers."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -22,12 +22,12 @@ Optimizers = Optimizer | Sequence[Optimizer] | None
 
 @dataclass(frozen=True)
 class Subject:
-    """Modules with what comes before their names in the whole model, and optimizers over their parameters."""
+    """Modules, each with its prefix in the whole model's names, and optimizers over their parameters."""
 
     modules: tuple[tuple[str, nn.Module], ...]
     names: dict[nn.Parameter, str]
     optimizers: tuple[Optimizer, ...]
-    is_part: bool  # other ranks have other modules
+    is_part: bool  # true if other ranks have other modules
 
     @property
     def engines(self) -> list[Engine]:
@@ -35,13 +35,13 @@ class Subject:
         return list(found.values())
 
     def finish_edits(self) -> None:
-        """What was written to full tensors is in the shards. All ranks together."""
+        """Bring edits of full tensors into the shards. All ranks call it together."""
         for engine in self.engines:
             engine.flow.recover()
             engine.pager.quiesce()
 
     def model_state(self) -> dict[str, Any]:
-        """By the names of the whole model, with sharded tensors that show the model's memory."""
+        """The state dict by the names of the whole model, with sharded tensors that share the model's memory."""
         state: dict[str, Any] = {}
         with _sharded(self.engines):
             for prefix, module in self.modules:
@@ -80,7 +80,7 @@ def _engines(module: nn.Module) -> Iterator[Engine]:
 
 @contextlib.contextmanager
 def _sharded(engines: Sequence[Engine]) -> Iterator[None]:
-    """State dicts that are made inside have sharded tensors."""
+    """Make state dicts inside have sharded tensors."""
     for engine in engines:
         engine.saves_shards = True
     try:

@@ -1,4 +1,4 @@
-"""Where a checkpoint goes: the tensors of a model and of its optimizers, and which parts of them this rank holds."""
+"""The tensors into which a checkpoint is loaded, and the parts of them that this rank holds."""
 
 import contextlib
 import functools
@@ -23,7 +23,7 @@ class Held(NamedTuple):
 
 
 def held_parts(tensor: torch.Tensor) -> list[Held]:
-    """What this rank holds: of a sharded tensor a few boxes, of a plain one all of it."""
+    """The parts of a tensor that this rank holds: a few boxes of a sharded one, all of a plain one."""
     if not isinstance(tensor, ShardedTensor):
         return [Held(Extent.all_of(tensor.shape), tensor.detach())]
     unit, slot, piece = tensor.unit, tensor.slot, tensor.piece  # read, or written by leave of all (leave_to_write)
@@ -36,7 +36,7 @@ def held_parts(tensor: torch.Tensor) -> list[Held]:
 
 @dataclass(frozen=True)
 class Fill:
-    """A tensor to be filled from a checkpoint."""
+    """A tensor that is to be filled from a checkpoint."""
 
     name: str
     stored: Stored
@@ -64,9 +64,10 @@ class Fill:
 
 @contextlib.contextmanager
 def leave_to_write(engines: Sequence[Engine]) -> Iterator[None]:
-    """A shard may not change while other ranks read it. For all ranks together: what is written inside is a step of
-    training to them, at which nobody reads, and after which all read anew. (Edits of parameters one by one would keep
-    a copy of each for those that still read.)"""
+    """Allow to write shards inside, since they may not change while other ranks read them. All ranks call it together.
+
+    To the engine this is a step of training: nobody reads during it, and all read anew after it. (Edits of parameters
+    one by one would keep a copy of each for ranks that still read.)"""
     for engine in engines:
         engine.coordinator.begin_step()
     try:
@@ -77,14 +78,14 @@ def leave_to_write(engines: Sequence[Engine]) -> Iterator[None]:
 
 
 def leaf_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The parameter whose memory a state dict shows, if it is sharded."""
+    """The sharded parameter whose memory this tensor of a state dict shares; any other tensor is returned as it is."""
     if isinstance(tensor, ShardedTensor) and tensor.of_weights:
         return tensor.unit.leaves[tensor.place]
     return tensor
 
 
 def memory_of(tensor: torch.Tensor) -> Hashable:
-    """Equal for what two names of a tied parameter show."""
+    """A key for a tensor's memory, equal for tensors that share it under two names, as a tied parameter does."""
     leaf = leaf_of(tensor)
     if isinstance(leaf, ShardedTensor) or leaf.numel() == 0:
         return id(leaf)
@@ -92,7 +93,7 @@ def memory_of(tensor: torch.Tensor) -> Hashable:
 
 
 def distinct(fills: list[Fill]) -> Iterator[Fill]:
-    """A tied parameter, which has several names, once."""
+    """The fills, with only one of those of a tied parameter's several names."""
     seen: set[Hashable] = set()
     for fill in fills:
         memory = memory_of(fill.into)

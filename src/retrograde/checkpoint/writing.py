@@ -1,4 +1,4 @@
-"""Writing: torch's own writer of files, into a folder that becomes the checkpoint when everything is there.
+"""Writing: torch's own writer writes files into a folder that becomes the checkpoint when all of them are there.
 
 torch.distributed.checkpoint plans who writes what, has every rank write its file, and tells the first rank what was
 written, which then writes the metadata. Here each file also has checksums, made as it is written. They travel with
@@ -32,23 +32,23 @@ from retrograde.checkpoint.snapshot import Serialized
 from retrograde.layout.flat import is_dense
 
 _AT_ONCE = 8 << 20  # bytes
-_CHUNK = 1 << 18  # bytes; blocks have whole chunks
+_CHUNK = 1 << 18  # bytes; a block has a whole number of chunks
 
-Told = Callable[[int], None]  # of bytes that have been written or read
+Told = Callable[[int], None]  # is told how many more bytes have been written or read
 
 
 class _SummedFile:
-    """A file that is written chunk by chunk, with checksums of its blocks. What makes no chunk yet waits."""
+    """A file that is written chunk by chunk, with checksums of its blocks. An incomplete chunk waits in memory."""
 
     def __init__(self, path: Path, told: Told) -> None:
         self._file = io.FileIO(path, "xb")
         self._told = told
         self._chunk = memoryview(bytearray(_CHUNK))
-        self._sum = BlockSum()  # of the block that is being written
+        self._sum = BlockSum()  # the checksum of the block that is being written
         self._sums: list[int] = []
-        self._size = 0  # with what waits
+        self._size = 0  # with the bytes that wait
         self._written = 0
-        self._handed = 0  # bytes that the disk was told to begin with
+        self._handed = 0  # bytes that the disk was told to write
 
     def write(self, data: Any) -> int:
         left = memoryview(data).cast("B")
@@ -58,7 +58,7 @@ class _SummedFile:
             part = left[: _CHUNK - inside]
             self._size += len(part)
             if len(part) == _CHUNK:
-                self._end_chunk(part)  # where it lies
+                self._end_chunk(part)  # written from where it lies, without a copy
             else:
                 self._chunk[inside : inside + len(part)] = part
                 if self._size % _CHUNK == 0:
@@ -70,19 +70,19 @@ class _SummedFile:
         return self._size
 
     def flush(self) -> None:
-        """Nothing: torch calls it after every tensor. It asks for `fileno()` before it syncs."""
+        """Do nothing: torch calls this after every tensor, and `fileno()`, which writes what waits, before it syncs."""
 
     def fileno(self) -> int:
         self._write_what_waits()
         return self._file.fileno()
 
     def close(self) -> None:
-        """Also twice, as torch does."""
+        """Close the file. torch calls this twice."""
         self._write_what_waits()
         self._file.close()
 
     def sums(self) -> FileSums:
-        """Of all that was written."""
+        """The checksums of all that was written."""
         if self._size % BLOCK == 0:
             return FileSums(self._size, self._sums)
         last = copy.copy(self._sum)
@@ -110,7 +110,7 @@ class _SummedFile:
             data = data[count:]
 
     def _hand_over(self) -> None:
-        """Have the disk begin, so that syncing at the end takes less time."""
+        """Have the disk begin to write, so that syncing at the end takes less time."""
         ready = self._written - self._handed
         if ready >= _AT_ONCE:
             os.posix_fadvise(self._file.fileno(), self._handed, ready, os.POSIX_FADV_DONTNEED)
@@ -118,7 +118,7 @@ class _SummedFile:
 
 
 class _SummedFiles(FileSystem):
-    """torch's way to files."""
+    """The file system that torch's writer uses: its files are `_SummedFile`s."""
 
     def __init__(self, told: Told) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class _SummedResult(WriteResult):
 
 
 class CheckpointWriter(FileSystemWriter):
-    """For `dcp.save(state, storage_writer=...)`. Nothing is at `path` until everything is."""
+    """A storage writer for `dcp.save(state, storage_writer=...)`. `path` exists only when everything is written."""
 
     def __init__(self, path: Path, world: int, keep: int | None = None, told: Told = lambda count: None) -> None:
         super().__init__(saving_folder(path), overwrite=False)
@@ -152,7 +152,7 @@ class CheckpointWriter(FileSystemWriter):
         self.fs = self._files
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """torch would make the folder on every rank. Here the first rank does, when all have come."""
+        """Make no folder, as torch's would on every rank. The first rank makes it when all have come."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -175,7 +175,7 @@ class CheckpointWriter(FileSystemWriter):
             if isinstance(result, _SummedResult):
                 files |= result.files
         super().finish(metadata, results)
-        # torch has renamed it.
+        # torch has written its metadata as .metadata.tmp, and renamed it.
         files |= {name.removesuffix(".tmp"): sums for name, sums in self._files.sums.items() if name not in files}
         Marker(time.time(), self._world, files).write(saving_folder(self._target))
         commit(self._target)
@@ -185,7 +185,7 @@ class CheckpointWriter(FileSystemWriter):
 
 @contextlib.contextmanager
 def without_torchs_checksums() -> Iterator[None]:
-    """torch makes a checksum of each tensor, for programs that unzip its files. Here each block has one."""
+    """Switch off torch's checksums of tensors, which serve programs that unzip its files. Here each block has one."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -195,7 +195,7 @@ def without_torchs_checksums() -> Iterator[None]:
 
 
 class SnapshotPlanner(DefaultSavePlanner):
-    """Writes what is no tensor as it was serialized (snapshot.py)."""
+    """Writes serialized objects as their bytes (snapshot.py)."""
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         if isinstance(object, Serialized):
@@ -206,8 +206,8 @@ class SnapshotPlanner(DefaultSavePlanner):
 
 
 def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, as if it were all that there is. torch copies a tensor that is part of a larger storage, as
-    pieces are, before it writes it: a file would have the whole storage otherwise."""
+    """The same memory in a storage that has nothing else. torch copies a tensor that is part of a larger storage, as
+    pieces are, before it writes it, since a file would have the whole storage otherwise."""
     elements = tensor.detach()
     dense = elements.numel() > 0 and is_dense(elements.shape, elements.stride())
     if not dense or elements.untyped_storage().nbytes() == elements.nbytes:

@@ -1,4 +1,4 @@
-"""The commands and how they fail: a fault of the user is one message on stderr and exit code 2."""
+"""Runs commands. An error of the user becomes one message on stderr and exit code 2."""
 
 import argparse
 import sys

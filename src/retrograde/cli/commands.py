@@ -1,4 +1,4 @@
-"""Where the command line's commands add themselves."""
+"""The interface by which the commands of the command line add themselves."""
 
 import argparse
 from typing import Protocol

@@ -1,6 +1,6 @@
-"""`retrograde doctor`: everything that is assumed of torch and Python, probed here and now.
+"""`retrograde doctor` probes, here and now, everything that retrograde assumes of torch and Python.
 
-What does not hold already at import raises there, with the same words: then this command does not get as far.
+An assumption that fails at import raises there, with the same words, so that this command does not run.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def in_order(probes: Sequence[Probe]) -> list[Probe]:
-    """Those that are probed first come first."""
+    """Sort probes by when they run."""
     return sorted(probes, key=lambda probe: _ORDER.index(probe.when))
 
 

@@ -1,4 +1,4 @@
-"""`retrograde export CKPT OUT`: the weights of a checkpoint as safetensors files, in one process, without a model."""
+"""`retrograde export CKPT OUT` writes a checkpoint's weights as safetensors files, in one process, without a model."""
 
 import argparse
 from pathlib import Path

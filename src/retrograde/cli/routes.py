@@ -1,4 +1,4 @@
-"""`retrograde routes`: what any torch function does to a sharded parameter or gradient, from the table itself."""
+"""`retrograde routes` says what each torch function does to a sharded parameter or gradient, by the table itself."""
 
 import argparse
 from collections.abc import Mapping

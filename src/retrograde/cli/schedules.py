@@ -1,4 +1,4 @@
-"""`retrograde schedules list` and `show`: pipeline schedules in the terminal and as SVG."""
+"""`retrograde schedules list` and `show` draw pipeline schedules in the terminal and as SVG."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The backend that compiles regions: the one that was asked for, with three things seen to."""
+"""The backend that compiles regions: the one that the user has chosen, inside `Keeping`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,11 +22,12 @@ class Services(NamedTuple):
 
 @dataclass(frozen=True)
 class Keeping:
-    """Leaves what was saved as it is, so that a second backward finds it; sees every edit of a weight: `w.data` has a
-    version counter of its own, `w.detach()` shares that of `w`; and has ranks meet before a graph that edits weights.
+    """A backend around the user's, which does three things more. It keeps what a graph has saved, so that a second
+    backward finds it. It reads `w.detach()` in place of `w.data`, whose version counter is another than that of `w`, so
+    that every edit of a weight is noticed. And it has ranks meet before a graph that edits weights.
 
     Where pages stay, the shard is part of the page, so other ranks must have read it before the graph writes. (Where
-    they do not, an edit is written back afterwards.) Eager edits are reported one by one (pages/full_tensor.py).
+    they do not stay, an edit is written back afterwards.) Eager edits are reported one by one (pages/full_tensor.py).
     """
 
     inner: Graph
@@ -54,7 +55,7 @@ class Keeping:
 
 
 def _edited_inputs(graph: torch.fx.Graph) -> list[int]:
-    """Which tensors given to a graph it changes in place."""
+    """The inputs, by number, that a graph changes in place."""
     places = {node: place for place, node in enumerate(graph.find_nodes(op="placeholder"))}
     found = set()
     for node in graph.nodes:
@@ -74,7 +75,7 @@ def _targets(node: torch.fx.Node) -> list[Any]:
 
 
 def _name(node: Any) -> str:
-    """As its method would be called."""
+    """The name of a node's function, as the method is called (`__iadd__` for `operator.iadd`)."""
     target = getattr(node, "target", "")
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     return f"__{name}__" if getattr(target, "__module__", "") == "_operator" else name

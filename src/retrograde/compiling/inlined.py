@@ -1,7 +1,7 @@
-"""What Dynamo may trace of the project: how a module's parameters and forward look inside a compiled graph.
+"""The code of sharded modules that Dynamo may trace: how parameters and forwards look inside a compiled graph.
 
-Everything else of the project is skipped by Dynamo (regions.py, Rule 3), and no graph starts here: these functions
-are only ever inlined into a graph of the user's code.
+Dynamo skips all other code of retrograde but pipeline/inlined.py (regions.py, Rule 3). No graph starts here: these
+functions are only inlined into graphs of the user's code.
 """
 
 import functools
@@ -16,8 +16,8 @@ from retrograde.torch_internals import compiler
 
 Forward = Callable[..., Any]
 
-GIVEN = "_retrograde_given"  # what a module's parameters are while its region runs
-KEY = "_retrograde_key"  # a number in a tensor, by which graphs know a parameter of a pipeline, and its given tensor
+GIVEN = "_retrograde_given"  # attribute with a module's given tensors, while its region runs
+KEY = "_retrograde_key"  # attribute with a parameter's number in a tensor, by which a pipeline's graphs know it
 _NOT_GIVEN = (
     "a sharded parameter is read outside the forward of its unit: it is paged in eagerly, and the graph ends here"
 )
@@ -25,7 +25,7 @@ _tracing = torch.compiler.is_dynamo_compiling
 
 
 def given_or(name: str, eager: property) -> property:
-    """Parameter `name` of a module: the given tensor in a graph, else what it is eagerly."""
+    """The property for a parameter of a module: in a graph it returns the given tensor, elsewhere what `eager` does."""
     read = eager.fget
     assert read is not None
 
@@ -41,7 +41,7 @@ def given_or(name: str, eager: property) -> property:
 
 
 def transparent(eager: Forward, plain: Forward) -> Forward:
-    """A forward that is the user's own in a graph: the saved-tensor hooks are around the region already."""
+    """A forward that in a graph runs the user's own: the saved-tensor hooks are active around the region already."""
 
     @functools.wraps(eager)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -51,7 +51,7 @@ def transparent(eager: Forward, plain: Forward) -> Forward:
 
 
 def own_frame(cls: type[nn.Module]) -> Forward:
-    """`cls.forward` behind a function with code of its own: Dynamo starts no graph in torch's files, and it counts
+    """Wrap `cls.forward` in a function with code of its own, since Dynamo starts no graph in torch's files, and counts
     recompilations by code."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -62,7 +62,7 @@ def own_frame(cls: type[nn.Module]) -> Forward:
 
 
 def all_code(module: ModuleType) -> Iterator[CodeType]:
-    """Where no graph is to start: the code of such a module. What `own_frame` makes is a copy, and not among it."""
+    """All code of a module, so that no graph starts there. (Functions of `own_frame` have copies of its code.)"""
 
     def nested(code: CodeType) -> Iterator[CodeType]:
         yield code

@@ -11,8 +11,8 @@ Rule 1: what a graph saves of its inputs passes the saved-tensor hooks that are 
         becomes handles (pages/saved_tensors.py): the page may go after forward, and the graph's backward pages it
         in again.
 Rule 2: a weight that is read where it is not given ends the graph there, and is read eagerly.
-Rule 3: nothing of the engine is traced: Dynamo skips its files but those called inlined.py, and starts no graph there.
-        A skipped frame is eager code like any other.
+Rule 3: Dynamo traces nothing of the engine: it skips retrograde's files but those called inlined.py, and starts no
+        graph in these. A skipped frame is eager code like any other.
 Rule 4: given tensors are plain: Dynamo never sees the classes of full tensors.
 Rule 5: a graph may edit given tensors, which share memory and version counter with the page's: the edit is written
         back before anything is saved, and when the region ends. Where the page is the shard's own memory, ranks meet
@@ -66,19 +66,19 @@ class Member(NamedTuple):
 
 
 class Region:
-    """One boundary. `compiled` is set by `retrograde.compile()`; inside an outer torch.compile its backend is used."""
+    """A region of the model. `retrograde.compile()` sets `compiled`; in an outer torch.compile, its backend is used."""
 
     def __init__(self, services: Services, plain: Forward) -> None:
         self.services = services
         self.plain = plain
-        self._disabled = is_untraced(plain)  # by the user; torch.compile would overrule it
+        self._disabled = is_untraced(plain)  # the user has disabled it; torch.compile would overrule that
         self.members: list[Member] = []
         self.compiled: Forward | None = None
         self._outer: tuple[Any, Forward] = (None, plain)  # the last backend, and `plain` compiled with it
 
     @property
     def forward(self) -> Forward | None:
-        """What to run, if there is something to compile for. Under torch.func a region is eager code."""
+        """The compiled forward to run; None if nobody compiles this region. Under torch.func a region is eager code."""
         if self._disabled or in_transform():
             return None
         if self.compiled is not None:
@@ -122,7 +122,7 @@ class Region:
             module.__dict__[GIVEN] = given
 
     def _publish_edits(self) -> None:
-        """Rule 5, for what nothing was saved of after the edit."""
+        """Write back edits after which the graph has saved nothing (Rule 5)."""
         for module, own in self.members:
             for name, alias in module.__dict__[GIVEN].items():
                 if alias.grad_fn is not None and type(alias.grad_fn) is not node_class(_Enter):
@@ -135,7 +135,7 @@ class Region:
 
 
 class _Enter(torch.autograd.Function):
-    """Full tensors as AOTAutograd takes them: plain, and no views of anything."""
+    """Makes given tensors of full tensors, as AOTAutograd takes them: plain, and no views."""
 
     @staticmethod
     def forward(ctx: Any, *fulls: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -148,12 +148,12 @@ class _Enter(torch.autograd.Function):
 
 
 def _plain(full: torch.Tensor) -> torch.Tensor:
-    """The same memory and version counter, no graph, no class of ours."""
+    """A plain tensor with the same memory and version counter, in no graph."""
     return make_subclass(torch.Tensor, full)
 
 
 def find(model: nn.Module, units: Sequence[nn.Module]) -> Iterator[nn.Module]:
-    """The modules that are regions."""
+    """Find the modules of a model that are to be regions."""
     chosen = set(units) - {model}
 
     def walk(module: nn.Module) -> Iterator[nn.Module]:
@@ -169,7 +169,7 @@ def find(model: nn.Module, units: Sequence[nn.Module]) -> Iterator[nn.Module]:
 
 
 def mark_regions(model: nn.Module, specs: Sequence[UnitSpec], services: Services) -> None:
-    """Make regions of `model`'s modules; again after parameters were added."""
+    """Make regions of `model`'s modules. It is called again when parameters were added."""
     _hide()
     before = [module for module in model.modules() if REGION in module.__dict__]
     regions = set(find(model, [*(module for spec in specs for module in spec.modules), *before]))
@@ -185,7 +185,7 @@ def mark_regions(model: nn.Module, specs: Sequence[UnitSpec], services: Services
 
 
 def regions_of(model: nn.Module) -> dict[str, Region]:
-    """By module name."""
+    """The regions of a model, by module name."""
     return {name: module.__dict__[REGION] for name, module in model.named_modules() if REGION in module.__dict__}
 
 
@@ -193,7 +193,7 @@ _LAYER = "_retrograde_layer"  # the forward of a class of ours
 
 
 def _layer(module: nn.Module, forward: Any) -> None:
-    """Put what Dynamo is to see on top of what `patch` made of the module, unless it is there."""
+    """Give the module a subclass with the properties and the forward that Dynamo is to see, unless it has one."""
     cls = type(module)
     if _LAYER not in vars(cls):
         body: dict[str, Any] = {name: inlined.given_or(name, getattr(cls, name)) for name in leaves(module)}
@@ -203,7 +203,7 @@ def _layer(module: nn.Module, forward: Any) -> None:
 
 @contextlib.contextmanager
 def without_regions(model: nn.Module) -> Iterator[None]:
-    """For a while modules know of no regions: a copy of one has its own."""
+    """Take regions away from modules for a while, so that they can be copied: a copy gets regions of its own."""
     taken = {module: module.__dict__.pop(REGION) for module in model.modules() if REGION in module.__dict__}
     try:
         yield
@@ -223,7 +223,7 @@ def _members(module: nn.Module, others: set[nn.Module]) -> Iterator[Member]:
 def _compilable(module: nn.Module) -> Forward:
     cls = original_class(type(module))
     if cls.forward.__module__.split(".")[0] == "torch":
-        # One for modules of the same sizes: they share graphs, and others do not count as their recompilations.
+        # One function for modules of the same sizes: they share graphs, and others are not recompilations of it.
         shapes = [leaf.slot.shape for leaf in module.parameters() if isinstance(leaf, ShardedParameter)]
         return _frames.setdefault((cls, *shapes), inlined.own_frame(cls))
     return cls.forward
@@ -233,7 +233,7 @@ _frames: dict[Any, Forward] = {}
 
 
 def _boundary(base: Forward, plain: Forward) -> Forward:
-    """Of a region, or of the model itself. As `torch.compiler.disable` makes it: Dynamo may compile what it calls."""
+    """The forward of a region, or of the model. As with `torch.compiler.disable`, Dynamo may compile what it calls."""
 
     @functools.wraps(base)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -247,7 +247,7 @@ def _boundary(base: Forward, plain: Forward) -> Forward:
 
 
 def _hide() -> None:
-    """Rule 3, as soon as there is a Dynamo to hide from: importing it takes longer than all the rest."""
+    """Once Dynamo is loaded, hide files from it (Rule 3). To load it for this would take longer than all the rest."""
     if dynamo_is_loaded():
         _hide_from_dynamo()
 
@@ -257,7 +257,7 @@ def _hide_from_dynamo() -> None:
     hidden = []
     for name in list(sys.modules):
         opened = name.startswith(_PARTLY_TRACED)
-        room = name.count(".") == 1  # other rooms as a whole: it is slow
+        room = name.count(".") == 1  # a room; others than these two are hidden as a whole, since hiding is slow
         if name.startswith("retrograde.") and not name.endswith(".inlined") and room != opened:
             hidden.append(name)
     hide_from_dynamo(hidden, inlined.all_code(inlined), classes_of_sharded_tensors())

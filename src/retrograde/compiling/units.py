@@ -1,4 +1,4 @@
-"""`compile()`: each unit of a sharded model as a graph of its own.
+"""`compile()` compiles each unit of a sharded model as a graph of its own.
 
 `torch.compile(model)` finds the same boundaries by itself (regions.py). Compiling per unit leaves the code
 between units alone, so nothing depends on what Dynamo makes of it, and `fullgraph=True` means that each unit is one
@@ -59,7 +59,7 @@ def _inner(
         one_of("backend", backend, backends, f"a callable or one of {', '.join(backends)}")
     if options is not None:
         instance("options", options, dict, "is not a dictionary", "a dictionary or None")
-    if backend != "inductor":  # whose modes and options are its own affair
+    if backend != "inductor":  # another backend checks its own modes and options
         return backend_with(backend, mode, options, dynamic)
     if mode is not None:
         modes = inductor_modes()

@@ -1,4 +1,4 @@
-"""`deepspeed.utils`."""
+"""`retrograde.deepspeed.utils`: the helpers of `deepspeed.utils`."""
 
 from retrograde.integrations.deepspeed.utils import (
     safe_get_full_fp32_param,

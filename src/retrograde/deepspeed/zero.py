@@ -1,4 +1,4 @@
-"""`deepspeed.zero`."""
+"""`retrograde.deepspeed.zero`: the contexts of `deepspeed.zero`."""
 
 from retrograde.integrations.deepspeed.zero import GatheredParameters, Init
 

@@ -1,1 +1,1 @@
-"""Other libraries' words for what retrograde does. A front end uses the package's public face and nothing else."""
+"""Front ends: other libraries' interfaces over retrograde. A front end uses only retrograde's public interface."""

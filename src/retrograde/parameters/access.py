@@ -24,11 +24,11 @@ MADE = "_retrograde_made"  # marks a generated class
 
 
 class Sharding(Protocol):
-    """The engine, as modules see it."""
+    """What modules need of the engine."""
 
     saved: SavedTensors
     pager: Pager
-    saves_shards: bool  # state dicts are sharded, for now
+    saves_shards: bool  # while true, `state_dict()` returns sharded tensors
     model: nn.Module
 
     @property
@@ -40,26 +40,26 @@ class Sharding(Protocol):
         """Shards parameters that have joined the model."""
 
     def cast_around(self, module: nn.Module) -> CastAround | None:
-        """In which dtypes a module takes its arguments and gives its results, if that is not its own affair."""
+        """The dtypes to which a module's arguments and results are cast, or None if nothing is cast."""
 
 
 def leaves(module: nn.Module) -> dict[str, ShardedParameter]:
-    """The sharded parameters that a module has itself."""
+    """The sharded parameters that a module has itself, without those of its children."""
     return {name: leaf for name, leaf in own_parameters(module).items() if isinstance(leaf, ShardedParameter)}
 
 
 class Sharded(nn.Module):
-    """What a module with sharded parameters does otherwise than a plain one; ahead of its own class."""
+    """The base of generated classes, ahead of the user's: what a module with sharded parameters does otherwise."""
 
-    _retrograde_engine: Sharding  # so that it lives as long as the model
+    _retrograde_engine: Sharding  # keeps the engine alive as long as the model
 
     def get_parameter(self, target: str) -> nn.Parameter:
-        """As torch's, which looks for a Parameter by reading the attribute."""
+        """Return what torch's would. torch's reads the attribute, which here is a full tensor and not the Parameter."""
         leaf = dict(self.named_parameters(remove_duplicate=False)).get(target)
         return super().get_parameter(target) if leaf is None else leaf
 
     def register_parameter(self, name: str, param: Any) -> None:
-        """As torch's. A full tensor that is assigned (`module.weight *= 2`, a tied weight) stands for its parameter."""
+        """Do as torch's does, with the parameter in place of its full tensor (`module.weight *= 2`, a tied weight)."""
         super().register_parameter(name, param.leaf if isinstance(param, FullTensor) else param)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
@@ -74,7 +74,8 @@ class Sharded(nn.Module):
             own_parameters(self).update(own)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As torch's. Whole masters are read a unit at a time, and the last unit's go when all of the model is told."""
+        """Do as torch's does. Whole masters are read one unit at a time; when the whole model has been saved, the
+        pager forgets those of the last unit."""
         engine = engine_of(self)
         try:
             return super().state_dict(*args, **kwargs)
@@ -103,7 +104,7 @@ class Sharded(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """A second sharded model (engine/copying.py). All ranks copy it together."""
+        """Make a second sharded model (engine/copying.py). All ranks copy it together."""
         engine = engine_of(self)
         if engine is None or engine.model is not self:
             raise UnsupportedError(
@@ -129,7 +130,7 @@ def engine_of(module: nn.Module) -> Sharding | None:
 def _refuse_conversion(
     module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], name: str, leaf: ShardedParameter
 ) -> None:
-    """What `module.to()` would do to a parameter, seen on a small tensor in its place."""
+    """Raise if `module.to()` would convert the parameter. `fn` is tried on a small tensor in its place."""
     probe = torch.empty([2] * leaf.dim(), dtype=leaf.dtype, device=leaf.device)
     in_place = leaf.slot.strides
     if in_place is not None:
@@ -146,15 +147,15 @@ def _refuse_conversion(
 
 
 def unpatched(module: nn.Module) -> bool:
-    """Has it sharded parameters without a property?"""
+    """Has the module sharded parameters for which its class has no property?"""
     return not all(isinstance(getattr(type(module), name, None), property) for name in leaves(module))
 
 
 def patch(module: nn.Module, engine: Sharding) -> None:
     """Give `module` the generated class: properties for its own parameters, hooks around `forward`.
 
-    Hooks only where parameters are: torch.func refuses to start while any are active, and what a module without
-    parameters of its own saves is, but for weights it takes from its children, activations.
+    Only modules with parameters of their own get hooks: torch.func refuses to start while any are active, and what
+    other modules save for backward is activations, unless they use weights of their children.
     """
     names = tuple(leaves(module))
     forward = _forward(type(module), engine.saved if names else None, engine.grow)
@@ -166,7 +167,7 @@ def patch(module: nn.Module, engine: Sharding) -> None:
 
 
 def original_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class the user gave a module, under those of ours."""
+    """The class that the user gave a module, below the generated ones."""
     return next(each for each in cls.__mro__ if MADE not in vars(each) and each not in (Sharded, ReadsWeightsAnew))
 
 
@@ -174,8 +175,8 @@ _made: "weakref.WeakValueDictionary[Hashable, type[nn.Module]]" = weakref.WeakVa
 
 
 def specialize(module: nn.Module, body: dict[str, object], *key: Hashable) -> None:
-    """Put a subclass with `body` on top of the module's class. Modules that were alike stay alike and share it:
-    compiled code is kept by class. A key names what the subclass itself keeps alive, so identities will do."""
+    """Give the module a subclass of its class, with `body`. Modules of the same class and key share one subclass, since
+    torch.compile keeps code by class. A key names objects that the subclass keeps alive, so their ids will do."""
     cls = type(module)
     if (made := _made.get((id(cls), *key))) is None:
         body |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, MADE: True}

@@ -1,4 +1,4 @@
-"""What modules compute with beside their parameters: arguments and results in the dtype that `Precision` gives them.
+"""Casts of modules' arguments and results to the dtypes that `Precision` gives them.
 
 | module                       | its floating-point arguments become | its floating-point results become |
 |------------------------------|-------------------------------------|-----------------------------------|
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class CastAround(NamedTuple):
-    """In which dtypes a module takes its arguments and gives its results."""
+    """The dtypes to which a module's arguments and results are cast; None casts nothing."""
 
     arguments: torch.dtype | None
     results: torch.dtype | None
@@ -38,7 +38,7 @@ class CastAround(NamedTuple):
 
 
 def in_dtype(tree: T, dtype: torch.dtype | None) -> T:
-    """Every floating-point tensor in it; what is of that dtype already stays the object that it is."""
+    """Cast every floating-point tensor in `tree`. A tensor that already has the dtype stays the same object."""
     if dtype is None:
         return tree
     cast: T = tree_map_only(torch.Tensor, lambda found: found.to(dtype) if found.is_floating_point() else found, tree)

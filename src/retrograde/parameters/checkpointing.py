@@ -1,10 +1,10 @@
 """How torch.distributed.checkpoint reads and writes a sharded tensor: by the names that it asks for (`SavedInChunks`).
 
-A rank's piece is a few boxes in the tensor's true shape (layout/boxes.py). So a checkpoint has nothing of ours in it:
-it is read at another number of ranks, stage or grouping of units, by plain tensors and by DTensors, and the other way
-round. Ranks that hold the same elements (replicas) offer the same boxes, of which torch writes one.
+A rank's piece is a few boxes in the tensor's true shape (layout/boxes.py). So a checkpoint has nothing of retrograde's
+own in it: it can be read at another number of ranks, stage or grouping of units, and by plain tensors and DTensors, and
+theirs can be read here. Ranks that hold the same elements (replicas) offer the same boxes, of which torch writes one.
 
-torch's module is imported when it asks: it takes half as long as torch itself.
+torch's module is imported only when torch asks: importing it takes half as long as importing torch itself.
 """
 
 from typing import TYPE_CHECKING
@@ -45,7 +45,7 @@ class Checkpointable(SavedInChunks, Part):
         raise ValueError(f"{self.called}: a checkpoint asks for {index}, of which this rank has nothing")
 
     def prepare_to_be_loaded(self) -> None:
-        """Before a checkpoint is read into it."""
+        """Do what is needed before a checkpoint is read into this tensor; subclasses override it."""
 
     def _boxes(self) -> list[Box]:
         mine = self.unit.layout.within(self.slot, self.unit.rank)

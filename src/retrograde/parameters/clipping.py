@@ -40,8 +40,10 @@ def clip_norm(
 
 
 def _norms_of_gradients(coordinator: Coordinator, leaves: list[ShardedParameter], order: float) -> list[torch.Tensor]:
-    """Of those leaves that have one, which are the same on all ranks when they have met. A tensor for each dtype: the
-    norm of a number is the number, so torch makes of them what it makes of as many tensors, in less time."""
+    """The norms of the whole gradients, of those leaves that have one: after a meeting, the same leaves on all ranks.
+
+    They are in one tensor if the gradients have one dtype: the norm of a number is the number, so torch makes the same
+    total of it as of as many tensors, in less time. Otherwise each norm is a tensor of its gradient's dtype."""
     coordinator.flush_pending_gradients("p.grad is used")
     dtypes: list[torch.dtype] = []
 

@@ -3,10 +3,11 @@
 [Note: views of copies]
 This rank has a piece of the elements, so such a view is one of a copy of the whole, which the ranks have put together.
 
-Rule 1: an edit of the view (`p.grad[0] *= 2`) is one of what it is a view of. The ranks make it together: the copy is
-        brought up to date, edited, and each rank keeps its piece of what it has become.
-Rule 2: what writes to the view unseen (`out=`, lists of tensors) is refused by torch: the copy is an inference tensor.
-Rule 3: in torch a view shows what its tensor has become. A copy does not, so one that is out of date is not read.
+Rule 1: an edit of the view (`p.grad[0] *= 2`) edits the sharded tensor too. The ranks make it together: they bring the
+        copy up to date and edit it, and each rank keeps its piece of the result.
+Rule 2: torch refuses what would write to the view unseen (`out=`, lists of tensors): the copy is an inference tensor.
+Rule 3: in torch a view shows every later change of its tensor. A view of a copy does not, so to read one whose tensor
+        has changed since raises.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,7 +23,7 @@ from retrograde.torch_internals import storage_id, version_of, without_torch_fun
 
 
 class _Copy:
-    """Of the whole of `part`, by all views that were made of it."""
+    """The copy of the whole of `part` that several views share."""
 
     def __init__(self, part: Part, full: torch.Tensor) -> None:
         self.part = part
@@ -30,7 +31,7 @@ class _Copy:
         self._version = version_of(part)
 
     def edit(self, func: Callable[..., Any], name: str, view: "CopiedView", args: Any, kwargs: dict[str, Any]) -> None:
-        """Rule 1."""
+        """Apply an edit of a view to the copy and to the sharded tensor (Rule 1)."""
         part = self.part
         bring_gradients([part], meet=True)
         now, rest, named = wholes([part, list(args), kwargs], name)
@@ -42,7 +43,7 @@ class _Copy:
         self._version = version_of(part)
 
     def check(self) -> None:
-        """Rule 3."""
+        """Raise if the sharded tensor has changed since the copy was made or edited (Rule 3)."""
         if version_of(self.part) != self._version:
             raise UnsupportedError(
                 f"{self.part.called}: a view of its gradient or of what an optimizer keeps for it is used after that "
@@ -82,7 +83,7 @@ class CopiedView(torch.Tensor):
 
 
 def check_views(values: Iterable[Any]) -> None:
-    """Raises if one of these is out of date."""
+    """Raise if one of these values is a view of a copy that is out of date."""
     for value in values:
         if isinstance(value, CopiedView):
             value._copied.check()
@@ -91,7 +92,7 @@ def check_views(values: Iterable[Any]) -> None:
 
 
 def view_of_copy(view: Callable[..., Any], name: str, part: Part, *args: Any) -> Any:
-    """What `view` makes of the whole of `part`."""
+    """Apply the function `view` to a copy of the whole of `part`."""
     with torch.inference_mode():  # Rule 2
         full, *rest = wholes([part, *args], name)
         found = view(full, *rest)
@@ -99,7 +100,7 @@ def view_of_copy(view: Callable[..., Any], name: str, part: Part, *args: Any) ->
 
 
 def _viewing(found: Any, copied: _Copy) -> Any:
-    """Views of the copy know it, in lists too. What was picked (by a mask, by indices) is no view."""
+    """Make views of the copy, in lists too, `CopiedView`s that know it. What a mask or indices picked is no view."""
     if isinstance(found, list | tuple):
         return type(found)(_viewing(each, copied) for each in found)
     if not isinstance(found, torch.Tensor) or found.layout is not torch.strided:

@@ -12,16 +12,16 @@ from retrograde.torch_internals import original_of, prepares_as
 
 C = TypeVar("C", bound=type[Optimizer])
 
-# torch's own that compute each element of a parameter from that element of its gradient and of its state.
+# torch's own optimizers that compute each element of a parameter from that element of its gradient and its state.
 _TORCHS = tuple(
     getattr(torch.optim, name)
     for name in ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 )
-# Those that compute a parameter from all of its gradient and of its state, and from nothing of other parameters.
+# torch's own optimizers that compute a parameter from all of its gradient and state, and nothing of other parameters.
 _TORCHS_BY_PARAMETER = (torch.optim.Adafactor, torch.optim.Muon)
 _declared: set[type[Optimizer]] = set()
 _declared_by_parameter: set[type[Optimizer]] = set()
-_found: dict[tuple[type[Optimizer], Callable[..., Any] | None], bool] = {}  # what was asked before
+_found: dict[tuple[type[Optimizer], Callable[..., Any] | None], bool] = {}  # answers of is_elementwise
 
 
 def elementwise(optimizer: C) -> C:
@@ -53,21 +53,21 @@ def _check_class(name: str, optimizer: Any) -> None:
 
 
 def is_elementwise(cls: type[Optimizer], step: Callable[..., Any] | None = None) -> bool:
-    """Do optimizers of this class work so? It was declared, or its update is one of torch's own.
+    """Are optimizers of this class elementwise: was it declared, or is their update one of torch's own?
 
-    `step`: the function that is about to run; its class's if it is not given."""
+    `step`: the function that is about to run, by default that of the class."""
     if (cls, step) not in _found:
         _found[cls, step] = cls in _declared or any(_updates_as(cls, step or cls.step, own) for own in _TORCHS)
     return _found[cls, step]
 
 
 def is_declared(cls: type[Optimizer]) -> bool:
-    """Is it the user who says that its optimizers work so?"""
+    """Did the user declare the class elementwise?"""
     return cls in _declared
 
 
 def is_per_parameter(cls: type[Optimizer], step: Callable[..., Any] | None = None) -> bool:
-    """The same of parameters."""
+    """Do optimizers of this class work parameter by parameter: was it declared, or is the update one of torch's?"""
     own = step or cls.step
     return cls in _declared_by_parameter or any(_updates_as(cls, own, known) for known in _TORCHS_BY_PARAMETER)
 

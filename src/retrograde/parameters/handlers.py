@@ -18,7 +18,7 @@ from retrograde.torch_internals import tree_map_only, without_torch_function, wr
 
 
 def serve(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """What `__torch_function__` of a sharded tensor does."""
+    """Serve a torch function of a sharded tensor; `__torch_function__` calls this."""
     call = Call.of(func, args, kwargs)
     way = route(call)
     if way not in _OF_THE_OBJECT and any(part.stands_for_whole for part in call.parts):
@@ -28,16 +28,16 @@ def serve(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return HANDLERS[way](call)
 
 
-_OF_THE_OBJECT = {Route.MEMORY, Route.SHAPE}  # its attributes, and what does not depend on its elements
+_OF_THE_OBJECT = {Route.MEMORY, Route.SHAPE}  # about the object itself: nothing depends on its elements
 _ASKING_NOTHING = {Route.MEMORY, Route.SHAPE, Route.LIKE, Route.RESHAPED, Route.REFUSED, Route.GRADIENTS}
-# These meet nobody themselves.
+# Handlers of these routes meet no other rank themselves, so ranks meet before them if gradients have come.
 _AT_OWN_PACE = {Route.ELEMENTS, Route.EDIT, Route.EDIT_WHOLE, Route.LISTS, Route.UNSCALED, Route.DRAWN}
 
 
 # ---- without other ranks
 def on_held_pages(call: Call) -> Any:
-    """Of parameters that somebody holds whole: as if their full tensors had been given. What is left that is sharded
-    goes its own way."""
+    """Call the function on the full tensors of parameters that `Engine.full_params(leaves=True)` holds. If other
+    arguments are sharded, the call is routed again for them."""
     args, kwargs = tree_map_only(Part, _held, (tuple(call.args), call.kwargs))
     if args and isinstance(args[0], FullTensor) and call.func is getattr(torch.Tensor, call.name, None):
         return getattr(args[0], call.name)(*args[1:], **kwargs)  # full tensors have edits and views of their own
@@ -54,7 +54,7 @@ def on_memory(call: Call) -> Any:
 
 
 def of_shape(call: Call) -> Any:
-    """torch's own answer, for tensors in the shape of the whole."""
+    """Let torch answer for tensors without memory in the shape of the whole."""
     args = [arg.blank() if isinstance(arg, Part) else arg for arg in call.args]
     return call.func(*args, **call.kwargs)
 
@@ -73,7 +73,7 @@ def on_pieces(call: Call) -> Any:
 
 
 def _derived(result: Any, source: Part, args: Sequence[Any]) -> Any:
-    """What was computed from pieces is a piece; what was given comes back as it is (`x.to(x.dtype)`)."""
+    """Make results computed from pieces sharded. An argument that torch returned (`x.to(x.dtype)`) stays as it is."""
     if isinstance(result, tuple):
         return type(result)([_derived(each, source, args) for each in result])  # it may have names
     if not isinstance(result, torch.Tensor) or any(result is arg for arg in args):
@@ -82,7 +82,7 @@ def _derived(result: Any, source: Part, args: Sequence[Any]) -> Any:
 
 
 def _aligned(call: Call, to: Part) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments as they lie beside this rank's piece of `to`. What is cut elsewhere is made whole first."""
+    """The arguments, cut as `to` is, for this rank's piece. What is cut otherwise is made whole first."""
     values = [*call.args, *call.kwargs.values()]
     foreign = [value for value in values if isinstance(value, Part) and not value.cut_like(to)]
     if foreign:
@@ -94,7 +94,7 @@ def _aligned(call: Call, to: Part) -> tuple[list[Any], dict[str, Any]]:
 
 
 def _beside(value: Any, part: Part) -> Any:
-    """Of a plain tensor like the whole, the elements that this rank has of `part`."""
+    """Of a plain tensor in the whole's shape, those elements that this rank has of `part`. Other values stay."""
     if isinstance(value, Part) or not isinstance(value, torch.Tensor):
         return value
     if value.numel() == 1:
@@ -103,7 +103,7 @@ def _beside(value: Any, part: Part) -> Any:
 
 
 def reshaped(call: Call) -> Any:
-    """A view that only says another shape. torch's own error, if that shape has not as many elements."""
+    """Return the same memory under another shape. torch raises its own error if the number of elements differs."""
     part = call.first
     rest = [arg.blank() if isinstance(arg, Part) else arg for arg in call.args[1:]]
     shape = call.func(part.blank(), *rest, **call.kwargs).shape
@@ -112,7 +112,7 @@ def reshaped(call: Call) -> Any:
 
 
 def drawn(call: Call) -> Any:
-    """Random numbers for the whole, so that ranks with one seed draw one tensor."""
+    """Draw random numbers for the whole and keep this rank's piece, so that ranks with one seed draw one tensor."""
     part, rest = call.first, wholes(call.args[1:], call.name)
     with without_torch_function():
         blank = part.slot.full(torch.empty(part.slot.numel, dtype=part.dtype, device=part.device)).view(part.shape)
@@ -125,7 +125,7 @@ def drawn(call: Call) -> Any:
 
 
 def _same_in_replicas(part: Part, mine: torch.Tensor) -> torch.Tensor:
-    """Ranks may have seeds of their own. Those that hold the same elements take the first replica's."""
+    """Take the first replica's numbers in every replica: their seeds may differ, and they hold the same elements."""
     grid = part.unit.grid
     if grid.replicas == 1:
         return mine
@@ -135,7 +135,7 @@ def _same_in_replicas(part: Part, mine: torch.Tensor) -> torch.Tensor:
 
 # ---- on the full tensor
 def on_wholes(call: Call) -> Any:
-    """What returns a view may be written through, and that must reach what it is a view of."""
+    """Serve a function on the full tensor. If it returns a view, a write to the view must reach the sharded tensor."""
     target = call.args[0]
     if not isinstance(target, Part) or not (views(call.name) or call.name in ("__get__", "__iter__")):
         return _with_wholes(call)
@@ -150,7 +150,7 @@ def on_wholes(call: Call) -> Any:
 
 
 def _view_of_weights(call: Call) -> Any:
-    """A view of the full tensor, which tells the parameter of edits."""
+    """Return a view of the full tensor, which tells the parameter of edits."""
     full = call.args[0].shown()
     rest = wholes(call.args[1:], call.name)
     if call.name == "__get__":
@@ -174,7 +174,7 @@ def _in_place(call: Call, full: torch.Tensor, rest: Sequence[Any]) -> None:
 # ---- edits
 def edited(call: Call) -> Any:
     target = call.args[0]
-    if call.name == "__setitem__":  # of all elements
+    if call.name == "__setitem__":  # sets all elements
         target.copy_(torch.as_tensor(call.args[2], device=target.device))
         return None
     args, kwargs = _aligned(call, target)
@@ -183,12 +183,12 @@ def edited(call: Call) -> Any:
 
 
 def edited_whole(call: Call) -> Any:
-    """Where an element is in the whole matters."""
+    """Edit the whole, since it matters where in it an element is, and keep this rank's piece."""
     target = call.args[0]
     full, *rest = wholes(call.args, call.name)
-    if isinstance(full, Aliased):  # which tells its parameter
+    if isinstance(full, Aliased):  # tells its parameter of the edit itself
         _in_place(call, full, rest)
-    elif target.of_weights:  # a copy of masters
+    elif target.of_weights:  # `full` is a copy of masters
         edited = full.detach().requires_grad_(target.requires_grad)  # torch may refuse to edit a leaf
         _in_place(call, edited, rest)
         with torch.no_grad(), _writing(call.name, [target]), without_torch_function():
@@ -201,7 +201,7 @@ def edited_whole(call: Call) -> Any:
 
 
 def into_plain(call: Call) -> Any:
-    """A plain tensor, or a full tensor, is written to."""
+    """Write to a plain tensor or a full tensor, with the wholes of what is sharded."""
     args, values = wholes([list(call.args), list(call.kwargs.values())], call.name)
     with without_torch_function():
         return call.func(*args, **dict(zip(call.kwargs, values, strict=True)))
@@ -219,7 +219,7 @@ def out(call: Call) -> Any:
 
 @contextlib.contextmanager
 def _writing(name: str, targets: Iterable[Any]) -> Iterator[None]:
-    """Around an edit of pieces: parameters pass the fence. First those edited before, whose fence forgets the rest."""
+    """Pass the fence around an edit of parameters' pieces: first for those edited before, since that forgets others."""
     weights = {id(t.unit.leaves[t.place]): t for t in targets if isinstance(t, Part) and t.of_weights}
     with contextlib.ExitStack() as gates:
         for part in sorted(weights.values(), key=lambda part: not part.unit.edits.has(part.place)):
@@ -229,7 +229,7 @@ def _writing(name: str, targets: Iterable[Any]) -> Iterator[None]:
 
 # ---- lists
 def on_lists(call: Call) -> Any:
-    """`torch._foreach_...`: each row of the lists is a call of its own, and all of them are one."""
+    """Serve `torch._foreach_...` in one call. Each row of the lists is routed as a call of its own would be."""
     args = call.args if _alike(call) else _aligned_rows(call)
     with _writing(call.name, call.args[0] if edits(call.name) else ()), without_torch_function():
         results = call.func(*args, **call.kwargs)
@@ -246,7 +246,7 @@ def _columns(call: Call) -> list[Sequence[Any]]:
 
 
 def _alike(call: Call) -> bool:
-    """Are all tensors sharded, and each row of one parameter? In an optimizer's step they are."""
+    """Are all tensors sharded, and those of each row of one parameter, as in an optimizer's step?"""
     first, *others = _columns(call)
     if not all(isinstance(each, Part) for each in first):
         return False
@@ -258,7 +258,7 @@ def _alike(call: Call) -> bool:
 
 
 def _aligned_rows(call: Call) -> list[Any]:
-    """In a row that writes to a plain tensor the rest is made whole; in others plain tensors are cut."""
+    """The arguments with each row made to fit: whole if it writes to a plain tensor, otherwise cut."""
     columns = [list(column) for column in _columns(call)]
     rows = list(zip(*columns, strict=True))
     needed = [part for row in rows for part in _to_be_whole(row, edits(call.name))]
@@ -274,7 +274,7 @@ def _aligned_rows(call: Call) -> list[Any]:
 
 
 def _to_be_whole(row: Sequence[Any], in_place: bool) -> list[Part]:
-    """Those that lie otherwise than what the row is about."""
+    """The sharded tensors of a row that must be made whole: if its target is sharded, those cut otherwise, else all."""
     to = row[0] if in_place else next(parts_in(row), None)
     parts = list(parts_in(row))
     return [part for part in parts if part.cut_like(to) is False] if isinstance(to, Part) else parts
@@ -282,8 +282,8 @@ def _to_be_whole(row: Sequence[Any], in_place: bool) -> list[Part]:
 
 # ---- autograd
 def gradients(call: Call) -> Any:
-    """torch.autograd.grad. Parameters are given by their place in the graph, so that torch functions stay on: what
-    runs in the backward (a checkpoint, a hook) meets sharded tensors as everywhere else."""
+    """Serve torch.autograd.grad. Parameters are given to torch as graph edges and not as tensors, so that torch
+    functions stay enabled: code that runs in the backward (a checkpoint, a hook) meets sharded tensors as usual."""
     outputs, inputs, *rest = call.args
     kwargs = dict(call.kwargs)
     asked = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
@@ -309,7 +309,7 @@ def _edge(tensor: Any) -> Any:
 
 
 def _as_in_graph(tensors: Any) -> Any:
-    """What is sharded (a gradient in a graph) as the graph knows it: this rank's piece."""
+    """Turn sharded tensors (gradients in a graph) into what the graph has of them: this rank's piece, plain."""
     if isinstance(tensors, list | tuple):
         return [_as_in_graph(each) for each in tensors]
     if not isinstance(tensors, Part):

@@ -1,8 +1,8 @@
-"""What an optimizer holds that is sharded, kept from one update to the next.
+"""What an optimizer holds that is sharded, remembered from one update to the next.
 
-Between two updates anybody may add a group, exchange a parameter, load or change a state, shard the model: nobody is
-told. So an update compares what the optimizer has with what it had, object by object, and looks again only when
-something is another object. To compare takes a tenth of the time.
+Between two updates the user may add a group, exchange a parameter, load or change a state or shard the model, and
+nothing reports it. So an update compares what the optimizer has with what it had, object by object, and looks through
+it again only when some object is another. Comparing takes a tenth of the time of looking.
 """
 
 import itertools
@@ -23,21 +23,21 @@ from retrograde.parameters.representatives import Representative, representative
 from retrograde.parameters.state import OptimizerState, adopt_new, sharded_states
 
 T = TypeVar("T")
-_END = object()  # of a row of objects: none that an optimizer has
+_END = object()  # ends a row of objects; no optimizer has it
 
 
 class Selection(NamedTuple):
     """What an update of plain tensors goes through."""
 
-    groups: list[list[torch.Tensor]]  # the parameters of each
+    groups: list[list[torch.Tensor]]  # the parameters of each of the optimizer's groups
     leaves: list[ShardedParameter]
-    states: list[OptimizerState]  # what is kept for them
-    hidden: list[ShardedParameter]  # updated as their representatives are
+    states: list[OptimizerState]  # what the optimizer keeps for the leaves
+    hidden: list[ShardedParameter]  # parameters for which a representative stands
     representatives: list[Representative]
 
     @contextmanager
     def in_place_of_all(self, optimizer: Optimizer) -> Iterator[None]:
-        """The optimizer's groups have these for a while. Afterwards those that were hidden are what they would be."""
+        """Put these into the groups for a while, then give hidden parameters the numbers of their representatives."""
         lists = [group["params"] for group in optimizer.param_groups]
         _give(optimizer, self.groups)
         try:
@@ -64,14 +64,14 @@ class Holding:
         self.whole = all(map(is_whole, self.leaves))
         self._kept: list[Any] = []  # every value of every state
         self._all = Selection(self._groups, self.leaves, [], [], [])
-        self._few = self._all  # without those for which others stand
+        self._few = self._all  # without the parameters for which a representative stands
 
     @property
     def coordinators(self) -> list[Coordinator]:
         return coordinators_of([owner for reference in self._owners if (owner := reference()) is not None])
 
     def holds(self, optimizer: Optimizer) -> bool:
-        """Has it still the same parameters, of the same classes, of models that are still there?"""
+        """Has the optimizer still the same parameters, of the same classes, and are their models still alive?"""
         groups = [group["params"] for group in optimizer.param_groups]
         same = len(groups) == len(self._groups) and all(map(_same, groups, self._groups))
         return (
@@ -81,12 +81,12 @@ class Holding:
         )
 
     def selection(self, optimizer: Optimizer) -> Selection:
-        """What an elementwise one has to go through now, with states that are sharded."""
+        """What an elementwise update has to go through now; the states in it are sharded."""
         self._notice_changes(optimizer)
         return self._few if all(representative.serves for representative in self._few.representatives) else self._all
 
     def everything(self, optimizer: Optimizer) -> Selection:
-        """The same, with nobody standing for another."""
+        """All that the optimizer holds, without representatives; the states in it are sharded."""
         self._notice_changes(optimizer)
         return self._all
 
@@ -109,7 +109,7 @@ class Holding:
         self._kept = list(_values_of(optimizer))
 
     def adopt_new_states(self, optimizer: Optimizer) -> None:
-        """After an update of plain tensors."""
+        """Make the states sharded that an update of plain tensors has added."""
         if not self._keeps_the_same(optimizer):
             for leaf in self.leaves:
                 adopt_new(optimizer.state.get(leaf, {}), leaf)
@@ -123,7 +123,7 @@ def _all_of(lists: Iterable[list[T]]) -> list[T]:
 
 
 def _values_of(optimizer: Optimizer) -> Iterable[Any]:
-    """All that it keeps. There may be other things than the states of parameters."""
+    """Every value of every state of the optimizer, passing by entries that are not states of parameters."""
     states: Iterable[Any] = optimizer.state.values()
     if not set(map(type, states)) <= {dict}:
         states = [each for each in states if isinstance(each, dict)]

@@ -1,4 +1,4 @@
-"""The leaf: what a parameter is after sharding. The same object, of our class, a flat piece of the shard."""
+"""The leaf: what a parameter is after sharding. The same object, of our class, on a flat piece of the shard."""
 
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping
@@ -31,7 +31,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
 
     of_weights = True
     copies: StateDictCopies | None
-    views: "MutableMapping[ParameterView, None]"  # those that are alive: they show the parameter's memory
+    views: "MutableMapping[ParameterView, None]"  # the parameter views that are alive
 
     @staticmethod
     def adopt(param: nn.Parameter, owner: Owner, place: int) -> None:
@@ -53,14 +53,14 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
         return self.unit.pieces[self.place]
 
     def full_tensor(self) -> torch.Tensor:
-        """The whole, in the graph of the parameter and in its dtype. Where masters are not the page it is a copy."""
+        """The whole, in the parameter's graph and dtype. If there are masters beside the page, it is a copy of them."""
         if not self.unit.has_masters:
             return self.shown()
         whole = self.whole_masters()
         return with_values_of(whole, self.shown()) if torch.is_grad_enabled() and self.requires_grad else whole
 
     def whole_masters(self) -> torch.Tensor:
-        """A copy of them, in no graph."""
+        """A copy of all ranks' masters, in no graph."""
         self.check_copies()
         return self.owner.masters(self.place)
 
@@ -80,7 +80,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        """In torch the tensor gets other memory, and what `p.data` was before keeps the old: here it gets a copy."""
+        """Copy `value` into the shard. As in torch, earlier results of `p.data` keep the old values: as copies."""
         for view in list(self.views):
             with without_torch_function():
                 set_data(view, view.clone())
@@ -89,7 +89,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
             self.copy_(value)
 
     def return_to_shard(self) -> None:
-        """Somebody may have given it other memory while it was plain (`p.data = value`): what is there goes back."""
+        """Copy the values back into the shard if the leaf got other memory while it was plain (`p.data = value`)."""
         piece = self.piece
         with without_torch_function():
             if piece.numel() and self.data_ptr() != piece.data_ptr():
@@ -139,7 +139,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
     grad = grad.deleter(lambda self: setattr(self, "grad", None))  # type: ignore[attr-defined]
 
     def _as_gradient(self, value: torch.Tensor) -> torch.Tensor:
-        """This rank's piece of what is to be the gradient; torch says so itself if the shape is another."""
+        """This rank's piece of a value that is to be the gradient. A wrong shape raises, as in torch."""
         if isinstance(value, ShardedTensor):
             if value.shape == self._shape and value.cut_like(self):
                 return value.clone() if value.of_weights else value
@@ -152,8 +152,8 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
         return self.cut(value).to(self.device)
 
     def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
-        """As torch's. The hook sees the reduced gradient, once a reduction, and nothing when a backward brings no
-        gradient: a unit's node runs for all of its parameters, torch's only for those used."""
+        """Register a hook as torch's does. It runs once for each reduction, with the reduced gradient. A unit's node
+        runs for all parameters of the unit; for those without a gradient the hook is not called, as in torch."""
 
         def run(grad: torch.Tensor | None) -> Any:
             if grad is None:
@@ -166,7 +166,8 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
             return super().register_hook(run)  # type: ignore[no-untyped-call]
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
-        """As torch's: runs when a reduced gradient has been added to `.grad`, so at the end of a window."""
+        """Register a hook as torch's does. It runs when a reduced gradient has been added to `.grad`, which a window
+        delays to its end."""
 
         def arrived(leaf: torch.Tensor) -> None:
             with with_torch_function():
@@ -179,7 +180,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
     # ---- state dicts
     @torch.inference_mode(mode=False)
     def copy_for(self, destination: Mapping[str, object]) -> torch.Tensor:
-        """What `state_dict()` has of it (copies.py)."""
+        """The copy of the parameter for a state dict (copies.py)."""
         full = self.whole_masters() if self.unit.has_masters else self.shown()
         if self.copies is None:
             self.copies = StateDictCopies(self.slot.name, self.unit.grid.rank, full.dtype, full.device)
@@ -196,7 +197,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
     # ---- copies
     def _copied(self, data: torch.Tensor) -> ShardedTensor:
         copied = self.derive(data)
-        copied._is_param = True  # to isinstance(copy, nn.Parameter)
+        copied._is_param = True  # makes isinstance(copy, nn.Parameter) true
         copied.requires_grad_(self.requires_grad)
         return copied
 

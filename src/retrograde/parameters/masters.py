@@ -1,4 +1,4 @@
-"""Masters in a graph: their values, and the gradient's way through the page that is made of them."""
+"""Masters as part of a graph: the result has their values, and its gradient goes to the page that is made of them."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ import torch
 
 
 def with_values_of(masters: torch.Tensor, shown: torch.Tensor) -> torch.Tensor:
-    """`masters`, as if they had been computed from the full tensor `shown`: what flows back is rounded as its
-    gradients are, and reduced with them."""
+    """Return `masters` as if they had been computed from the full tensor `shown`: their gradient is cast to the dtype
+    of `shown` and reduced with its other gradients."""
     return _Shown.apply(shown, masters)  # type: ignore[no-any-return, no-untyped-call]
 
 

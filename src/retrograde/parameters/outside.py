@@ -1,9 +1,9 @@
-"""Where torch hands a tensor to code that does not ask it (`__torch_function__`): a piece is refused there, by name.
+"""Refuses sharded tensors, by name, where torch hands a tensor to code that does not ask `__torch_function__`.
 
-`torch.tensor`, `torch.as_tensor` and `torch.asarray` do not ask either. They are made to (torch_internals), and get the
-whole.
+`torch.tensor`, `torch.as_tensor` and `torch.asarray` do not ask it either. torch_internals makes them ask, and they get
+the whole.
 
-| who                                   | would                                                   |
+| this code                             | would, if it were given a piece,                        |
 |---------------------------------------|---------------------------------------------------------|
 | torch.distributed's collectives       | add up or overwrite other ranks' elements with these    |
 | `torch.vmap`                          | map over this rank's elements as if they were rows      |
@@ -49,7 +49,7 @@ _BUFFER = "it would be saved with the model as if it were all of it: use module.
 
 
 def _refuse(tensor: Any, who: str, why: str) -> None:
-    """Where a rank has everything there is nothing to refuse."""
+    """Raise if the tensor is sharded, unless this rank has all of it."""
     if not isinstance(tensor, Part) or tensor.unit.layout.world == 1:
         return
     raise UnsupportedError(

@@ -2,16 +2,16 @@
 
 [Note: updates by owners]
 A parameter may lie on one rank as a whole (layout/whole.py). An optimizer that works parameter by parameter (Muon,
-Adafactor, what `rg.per_parameter` declares) need then not ask what each function means. For the time of its update the
+Adafactor, what `rg.per_parameter` declares) then needs no route for each function. For the time of its update the
 owner's leaf, gradient and state are plain tensors in their true shape, on the memory that they have. On the other ranks
 the leaf has no gradient, so that optimizers pass it by. Nothing travels but the meeting before the update.
 
 Rule 1: what an owner keeps for a parameter in the parameter's shape is sharded again after the update: all of it is
         the owner's piece. Other things (factors, counters) are plain.
-Rule 2: the other ranks keep nothing for it. What they have had, from before the model was sharded or from a plain
-        run's file, goes.
-Rule 3: on those, `optimizer.state_dict()` says so of each such parameter (state.py), by which another rank's file is
-        found out when it is loaded.
+Rule 2: the other ranks keep nothing for it. State that they have, from before the model was sharded or from a plain
+        run's file, is deleted.
+Rule 3: on the other ranks `optimizer.state_dict()` marks each such parameter as kept by its owner (state.py). By this
+        mark `load_state_dict()` notices another rank's file.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from retrograde.torch_internals import set_data, without_torch_function
 
 @contextlib.contextmanager
 def owned_for_a_while(leaves: Sequence[ShardedParameter], optimizer: Optimizer) -> Iterator[list[ShardedParameter]]:
-    """Each leaf is plain for its owner and has no gradient for the others. Gives those that have one."""
+    """Make each leaf plain on its owner, and gradientless on other ranks. Yields the leaves that had a gradient."""
     lent = [(_Owned if is_owned(leaf) else _Others)(leaf, optimizer) for leaf in leaves]
     begun: list[_Others] = []
     try:
@@ -46,7 +46,7 @@ def owned_for_a_while(leaves: Sequence[ShardedParameter], optimizer: Optimizer) 
 
 
 class _Others:
-    """A leaf that another rank updates: here it is empty."""
+    """A leaf that another rank updates: on this rank it has no elements."""
 
     def __init__(self, leaf: ShardedParameter, optimizer: Optimizer) -> None:
         self.leaf = leaf

@@ -1,4 +1,4 @@
-"""What a sharded parameter belongs to: its unit, and those of the engine that serve it."""
+"""What a sharded parameter belongs to: its unit, and those parts of the engine that serve it."""
 
 from dataclasses import dataclass
 
@@ -11,9 +11,10 @@ from retrograde.pages import Pager, Unit
 
 @dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
 class Owner:
-    """Kept by the engine; parameters refer to it weakly, so that a model that is let go of is gone.
+    """The unit of sharded parameters and the engine's parts that serve them.
 
-    `place`, here: which of the unit's parameters is meant."""
+    The engine keeps it and parameters refer to it weakly, so that parameters do not keep a model alive. `place` says
+    which of the unit's parameters is meant."""
 
     unit: Unit
     coordinator: Coordinator
@@ -28,16 +29,16 @@ class Owner:
         return self._pager.full(self.unit, place)
 
     def masters(self, place: int) -> torch.Tensor:
-        """All ranks' masters, put together."""
+        """The whole of a parameter's masters, from all ranks."""
         return self._pager.masters(self.unit, place)
 
     def retire_page(self) -> None:
-        """Who asked for it to stay needs it no longer."""
+        """Tell the pager that a caller who needed the page no longer does."""
         self._pager.retire(self.unit)
 
     # ---- gradients
     def bring_gradients(self, why: str) -> None:
-        """What torch would show in `.grad` now is there."""
+        """Reduce pending gradients, so that `.grad` has what it would have in torch now."""
         if not self._flow.at_rest:
             self.coordinator.flush_pending_gradients(why)
 
@@ -46,13 +47,13 @@ class Owner:
         return self._pending.has(self.unit)
 
     def forget_gradient(self, place: int) -> None:
-        """What is pending of it will not be added to `.grad`."""
+        """Forget the pending gradient of one parameter, so that it is not added to `.grad`."""
         self._pending.forget(self.unit, place)
 
     def gradient_arrived(self, place: int) -> bool:
-        """Did the last run of Pack have a gradient for it?"""
+        """Did the last run of Pack have a gradient for this parameter?"""
         return self._graph.arrived[place]
 
     def regather(self, place: int, piece: torch.Tensor) -> torch.Tensor:
-        """The whole of a gradient that is part of a graph, as part of that graph."""
+        """Gather the whole of a gradient that is part of a graph, in that graph."""
         return self._graph.regather(place, piece)

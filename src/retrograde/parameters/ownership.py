@@ -1,4 +1,4 @@
-"""Whose a whole parameter is, and which optimizers leave it to its owner ([Note: updates by owners] in owned.py)."""
+"""Who owns a whole parameter, and which optimizers leave it to its owner ([Note: updates by owners] in owned.py)."""
 
 import weakref
 
@@ -11,17 +11,17 @@ _by_owners: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()  # optimizers whose
 
 
 def is_whole(leaf: ShardedParameter) -> bool:
-    """Has one rank all of it, as it has of all parameters of its unit?"""
+    """Does one rank hold all of the parameter? (It then holds all parameters of the unit.)"""
     return leaf.unit.layout.shard_with(leaf.place) is not None
 
 
 def is_owned(leaf: ShardedParameter) -> bool:
-    """Has this rank all of it?"""
+    """Does this rank hold all of the parameter, as one that is not cut?"""
     return leaf.unit.layout.shard_with(leaf.place) == leaf.unit.rank
 
 
 def is_kept_by_owners(optimizer: Optimizer) -> bool:
-    """Has it been updated by owners, or loaded for them?"""
+    """Has the optimizer been updated by owners, or loaded a state for such updates?"""
     return optimizer in _by_owners
 
 
@@ -30,13 +30,13 @@ def keep_by_owners(optimizer: Optimizer) -> None:
 
 
 def updates_by_owners(optimizer: Optimizer) -> bool:
-    """Does it work parameter by parameter, and are all of its sharded parameters whole?"""
+    """Does the optimizer work parameter by parameter, and are all of its sharded parameters whole?"""
     cls = type(optimizer)
     return not is_elementwise(cls) and is_per_parameter(cls) and all(map(is_whole, _leaves(optimizer)))
 
 
 def updated_elsewhere(optimizer: Optimizer) -> set[ShardedParameter]:
-    """The parameters that other ranks alone update, and keep what the optimizer keeps for them."""
+    """The parameters whose updates and optimizer state are left to other ranks, their owners."""
     if not updates_by_owners(optimizer):
         return set()
     return {leaf for leaf in _leaves(optimizer) if not is_owned(leaf)}

@@ -1,7 +1,7 @@
-"""A tensor of which each rank holds a piece: of what, where, and how large the whole is.
+"""A tensor of which each rank holds a piece: it knows of which parameter, and how large the whole is.
 
-Its memory is one-dimensional: this rank's piece of the elements, in the order in which they lie in the parameter. What
-it says of its shape is the whole's, without asking anybody.
+Its memory is one-dimensional: this rank's piece of the elements, in the order in which they lie in the parameter. Its
+shape is the whole's, and asking for it involves no other rank.
 """
 
 import weakref
@@ -28,9 +28,9 @@ class Part(torch.Tensor):
     _owner: "weakref.ref[Owner]"
     place: int
     _shape: torch.Size
-    of_weights = False  # its memory is the parameter's: who writes to it passes a fence
-    of_gradients = False  # its memory is a gradient's: those of other ranks' backwards come before it is used
-    passing = False  # it was computed, and nothing else shares its memory: it may become whole
+    of_weights = False  # its memory is the parameter's: a write to it passes the fence
+    of_gradients = False  # its memory is a gradient's: before it is used, other ranks' gradients are added up too
+    passing = False  # it was computed and nothing else shares its memory: a view may make it whole and plain
 
     # ---- whose it is
     @property
@@ -96,7 +96,7 @@ class Part(torch.Tensor):
         return self._shape[0]
 
     def blank(self) -> torch.Tensor:
-        """A tensor like the whole that has no memory: torch answers on it what is asked about shapes."""
+        """A tensor like the whole on the meta device, by which torch answers questions about shapes."""
         own = self.slot.strides
         strides = own if own is not None and self._shape == self.slot.shape else row_by_row(self._shape)
         return torch.empty_strided(self._shape, strides, dtype=self.dtype, device="meta")
@@ -113,7 +113,7 @@ class Part(torch.Tensor):
 
     @property
     def piece(self) -> torch.Tensor:
-        """The same, for those who do not write to it."""
+        """This rank's piece as a plain tensor, for callers that do not write to it."""
         with without_torch_function():
             return self.detach().as_subclass(torch.Tensor)
 
@@ -122,7 +122,7 @@ class Part(torch.Tensor):
         raise NotImplementedError
 
     def shown(self) -> torch.Tensor:
-        """Of weights: the whole as modules see it, in the page's dtype and memory. An edit of it reaches the shard."""
+        """The whole of a weight as modules see it, in the page's dtype and memory. An edit of it reaches the shard."""
         raise NotImplementedError
 
     def cut(self, full: torch.Tensor) -> torch.Tensor:
@@ -131,7 +131,7 @@ class Part(torch.Tensor):
         return self.slot.flatten(full.reshape(self.slot.shape))[layout.within(self.slot, self.unit.rank)]
 
     def put_together(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The whole from everybody's pieces."""
+        """The whole, put together from the pieces of all ranks."""
         return self.slot.full(torch.cat(list(pieces))).reshape(self._shape)
 
     def cut_like(self, other: "Part") -> bool:
@@ -142,16 +142,16 @@ class Part(torch.Tensor):
         return one.grid.owners == two.grid.owners and one.layout.cuts[self.place] == two.layout.cuts[other.place]
 
     def become_whole(self) -> None:
-        """From now on it is a plain tensor with all elements, on every rank."""
+        """Turn this tensor, on every rank, into a plain one with all elements."""
         raise NotImplementedError
 
     # ---- others like it
     def derive(self, data: torch.Tensor) -> "Part":
-        """`data`, computed element by element from this piece, becomes a sharded tensor too."""
+        """Make a sharded tensor of `data`, which was computed element by element from this piece."""
         raise NotImplementedError
 
     def reshaped(self, data: torch.Tensor, shape: torch.Size) -> "Part":
-        """`data`, the same memory as this piece, becomes a sharded tensor of this shape."""
+        """Make a sharded tensor of this shape of `data`, which has the same memory as this piece."""
         raise NotImplementedError
 
 
@@ -165,7 +165,7 @@ def parts_in(values: Iterable[Any]) -> Iterator[Part]:
 
 
 def bring_gradients(parts: Iterable[Part], meet: bool) -> None:
-    """Before gradients are used: those still pending, and those of ranks that did more backwards, come first."""
+    """Before gradients are used, reduce those still pending and, if `meet`, those of ranks that did more backwards."""
     for owner in {part._owner for part in parts if part.of_gradients}:
         if (found := owner()) is None:
             continue
@@ -175,12 +175,12 @@ def bring_gradients(parts: Iterable[Part], meet: bool) -> None:
 
 
 def everybodys(what: str, parts: Sequence[Part], value: Callable[[], V]) -> list[V]:
-    """The values of all ranks that hold pieces of these, in the order of the pieces."""
+    """The values of all ranks that hold pieces of these tensors, in the order of the pieces."""
     return parts[0].coordinator.shard_values(_named(what, parts), value)
 
 
 def everybodys_tensors(what: str, parts: Sequence[Part], value: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-    """The same of tensors that have one form on all ranks."""
+    """As `everybodys`, where each value is a tensor of the same shape and dtype on all ranks."""
     return parts[0].coordinator.tensors(_named(what, parts), value)
 
 
@@ -191,9 +191,9 @@ def _named(what: str, parts: Sequence[Part]) -> str:
 def together(
     what: str, parts: Sequence[Part], mine: Callable[[], list[torch.Tensor | None]]
 ) -> list[torch.Tensor | None]:
-    """The wholes of `parts` from everybody's pieces, in one meeting; None where a rank has none.
+    """The wholes of `parts` from all ranks' pieces, in one meeting; None for a part of which some rank has no piece.
 
-    `mine`: this rank's, plain. Asked for anew if gradients have come while this rank waited."""
+    `mine` returns this rank's pieces, plain. It is called again if gradients came while this rank waited."""
     by_rank = everybodys(what, parts, mine)
     found: list[torch.Tensor | None] = []
     for part, *pieces in zip(parts, *by_rank, strict=True):

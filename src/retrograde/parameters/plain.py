@@ -14,11 +14,11 @@ from retrograde.parameters.sharded_tensor import ShardedGradient, ShardedTensor
 from retrograde.parameters.state import OptimizerState
 from retrograde.torch_internals import raw_grad, without_torch_function
 
-_AS_AUTOGRAD_LEAVES_THEM = {torch.Tensor, types.NoneType}  # gradients that nobody has looked at
+_AS_AUTOGRAD_LEAVES_THEM = {torch.Tensor, types.NoneType}  # classes of gradients that nobody has read
 
 
 def leaves_in(params: Iterable[torch.Tensor]) -> tuple[list[ShardedParameter], list[Owner]]:
-    """The sharded parameters whose models are still there, and their owners, each once, in the order given."""
+    """The sharded parameters whose models are still alive, and their owners, each once, in the order given."""
     leaves = [param for param in params if type(param) is ShardedParameter]
     references = dict.fromkeys(leaf._owner for leaf in leaves)
     owners = [owner for reference in references if (owner := reference()) is not None]
@@ -32,9 +32,9 @@ def coordinators_of(owners: list[Owner]) -> list[Coordinator]:
 
 
 def bring_gradients_of(params: Iterable[torch.Tensor]) -> None:
-    """Where this rank has no gradient of what it is about to use, it waits for those of the others.
+    """If this rank has none of the gradients that it is about to use, wait for those of the other ranks.
 
-    Without it, torch's functions would do nothing on a rank without any backward, and the others would wait for it."""
+    Otherwise torch's functions would do nothing on a rank without any backward, and the others would wait for it."""
     leaves, owners = leaves_in(params)
     for coordinator in coordinators_of(owners):
         with without_torch_function():
@@ -47,7 +47,7 @@ def bring_gradients_of(params: Iterable[torch.Tensor]) -> None:
 def plain_for_a_while(
     leaves: Sequence[torch.Tensor], states: Sequence[torch.Tensor] = ()
 ) -> Iterator[Sequence[torch.Tensor]]:
-    """For a while leaves, their gradients and what an optimizer keeps for them are plain tensors. Gives those leaves
+    """Make leaves, their gradients and what an optimizer keeps for them plain tensors for a while. Yields the leaves
     that have a gradient."""
     plain, parameter = torch.Tensor, nn.Parameter  # looked up once: there are many
     grads: list[torch.Tensor] = []

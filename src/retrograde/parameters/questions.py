@@ -1,4 +1,4 @@
-"""What code that is given some tensor of a model asks about it."""
+"""Public functions for code that is given some tensor of a model: its parameter, its whole."""
 
 import torch
 
@@ -8,12 +8,12 @@ from retrograde.parameters.wholes import whole
 
 
 def parameter_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The parameter that `module.weight` shows; any other tensor, a parameter too, is itself."""
+    """The parameter that `module.weight` shows. Any other tensor, a parameter too, is returned as it is."""
     return tensor.leaf if isinstance(tensor, FullTensor) else tensor
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a sharded parameter, gradient or optimizer state; any other tensor is itself.
+    """The whole of a sharded parameter, gradient or optimizer state. Any other tensor is returned as it is.
 
-    All ranks ask together, but for parameters."""
+    All ranks call it together, except for parameters."""
     return whole(tensor, "the whole") if isinstance(tensor, Part) else tensor

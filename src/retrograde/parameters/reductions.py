@@ -1,6 +1,6 @@
-"""Numbers about all of a tensor, from every rank's part of the answer. All ranks ask, and each gets the whole's.
+"""Numbers about all of a tensor, made from every rank's part of the answer. All ranks ask, and all get the same number.
 
-Sums are made in double precision (of whole numbers: in 64 bits), in the order of the pieces, and rounded once, at the
+Sums are made in double precision (those of integers in 64 bits), in the order of the pieces, and rounded once, at the
 end.
 """
 
@@ -20,7 +20,7 @@ Number = torch.Tensor  # of no dimensions
 
 
 class Reduction(NamedTuple):
-    """How a rank answers for its piece, which is not empty, how two answers become one, and what the last becomes."""
+    """How a rank answers for its piece (never an empty one), how two answers become one, and what the last becomes."""
 
     of_piece: Callable[[torch.Tensor], Number]
     combine: Callable[[Number, Number], Number]
@@ -34,7 +34,7 @@ def _wide(piece: torch.Tensor) -> torch.dtype:
 
 
 def _rounded(number: Number, part: Part) -> Number:
-    """Whole numbers add up to whole numbers of 64 bits, as in torch."""
+    """Round a sum to the tensor's dtype. A sum of integers stays in 64 bits, as in torch."""
     kept = part.dtype.is_floating_point or part.dtype.is_complex
     return number.to(part.dtype) if kept else number
 
@@ -57,7 +57,7 @@ REDUCTIONS: dict[str, Reduction] = {
 
 
 def reduced(call: Call) -> Number:
-    """One number of one sharded tensor."""
+    """Serve a reduction of one sharded tensor to one number."""
     if "norm" in call.name:
         (norm,) = norms([call.first], _order(norm_order(call)))
         dtype = call.kwargs.get("dtype")
@@ -84,7 +84,7 @@ def _order(given: Any) -> float:
 
 
 def norms(parts: Sequence[Part], order: float) -> list[Number]:
-    """The norms of the wholes, in one meeting."""
+    """The norms of the wholes of `parts`, in one meeting."""
 
     with without_torch_function():
         dtypes = [part.dtype for part in parts]
@@ -100,13 +100,13 @@ def norms(parts: Sequence[Part], order: float) -> list[Number]:
 
 
 def norms_of_wholes(by_rank: list[torch.Tensor], order: float) -> torch.Tensor:
-    """From every rank's norms of its pieces, in double precision as these are."""
+    """Combine every rank's norms of its pieces into the norms of the wholes, in double precision."""
     answers = torch.stack(by_rank)
     return answers.sum(0) if order == 0 else torch.linalg.vector_norm(answers, order, dim=0)
 
 
 def norms_of_pieces(pieces: Sequence[torch.Tensor], order: float) -> torch.Tensor:
-    """One number for each, in double precision. An empty piece has 0, which changes no norm."""
+    """The norm of each piece, in double precision. An empty piece has 0, which changes no norm."""
     if math.isinf(order):
         nothing = torch.zeros((), dtype=torch.double, device=pieces[0].device)
         return torch.stack([piece.abs().amax().double() if piece.numel() else nothing for piece in pieces])
@@ -116,12 +116,12 @@ def norms_of_pieces(pieces: Sequence[torch.Tensor], order: float) -> torch.Tenso
 
 
 def reduced_lists(call: Call) -> list[Number]:
-    """`torch._foreach_norm` and `_foreach_max`; beside plain tensors, and for several models, one by one."""
+    """Serve `torch._foreach_norm` and `_foreach_max`: in one meeting if it can, otherwise tensor by tensor."""
     tensors = list(call.args[0])
     coordinators = {alive(reference).coordinator for reference in {part._owner for part in call.parts}}
     of_one_model = len(coordinators) == 1 and len(call.parts) == len(tensors)
     given = call.args[1] if len(call.args) > 1 else call.kwargs.get("ord")
-    if call.name == "_foreach_max" or not of_one_model or _order(given) < 0:  # of which an empty piece has none
+    if call.name == "_foreach_max" or not of_one_model or _order(given) < 0:  # an empty piece has no such answer
         single = torch.max if call.name == "_foreach_max" else torch.linalg.vector_norm
         return [single(tensor, *call.args[1:], **call.kwargs) for tensor in tensors]
     found = norms(call.parts, _order(given))
@@ -130,7 +130,7 @@ def reduced_lists(call: Call) -> list[Number]:
 
 
 def unscaled(call: Call) -> Any:
-    """GradScaler's check: inf on one rank is inf on all."""
+    """Serve GradScaler's check of gradients: inf on one rank is inf on all."""
     found_inf = call.args[1]
     with without_torch_function():
         result = call.func(*call.args, **call.kwargs)

@@ -1,14 +1,14 @@
 """Parameters of which this rank has no element, in an update of plain tensors.
 
 [Note: one stands for the others]
-It is a unit that is cut, and not each parameter, so a rank has no element of most parameters of a unit. An elementwise
-update has nothing to compute for them, and all that it keeps beside empty tensors is a number or two, as how often it
-has updated them. torch takes as long for each of them as for one with elements. So of those that have the same numbers
-one stands for the others. The update sees it alone, and the others are given its numbers afterwards: theirs lie side by
-side in one tensor, so that this is one operation.
+A unit is cut as one, and not parameter by parameter, so a rank has no element of most parameters of a unit. An
+elementwise update has nothing to compute for them, and all that it keeps for them beside empty tensors is a number or
+two, such as how often it has updated them. Still torch takes as long for each of them as for one with elements. So of
+parameters with the same numbers one stands for the others. The update sees that one alone, and the others are given its
+numbers afterwards: theirs lie side by side in one tensor, so that this is one operation.
 
-Rule 1: one stands for others only as long as the numbers are the same and all of them have a gradient. That is looked
-        at before each update, whoever has changed what.
+Rule 1: one stands for others only as long as the numbers are the same and all of them have a gradient. Each update
+        checks this anew, whatever changed since the last.
 """
 
 import types
@@ -22,7 +22,7 @@ from retrograde.parameters.leaf import ShardedParameter
 from retrograde.parameters.sharded_tensor import ShardedTensor
 from retrograde.torch_internals import raw_grad, without_torch_function
 
-_Numbers = tuple[tuple[str, torch.dtype, float], ...]  # of one parameter, by name
+_Numbers = tuple[tuple[str, torch.dtype, float], ...]  # what is kept for one parameter: name, dtype, value
 
 
 class Representative:
@@ -32,7 +32,7 @@ class Representative:
         self.others = others
         self._leaf = leaf
         self._state: dict[str, Any] = optimizer.state[leaf]
-        self._numbers: dict[str, torch.Tensor] = {}  # those of the others
+        self._numbers: dict[str, torch.Tensor] = {}  # the numbers of the others, by name
         for name, value in _plain_values(self._state):
             numbers = self._numbers[name] = value.expand(len(others)).clone()
             for other, number in zip(others, numbers.unbind(), strict=True):
@@ -47,13 +47,13 @@ class Representative:
         return all(bool((numbers == self._state[name]).all()) for name, numbers in self._numbers.items())
 
     def tell_others(self) -> None:
-        """After an update that has seen this one."""
+        """After an update that saw only this parameter, give its numbers to the others."""
         for name, numbers in self._numbers.items():
             numbers.copy_(self._state[name])
 
 
 def representatives_of(optimizer: Optimizer) -> list[Representative]:
-    """For parameters of one group with the same numbers. Those of which nothing is kept have yet to be updated."""
+    """Of each group's parameters with the same numbers, choose one. Parameters that were never updated have none."""
     found = []
     for group in optimizer.param_groups:
         alike: dict[_Numbers, list[ShardedParameter]] = {}
@@ -72,7 +72,7 @@ def _without_elements(params: Iterable[torch.Tensor]) -> Iterator[ShardedParamet
 
 
 def _numbers_of(state: dict[str, Any]) -> _Numbers | None:
-    """None if there are none yet, or something else than sharded tensors and numbers in the host's memory."""
+    """The numbers in a state; None if it is empty, or has other things than sharded tensors and numbers on the host."""
     values = _plain_values(state)
     if not state or not all(_is_number(value) for _, value in values):
         return None
@@ -84,5 +84,5 @@ def _plain_values(state: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _is_number(value: Any) -> bool:
-    """Reading one on an accelerator would have the host wait for it."""
+    """Is it a number in the host's memory? To read one on an accelerator, the host would have to wait for it."""
     return type(value) is torch.Tensor and value.dim() == 0 and value.device.type == "cpu"

@@ -1,16 +1,16 @@
-"""What any torch function does to a sharded tensor: a table.
+"""What each torch function means on a sharded tensor: a table.
 
-`row()` is the table: a function's name says its route. torch itself knows most of it (which functions are pointwise,
-which return views), so only exceptions are listed. What is unknown goes through the whole tensor: slow is better than
+`row()` is the table: a function's name gives its route. torch itself knows most of it (which functions are pointwise,
+which return views), so only exceptions are listed. Unknown functions go through the whole tensor: slow is better than
 wrong.
 
 `route()` looks at the arguments too, by these rules, first to last:
 
-Rule 1: what autograd records computes with the full tensor, in its graph.
+Rule 1: a function that autograd records computes with the full tensor, in its graph.
 Rule 2: a function that writes to a plain tensor gets the wholes of what is sharded. An operator that writes to what is
-        sharded, and not in place by its name (`mul_`), is refused: a custom one with `mutates_args`, a fused update.
-Rule 3: what does not fit the shape of the sharded tensor (a larger tensor beside it, a sum along a dimension, a view of
-        other elements) goes through the whole tensor.
+        sharded, and does not say so by its name (`mul_`), is refused: a custom one with `mutates_args`, a fused update.
+Rule 3: a call that does not fit the shape of the sharded tensor (a larger tensor beside it, a sum along a dimension, a
+        view of some elements) goes through the whole tensor.
 """
 
 import functools
@@ -89,7 +89,7 @@ ATTRIBUTES = {
     **dict.fromkeys(("T", "mT", "H", "mH"), Route.WHOLE),
     **dict.fromkeys(("real", "imag"), Route.ELEMENTS),
 }
-# Other spellings of functions that torch has under a name of their own, with what it knows of them.
+# Other names of functions, and the name under which torch knows them (as pointwise, for instance).
 _SPELLINGS = {
     "absolute": "abs",
     "arccos": "acos",
@@ -159,7 +159,7 @@ def row(name: str) -> Route:
 
 
 def _bare(name: str, in_place: bool = False) -> str:
-    """The name under which torch knows most: of `__imul__` and `mul_`, `mul`."""
+    """The name under which torch knows most about a function: `mul` for `__imul__` and `mul_`."""
     if name in _SPELLINGS:
         return _SPELLINGS[name]
     bare = name.strip("_")
@@ -185,12 +185,12 @@ def row_of(func: Callable[..., Any]) -> Route:
         attribute: str = func.__self__.__name__  # type: ignore[attr-defined]
         return ATTRIBUTES.get(attribute, Route.MEMORY)
     if (getattr(func, "__module__", None) or "").startswith("torch.distributed"):
-        return Route.MEMORY  # outside.py refuses it
+        return Route.MEMORY  # outside.py refuses sharded tensors there
     return row(name)
 
 
 def name_of(func: Callable[..., Any]) -> str:
-    """Of an operator (`torch.ops.aten.mul_.Tensor`) without that of its overload."""
+    """A function's name; of an operator (`torch.ops.aten.mul_.Tensor`) without its overload's."""
     return getattr(func, "__name__", "").partition(".")[0]
 
 
@@ -209,7 +209,7 @@ class Call(NamedTuple):
         kwargs = dict(kwargs or {})
         if not args and (first := kwargs.keys() & _FIRST):
             args = (kwargs.pop(first.pop()),)
-        if kwargs.pop("inplace", False):  # of functions in torch.nn.functional
+        if kwargs.pop("inplace", False):  # functions in torch.nn.functional have it
             kwargs["out"] = args[0]
         name = name_of(func)
         return Call(func, name, tuple(args), kwargs, list(parts_in((*args, *kwargs.values()))))
@@ -233,7 +233,7 @@ class Call(NamedTuple):
 
 _FIRST = {"input", "self", "tensor", "tensors", "data", "obj"}  # names of a first argument
 _FIXED = {Route.MEMORY, Route.SHAPE, Route.LIKE, Route.REFUSED, Route.UNSCALED, Route.GRADIENTS}
-# Where the first argument is plain, the sharded one is only an example, of a shape or of a dtype.
+# Routes of calls whose first argument is plain: the sharded one only gives a shape or a dtype.
 _OF_THE_FIRST = {Route.RESHAPED: Route.SHAPE, Route.CONVERTED: Route.MEMORY}
 
 
@@ -270,15 +270,15 @@ def _edit_route(found: Route, call: Call) -> Route:
 
 
 def _everything(index: Any) -> bool:
-    """Is it `[...]` or `[:]`?"""
+    """Does the index pick all elements: `[...]` or `[:]`?"""
     return isinstance(index, EllipsisType) or (isinstance(index, slice) and index == slice(None))
 
 
 # ---- Rule 3
 def _fit_elements(call: Call) -> bool:
-    """Have all arguments the shape of the first sharded one, or one that is spread over it?"""
+    """Have all tensors the shape of the first sharded one, or a shape that torch expands to it?"""
     if call.name == "where" and len(call.args) == 1:
-        return False  # it asks for positions
+        return False  # `where(condition)` asks for positions
     shape = call.first.shape
     return all(_spreads(tensor, shape) for tensor in call.tensors)
 
@@ -291,7 +291,7 @@ def _spreads(tensor: torch.Tensor, over: torch.Size) -> bool:
 
 
 def _fit_reduction(call: Call) -> bool:
-    """Is one number asked for, of one sharded tensor?"""
+    """Does the call ask for one number about all of one sharded tensor?"""
     if "norm" in call.name:
         named = [value for name, value in call.kwargs.items() if name not in ("p", "ord", "dtype")]
         along = [value for value in (*call.args[2:], *named) if value is not None and value is not False]
@@ -300,19 +300,19 @@ def _fit_reduction(call: Call) -> bool:
 
 
 def norm_order(call: Call) -> Any:
-    """Which norm is asked for, as it was given."""
+    """The order of the norm that the call asks for, as the caller gave it."""
     return call.args[1] if len(call.args) > 1 else call.kwargs.get("p", call.kwargs.get("ord"))
 
 
 def _is_order(order: Any, call: Call) -> bool:
-    """Of a norm over all elements. An order given to `linalg.norm` is a matrix norm's."""
+    """Is it the order of a norm over all elements? With an order, `linalg.norm` of a matrix is a matrix norm."""
     if call.name == "linalg_norm" and order is not None and call.first.dim() > 1:
         return False
     return order is None or order == "fro" or (isinstance(order, int | float) and order >= 0)
 
 
 def _fit_shape(call: Call) -> bool:
-    """Does it keep the elements as they are, and only say another shape?"""
+    """Does the call keep all elements as they are, and only give them another shape?"""
     if call.name == "__getitem__":
         return _everything(call.args[1])
     return not any(isinstance(value, torch.dtype) for value in call.args[1:])

@@ -3,9 +3,9 @@
 [Note: sharded tensors]
 After sharding, a parameter is still the same `nn.Parameter` object. Its memory is this rank's piece of the shard, in
 one dimension, and so is its gradient's; its shape is the parameter's. torch asks `__torch_function__` what a function
-of it means: routes.py is the table, handlers.py serves it. Code that works element by element (most optimizers,
-clipping by value) computes with pieces; what reads all of a tensor gets the answer for all of it, on every rank; a
-parameter in a computation that autograd records is its full tensor.
+of it means: routes.py has the table, handlers.py serves it. Code that works element by element (most optimizers,
+clipping by value) computes with pieces; code that reads all of a tensor gets the answer for all of it, on every rank;
+in a computation that autograd records, a parameter is its full tensor.
 
 Full tensors (`module.weight`) do not come through here, so forward and backward pay nothing.
 """
@@ -48,14 +48,14 @@ class ShardedTensor(Checkpointable, Watched):
         return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """torch does not ask before it."""
+        """Refuse it here, since torch does not ask `__torch_function__` about it."""
         raise UnsupportedError(f"{self.called}.set_(): its memory is part of a shard; use p.data = value or copy_")
 
     def detach_(self) -> Any:
-        return super().detach_() if self.requires_grad else self  # torch refuses it for any view
+        return super().detach_() if self.requires_grad else self  # torch refuses detach_() for any view
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Without values, which other ranks have."""
+        """Describe the tensor without its values, of which this rank has only some."""
         if self.orphaned:
             return f"{type(self).__name__}(shape={tuple(self._shape)}, of a model that is gone)"
         unit, slot = self.unit, self.slot
@@ -67,7 +67,7 @@ class ShardedTensor(Checkpointable, Watched):
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """In a file nothing would say that it is a piece, and of what."""
+        """Refuse to pickle a piece: a file would not say of what it is one. With one rank only, pickle the whole."""
         if self.unit.layout.world > 1:
             raise UnsupportedError(
                 f"{self.called}: pickling or saving this rank's piece of it, as if it were all of it. Save "
@@ -77,7 +77,7 @@ class ShardedTensor(Checkpointable, Watched):
         return self.put_together([plain(self)]).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """A sharded tensor with memory of its own. It is in no graph."""
+        """Make a sharded tensor with memory of its own, in no graph."""
         if id(self) not in memo:
             memo[id(self)] = self._copied(plain(self))
         return cast(torch.Tensor, memo[id(self)])
@@ -90,7 +90,7 @@ T = TypeVar("T", bound=ShardedTensor)
 
 
 def turn(tensor: torch.Tensor, cls: type[torch.Tensor]) -> None:
-    """Make it one of another class. It stays the object that it is."""
+    """Change the class of a tensor, which stays the same object."""
     tensor.__class__ = cls
 
 
@@ -105,9 +105,9 @@ def become(data: torch.Tensor, cls: type[T], owner: "weakref.ref[Owner]", place:
 
 
 class Computed(ShardedTensor):
-    """What was computed element by element, and nobody else refers to: a view of it makes it whole.
+    """A sharded tensor that was computed element by element and shares its memory with nothing: a view makes it whole.
 
-    So that writing through the view (`update = grad * 2; update.T.div_(2); update[0].zero_()`) writes to it."""
+    So a write through the view (`update = grad * 2; update.T.div_(2); update[0].zero_()`) writes to the tensor."""
 
     passing = True
 
@@ -118,7 +118,7 @@ class Computed(ShardedTensor):
         turn(self, torch.Tensor)
 
     def reshaped(self, data: torch.Tensor, shape: torch.Size) -> ShardedTensor:
-        """From now on two share one memory, and both stay sharded."""
+        """Return the same memory under another shape. Since two tensors now share it, both stay sharded."""
         turn(self, ShardedTensor)
         return become(data, ShardedTensor, self._owner, self.place, shape)
 
@@ -140,7 +140,7 @@ class ParameterView(ShardedTensor):
         return cast(ShardedTensor, self.unit.leaves[self.place]).reshaped(data, shape)
 
     def prepare_to_be_loaded(self) -> None:
-        """What is read from a checkpoint waits for `load_state_dict()`, which passes the fence."""
+        """Get memory of its own for what is read from a checkpoint, until `load_state_dict()` passes the fence."""
         with without_torch_function():
             set_data(self, self.clone())
         turn(self, ShardedTensor)
@@ -152,12 +152,12 @@ class ShardedGradient(ShardedTensor):
     of_gradients = True
 
 
-clip_together(ShardedGradient)  # so that clipping is one meeting
+clip_together(ShardedGradient)  # clipping then takes one meeting
 
 
 def classes_of_sharded_tensors() -> list[type[ShardedTensor]]:
-    """All that there are."""
+    """Every class of sharded tensors: `ShardedTensor` and all its subclasses."""
     found = [ShardedTensor]
-    for cls in found:  # grows while it is gone through
+    for cls in found:  # `found` grows meanwhile
         found += cls.__subclasses__()
     return found

@@ -1,4 +1,4 @@
-"""The state of optimizers over sharded parameters: who saved it, and whether it belongs here.
+"""The state of optimizers over sharded parameters: which rank saved it, and whether it belongs on this one.
 
 [Note: the state of an optimizer]
 What an elementwise optimizer keeps for a sharded parameter (momentum, second moments) is sharded as the parameter is,
@@ -6,14 +6,14 @@ and `optimizer.state_dict()` has it so, under torch's own two entries. torch.dis
 shapes, for any number of ranks. `torch.save` on each rank writes this rank's pieces, each with its `Origin`: which
 elements of which parameter they are. `load_state_dict()` looks at it. There are four outcomes for each tensor:
 
-- it has this rank's elements, or more: it is cut to them. A plain run's state has the shape of the whole parameter;
+- it has this rank's elements, or more (a plain run's state has the shape of the whole parameter): it is cut to them;
 - it has no elements of a parameter (a step counter): it stays as it is;
-- it says that the parameter's owner, another rank, keeps its state: here this is so too, or it is refused;
+- it says that the parameter's owner, another rank, keeps its state: it is refused, unless this is so here too;
 - anything else is refused, before the optimizer is changed.
 
-torch has hooks for both methods, but on each optimizer, and optimizers are made before and after `shard()`. So the two
-methods are wrapped on torch's class, once for the process, and add a hook for the time of the call: ours sees the state
-before users' own hooks when it is saved, and after them when it is loaded.
+torch has hooks for both methods, but each optimizer has its own, and optimizers are made before and after `shard()`. So
+the two methods are wrapped on torch's class, once for the process, and add a hook during the call. This hook sees the
+state before users' hooks when it is saved, and after them when it is loaded.
 """
 
 import functools
@@ -37,8 +37,8 @@ from retrograde.parameters.sharded_tensor import Computed, ShardedGradient, Shar
 from retrograde.parameters.wholes import plain
 from retrograde.torch_internals import NO_TORCH_FUNCTION, raw_grad, set_data, watch_optimizer_states
 
-_ELSEWHERE = "kept by its owner"  # in a saved state: another rank updates the parameter
-_COUNTER = "step"  # torch's name, which its own load_state_dict treats apart as well
+_ELSEWHERE = "kept by its owner"  # key in a saved state: another rank updates the parameter
+_COUNTER = "step"  # torch's name for it, which its own load_state_dict treats apart as well
 
 
 class Origin(NamedTuple):
@@ -48,7 +48,7 @@ class Origin(NamedTuple):
     rank: int
     world: int
     shape: tuple[int, ...]
-    strides: tuple[int, ...] | None  # of the parameter, if it does not lie row by row: elements are in memory order
+    strides: tuple[int, ...] | None  # the parameter's, None if row by row: elements are in memory order
     start: int
     stop: int
 
@@ -57,7 +57,7 @@ class Origin(NamedTuple):
         unit, slot = part.unit, part.slot
         mine = unit.layout.within(slot, unit.rank)
         if mine.start == mine.stop:
-            mine = slice(0, 0)  # a rank that has nothing of it
+            mine = slice(0, 0)  # this rank has no element of the parameter
         who = unit.grid
         return Origin(slot.name, who.rank, who.world, tuple(slot.shape), slot.strides, mine.start, mine.stop)
 
@@ -70,7 +70,7 @@ class Origin(NamedTuple):
         return f"elements {self.start} to {self.stop}"
 
     def has(self, other: "Origin") -> bool:
-        """Are all elements of `other` among these?"""
+        """Are all elements of `other` among the elements of this one?"""
         inside = self.start <= other.start and other.stop <= self.stop
         return self.shape == other.shape and self.strides == other.strides and (inside or other.numel == 0)
 
@@ -80,7 +80,7 @@ class Origin(NamedTuple):
 
 
 class OptimizerState(ShardedTensor):
-    """A sharded tensor that an optimizer keeps. A file has this rank's piece of it, and says so."""
+    """A sharded tensor that an optimizer keeps. It is pickled as this rank's piece, with its origin."""
 
     def _copied(self, data: torch.Tensor) -> ShardedTensor:
         return become(data, OptimizerState, self._owner, self.place, self._shape)
@@ -90,7 +90,7 @@ class OptimizerState(ShardedTensor):
 
 
 class SavedPiece(torch.Tensor):
-    """What a file has of an `OptimizerState`: the elements of one rank."""
+    """What `torch.load` makes of a pickled `OptimizerState`: the elements of one rank, and their origin."""
 
     __torch_function__ = NO_TORCH_FUNCTION
     origin: Origin
@@ -103,7 +103,7 @@ class SavedPiece(torch.Tensor):
 
 
 def saved_piece(elements: torch.Tensor, *origin: Any) -> SavedPiece:
-    """Called by `torch.load`."""
+    """Make a saved piece; pickled optimizer state calls this when `torch.load` reads it."""
     piece = elements.as_subclass(SavedPiece)
     piece.origin = Origin(*origin)
     return piece
@@ -114,14 +114,14 @@ torch.serialization.add_safe_globals([saved_piece])
 
 @functools.cache
 def watch_states() -> None:
-    """Wrap the two methods, once for the process."""
+    """Wrap `state_dict` and `load_state_dict` of torch's Optimizer, once for the process."""
     watch_optimizer_states(_allow_saving, _fit)
 
 
 # ---- around an update of plain tensors
 def sharded_states(state: dict[str, Any], leaf: ShardedParameter) -> Iterator[OptimizerState]:
-    """What is kept for a parameter and sharded, before an update. What was made before the parameter was sharded is
-    whole, and is cut."""
+    """Before an update, make the state of a parameter sharded and yield its sharded tensors. A tensor from before the
+    parameter was sharded is whole, and is cut."""
     for key, value in state.items():
         if type(value) is OptimizerState:
             yield value
@@ -134,7 +134,7 @@ def sharded_states(state: dict[str, Any], leaf: ShardedParameter) -> Iterator[Op
 
 
 def adopt_new(state: dict[str, Any], leaf: ShardedParameter) -> None:
-    """After an update of plain tensors: what it has made for a parameter, element by element, is sharded."""
+    """After an update of plain tensors, make sharded what it has added for a parameter, element by element."""
     size = leaf.piece.shape
     for key, value in state.items():
         if type(value) is torch.Tensor and value.shape == size and key != _COUNTER:
@@ -142,7 +142,7 @@ def adopt_new(state: dict[str, Any], leaf: ShardedParameter) -> None:
 
 
 def adopt_whole(state: dict[str, Any], leaf: ShardedParameter) -> None:
-    """After an update by its owner, who has all of a parameter: what is kept in the parameter's shape is sharded."""
+    """After an update by a parameter's owner, make sharded what is kept in the parameter's shape."""
     for key, value in state.items():
         if _is_whole(value, key, leaf.shape):
             set_data(value, leaf.slot.flatten(value))
@@ -154,13 +154,13 @@ def _piece(leaf: ShardedParameter, elements: torch.Tensor) -> OptimizerState:
 
 
 def _is_whole(value: Any, key: str, shape: torch.Size) -> bool:
-    """A parameter without dimensions has a state that looks like a counter."""
+    """Is it a plain tensor in the parameter's shape? A counter has no dimensions either, so it is told by its key."""
     return type(value) is torch.Tensor and value.shape == shape and (len(shape) > 0 or key != _COUNTER)
 
 
 # ---- saving
 def _allow_saving(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Sharded tensors are not pickled, but for these."""
+    """Turn sharded state into `OptimizerState`, which can be pickled, and mark parameters whose owners keep it."""
     for param, state in optimizer.state.items():
         if not isinstance(param, ShardedParameter) or param.orphaned:
             continue  # optimizers may keep other things there too
@@ -170,7 +170,7 @@ def _allow_saving(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     if is_kept_by_owners(optimizer):
         elsewhere = updated_elsewhere(optimizer)
         for number, param in enumerate(_params(optimizer)):
-            # Whose file it is must be known, though nothing of the parameter is in it.
+            # The mark has an origin, so that a file says whose it is though nothing of the parameter is in it.
             if isinstance(param, ShardedParameter) and param in elsewhere:
                 state_dict["state"][number] = {_ELSEWHERE: _piece(param, param.piece.clone())}
 
@@ -182,13 +182,13 @@ def _params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
 
 # ---- loading
 def _fit(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-    """The state cut to this rank's pieces. The caller's dict stays as it is."""
+    """A state dict cut to this rank's pieces, for torch to load. The caller's dict stays as it is."""
     indices = [index for group in state_dict["param_groups"] for index in group["params"]]
     params = list(_params(optimizer))
     if len(indices) != len(params):
-        return None  # torch says so in its own words
+        return None  # torch raises its own error
     fitted = dict(state_dict["state"])
-    strict = is_elementwise(type(optimizer))  # others may keep tensors of any shape
+    strict = is_elementwise(type(optimizer))  # other optimizers may keep tensors of any shape
     for index, param in zip(indices, params, strict=True):
         for key, value in fitted.get(index, {}).items():
             if isinstance(param, ShardedParameter):
@@ -202,7 +202,7 @@ def _fit(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | N
 
 
 def _own_part(value: Any, key: str, leaf: ShardedParameter, strict: bool) -> Any:
-    """This rank's elements of a saved tensor. `strict`: it has elements of the parameter, or one number."""
+    """This rank's elements of a saved tensor. `strict`: a plain one must have the parameter's shape or one element."""
     if not isinstance(value, torch.Tensor):
         return value
     if isinstance(value, SavedPiece):
@@ -242,7 +242,7 @@ def _cut_saved(value: SavedPiece, key: str, leaf: ShardedParameter) -> torch.Ten
 
 
 def _whole(value: SavedPiece, key: str, param: nn.Parameter) -> torch.Tensor:
-    """A saved piece for a parameter that is not sharded: one that is all of it will do."""
+    """The whole tensor for a parameter that is not sharded, if the saved piece has all of it; otherwise raise."""
     origin = value.origin
     if not origin.is_everything or origin.shape != tuple(param.shape):
         raise StateError(

@@ -1,13 +1,13 @@
-"""Every optimizer's update, whoever made it and when, and what surrounds it: zeroing and clipping.
+"""Updates of all optimizers, also of those made before `shard()`, and zeroing and clipping of gradients.
 
 [Note: plain for a while]
 Leaves, gradients and optimizer state are of classes of ours, so that torch asks what a function of them means. An
-update that works element by element need not ask a thousand times. For its time they are what their memory is, plain
-tensors: their class is changed, and changed back. The objects stay the same, so that groups and states need no
-exchange. So it is in torch's own `zero_grad()`. While a closure runs inside an update, everything is sharded again.
+elementwise update has no need of this, and would ask a thousand times. So while it runs they are what their memory is,
+plain tensors: their class is changed, and changed back. The objects stay the same, so that groups and states need no
+exchange. torch's own `zero_grad()` runs in the same way. While a closure runs inside an update, all is sharded again.
 
 An update that works parameter by parameter runs on the owners of parameters that are whole: [Note: updates by owners]
-in owned.py. Updates of other optimizers (LBFGS, LAMB, one that nobody knows, Muon over parameters that are cut) run on
+in owned.py. Updates of other optimizers (LBFGS, LAMB, unknown ones, Muon over parameters that are cut) run on
 sharded tensors, function by function (routes.py): slower, and right.
 """
 
@@ -40,7 +40,7 @@ from retrograde.torch_internals import (
 
 @functools.cache
 def watch_updates() -> None:
-    """Put ours around torch's functions, once for the process."""
+    """Wrap torch's functions for clipping, zeroing and updates, once for the process."""
     check_before_first_use()
     around_clipping(bring_gradients_of, clip_norm)
     around_zero_grad(_zeroing)
@@ -55,7 +55,7 @@ def _params_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 # ---- zeroing
 @contextlib.contextmanager
 def _zeroing(params: list[torch.Tensor]) -> Iterator[None]:
-    """Around torch's own `zero_grad()`."""
+    """Bring gradients and make leaves plain around torch's own `zero_grad()`, and forget pending gradients."""
     leaves, owners = leaves_in(params)
     if not leaves:
         yield
@@ -84,7 +84,7 @@ def _refuse_hidden(optimizer: Optimizer) -> None:
 
 
 def _updating(step: Callable[..., Any], optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    """Around what an optimizer's `step()` does between the hooks."""
+    """Run what an optimizer's `step()` does between its hooks, in the way that suits the optimizer."""
     holding = holding_of(optimizer)
     if not holding.leaves:
         return step(optimizer, *args, **kwargs)
@@ -114,7 +114,7 @@ def _kind_of(optimizer: Optimizer, step: Callable[..., Any], holding: Holding) -
 
 
 class _Update:
-    """One run of an update: ranks meet, write their shards, and read again."""
+    """One run of an update, as a context: ranks meet when it begins, and read each other's new weights after it."""
 
     def __init__(self, optimizer: Optimizer, holding: Holding) -> None:
         self._optimizer = optimizer
@@ -124,7 +124,7 @@ class _Update:
     def __enter__(self) -> None:
         for leaf in self._holding.leaves:
             if leaf.copies is not None:
-                leaf.copies.check()  # before ranks meet: a step that is refused is refused as a whole
+                leaf.copies.check()  # before ranks meet: if it raises, no part of the step is done
         for coordinator in self._coordinators:
             self._begin(coordinator)
 
@@ -142,12 +142,12 @@ class _Update:
             coordinator.end_step()
 
     def outside(self, closure: Callable[..., Any]) -> Callable[..., Any]:
-        """A closure that runs during an update."""
+        """Wrap a closure that the update calls; here nothing has to be done around it."""
         return closure
 
 
 class _PlainUpdate(_Update):
-    """One on plain tensors."""
+    """An elementwise update, which runs on plain tensors."""
 
     _while_it_runs: contextlib.ExitStack
     _select = staticmethod(Holding.selection)
@@ -159,19 +159,19 @@ class _PlainUpdate(_Update):
             self._while_it_runs = stack.pop_all()
 
     def __exit__(self, *error: object) -> None:
-        self._while_it_runs.close()  # what was raised is nothing to it
+        self._while_it_runs.close()  # does the same whether or not the update raised
         self._adopt()
         self._end()
 
     def _make_plain(self, stack: contextlib.ExitStack) -> Sequence[torch.Tensor]:
-        """Until `stack` is closed. Returns the leaves that are updated meanwhile."""
+        """Make leaves plain until `stack` is closed. Returns the leaves that the update writes."""
         selected = self._select(self._holding, self._optimizer)
         stack.enter_context(selected.in_place_of_all(self._optimizer))
         updated = stack.enter_context(plain_for_a_while(selected.leaves, selected.states))
         return [*updated, *selected.hidden]
 
     def _adopt(self) -> None:
-        """What the update has made becomes sharded. torch's own write where parameters lie; others may not."""
+        """Make new states sharded. Declared optimizers may have replaced `p.data`, so leaves return to their shards."""
         if is_declared(type(self._optimizer)):
             for leaf in self._holding.leaves:
                 leaf.return_to_shard()
@@ -181,8 +181,9 @@ class _PlainUpdate(_Update):
         coordinator.begin_step()
 
     def outside(self, closure: Callable[..., Any]) -> Callable[..., Any]:
-        """Everything is sharded while it runs, between two updates. Nobody stands for another then: what the optimizer
-        has taken from its groups before is what it goes through after it."""
+        """Wrap a closure so that everything is sharded while it runs: one update ends before it, another begins after.
+        There are no representatives then, since the optimizer may take its parameters from the groups before it calls
+        the closure, and go through them afterwards."""
         self._select = Holding.everything
 
         @functools.wraps(closure)
@@ -196,13 +197,13 @@ class _PlainUpdate(_Update):
 
 
 class _OwnersUpdate(_PlainUpdate):
-    """One of each parameter by its owner."""
+    """An update in which each owner updates its parameters alone."""
 
     def _make_plain(self, stack: contextlib.ExitStack) -> Sequence[torch.Tensor]:
         return stack.enter_context(owned_for_a_while(self._holding.leaves, self._optimizer))
 
     def _adopt(self) -> None:
-        """Done by what made them plain."""
+        """Do nothing: `owned_for_a_while` has made the state sharded again."""
 
 
 def _written(leaves: Sequence[torch.Tensor]) -> None:

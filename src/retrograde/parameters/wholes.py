@@ -1,4 +1,4 @@
-"""Arguments in which everything sharded is made whole."""
+"""Makes sharded arguments of a function whole."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,10 +10,10 @@ from retrograde.torch_internals import get_requires_grad, tree_flatten, tree_unf
 
 
 def wholes(args: Sequence[Any], name: str) -> list[Any]:
-    """`args` with the wholes of what is sharded, in at most one meeting for all of it.
+    """Return `args` with the whole in place of each sharded tensor, in at most one meeting for all of them.
 
-    A parameter is its full tensor, a view of one a view of the full tensor. What is in a graph stays in it. With
-    offload full tensors are on the device, and so is what is made whole beside them."""
+    A parameter becomes its full tensor, a parameter view a view of the full tensor. A tensor in a graph stays in it.
+    With offload, full tensors are on the device, and so are other wholes if there is one among them."""
     leaves, spec = tree_flatten(list(args))
     found = {id(part): part for part in leaves if isinstance(part, Part)}
     made: dict[int, torch.Tensor] = {}
@@ -35,18 +35,18 @@ def wholes(args: Sequence[Any], name: str) -> list[Any]:
 
 
 def whole(part: Part, what: str) -> torch.Tensor:
-    """The whole of one."""
+    """The whole of one sharded tensor."""
     return wholes([part], what)[0]  # type: ignore[no-any-return]
 
 
 def plain(part: torch.Tensor) -> torch.Tensor:
-    """A copy of this rank's piece, to be sent."""
+    """A plain copy of this rank's piece, to be sent."""
     with without_torch_function():
         return part.detach().as_subclass(torch.Tensor).reshape(-1).clone()
 
 
 def regathered(part: Part) -> torch.Tensor:
-    """The whole of a gradient that is part of a graph, as part of that graph."""
+    """Gather the whole of a gradient that is part of a graph, in that graph."""
     with without_torch_function():
         piece = part.as_subclass(torch.Tensor)
         return part.owner.regather(part.place, piece).reshape(part.shape)

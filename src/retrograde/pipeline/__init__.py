@@ -1,4 +1,4 @@
-"""Pipelines: schedules as data, and what runs them."""
+"""Pipelines: schedules as data, and the code that runs them."""
 
 from retrograde.pipeline.dryrun import check, dry_run
 from retrograde.pipeline.generators import generate

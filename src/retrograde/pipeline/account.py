@@ -1,11 +1,12 @@
-"""How much of the weight gradients' work waits for W, and what does not: what `pipe.explain()` shows.
+"""Counts how much of the weight gradients' work waits for W and how much does not, for `pipe.explain()`.
 
 An account is kept of one microbatch of each stage. Work is counted in FLOPs, by torch's counter, on tensors without
 data, and only when somebody asks: until then the account holds shapes.
 
-Rule 1: work that nobody can count is unknown, not nothing: the share is then a bound, and says so.
+Rule 1: work that cannot be counted is unknown, not nothing: the share is then a bound, and the text says so.
 Rule 2: a use is counted once. A checkpoint that records its forward and its recompute shows it twice.
-Rule 3: gradients that came in I without a use that was seen are listed: a Function of the user or a graph made them.
+Rule 3: a gradient that came in I although no use of its parameter was seen is listed: a Function of the user or a
+        compiled graph has made it.
 """
 
 from collections import Counter
@@ -26,7 +27,7 @@ UNSEEN = "a Function of the user or a compiled graph"
 
 
 class WeightWork(NamedTuple):
-    """A use of parameters, and the FLOPs of their gradients. None: they cannot be counted."""
+    """A use of parameters, and the FLOPs of their gradients (None if they cannot be counted)."""
 
     what: str
     parameters: tuple[str, ...]
@@ -35,7 +36,7 @@ class WeightWork(NamedTuple):
 
 
 class _TensorShape(NamedTuple):
-    """What is kept of a tensor."""
+    """The shape, strides and dtype of a tensor, kept in place of the tensor."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -51,7 +52,7 @@ class _TensorShape(NamedTuple):
 
 @dataclass(frozen=True)
 class _Call:
-    """A deferrable call, without data."""
+    """A deferrable call, with shapes in place of tensors."""
 
     formulas: GradientFormulas
     x: _TensorShape
@@ -71,9 +72,9 @@ class _Call:
 
 @dataclass(frozen=True)
 class _OtherUse:
-    """A use that is not deferrable, without data: it can be repeated to count what its gradient takes.
+    """A use that is not deferrable, with shapes in place of tensors: it is repeated to count its gradient's FLOPs.
 
-    `place`: where among the leaves the parameter, or a view of it, is; None if that is not to be seen."""
+    `place`: the number of the parameter, or of a view of it, among the leaves; None if it is not among them."""
 
     func: Callable[..., Any]
     parameter: int
@@ -83,7 +84,7 @@ class _OtherUse:
 
     @property
     def likeness(self) -> Hashable:
-        """The same for uses that are one and the same to the account."""
+        """A key that is equal for a use in the forward and the same use in a recompute."""
         return self.func, self.parameter, self.place, tuple(leaf for leaf in self.leaves if type(leaf) is _TensorShape)
 
     def work(self, names: Mapping[int, str]) -> WeightWork:
@@ -101,21 +102,21 @@ class _OtherUse:
         try:
             results = self.func(*args, **kwargs)
         except (RuntimeError, NotImplementedError):
-            return None  # not every operation runs without data
+            return None  # not every operation runs on the meta device
         outputs = [r for r in tree_flatten(results)[0] if isinstance(r, Tensor) and r.requires_grad]
         return _counted(lambda: torch.autograd.grad(outputs, [weight], [torch.empty_like(o) for o in outputs]))
 
 
 @dataclass
 class Account:
-    """Of one microbatch of one stage. Open from then on, so that no other comes in."""
+    """The account of one microbatch of one stage."""
 
-    open: bool = False
+    open: bool = False  # true once a microbatch has it, so that no other gets it
     _calls: list[_Call] = field(default_factory=list)
     _others: list[_OtherUse] = field(default_factory=list)
     _in_forward: Counter[Hashable] = field(default_factory=Counter)  # uses that no recompute has repeated yet
     _watched: frozenset[int] = frozenset()  # parameters whose gradients were looked at before and after I
-    _grown: frozenset[int] = frozenset()  # those to which I has added
+    _grown: frozenset[int] = frozenset()  # watched parameters to whose gradients I has added
 
     def note_pair(self, pair: Pair, waits: bool) -> None:
         targets = tuple(id(target.parameter) for target in pair.targets)
@@ -124,7 +125,7 @@ class Account:
     def note_use(
         self, parameter: Tensor, value: Tensor, func: Callable[..., Any], given: tuple[Any, Any], in_backward: bool
     ) -> None:
-        """`value` is the parameter or a view of it, one of the arguments in `given`."""
+        """Note a use that is not deferrable. `value`, an argument in `given`, is the parameter or a view of it."""
         leaves, spec = tree_flatten(given)
         place = next((number for number, leaf in enumerate(leaves) if leaf is value), None)
         shapes = [_TensorShape.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -137,12 +138,12 @@ class Account:
         self._others.append(use)
 
     def note_gradients(self, watched: Collection[int], grown: Collection[int]) -> None:
-        """Of these parameters it is known whether I has added to their gradients."""
+        """Note for which parameters it is known whether I has added to their gradients, and for which it has."""
         self._watched = frozenset(watched)
         self._grown = frozenset(grown)
 
     def works(self, names: Mapping[int, str]) -> Iterator[WeightWork]:
-        """`names` are those of all parameters of the stage that are trained. What nothing was seen of comes last."""
+        """The work of each use, then parameters of which no use was seen. `names`: those of all trained parameters."""
         for call in self._calls:
             yield call.work(names)
         for use in self._others:
@@ -161,9 +162,9 @@ def _known(parameters: Iterable[int], names: Mapping[int, str]) -> tuple[str, ..
 
 
 def _grouped_flops(rows: _TensorShape, other: _TensorShape) -> int:
-    """Of the gradient of experts' matrices, for all rows; `other` are the matrices, or the output's gradient.
+    """The FLOPs of the gradient of experts' matrices, for all rows. `other`: the matrices, or the output's gradient.
 
-    torch's counter does not know grouped products, and without data there is none but in bf16."""
+    torch's counter does not know grouped products, and on the meta device they exist in bf16 only."""
     return 2 * rows.size.numel() * other.size[-1]
 
 
@@ -181,14 +182,14 @@ def _name_of(formulas: GradientFormulas) -> str:
 
 
 def share_of(works: Iterable[WeightWork]) -> float | None:
-    """How much of the work that can be counted waits for W; None if there is none."""
+    """The share of the countable work that waits for W; None if no work can be counted."""
     counted = [work for work in works if work.flops]
     total = sum(work.flops or 0 for work in counted)
     return sum(work.flops or 0 for work in counted if work.waits) / total if total else None
 
 
 def table(works: Iterable[WeightWork]) -> str:
-    """What waits for W in one line, and a line for each kind of use that does not, or that nobody can count."""
+    """A line about the work that waits for W, and one for each kind of use that does not or that cannot be counted."""
     everything = list(works)
     total = sum(work.flops or 0 for work in everything)
     kinds: dict[tuple[str, str], list[WeightWork]] = {}
@@ -206,7 +207,7 @@ def table(works: Iterable[WeightWork]) -> str:
 
 
 def _headline(works: Sequence[WeightWork], total: int) -> str:
-    """Rule 1."""
+    """The first line of the table: the share, or a bound of it if some work is unknown (Rule 1)."""
     unknown = {work.waits for work in works if work.flops is None}
     share = share_of(works)
     if share is None:

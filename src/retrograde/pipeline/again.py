@@ -1,17 +1,17 @@
-"""A microbatch that W computes again, where its pairs would take more memory than there is for them.
+"""Lets W compute a microbatch again whose pairs would take more memory than they may.
 
 [Note: pairs or inputs]
-Between I and W a stage holds pairs, or else what they can be made of again: its input and the gradient of its output. W
-then runs F of the microbatch once more, and a backward in which nothing needs to wait.
+Between I and W a stage holds pairs, or else what it can make them of again: its input and the gradient of its output.
+In the second case W runs F of the microbatch once more, and a backward in which nothing needs to wait.
 
 Rule 1: that backward adds to the gradients that waited the first time and to no others, which have theirs already. To
         plain parameters it adds as an unsplit backward would. A full tensor is no leaf, and its parameter shares a node
         with others that may not have waited: its gradients wait as pairs until that backward has ended.
 Rule 2: the same numbers come out: random numbers and autocast are those of F, and the stage's input is unchanged.
-Rule 3: what cannot be repeated keeps its pairs: a stage that changes its input or buffers in forward, whose input needs
-        no gradient (the first stage), or in which somebody runs a backward of their own (reentrant checkpoints do).
-Rule 4: without a limit nothing is prepared for that where the stage's last I has computed no activations again. If the
-        next one does, since checkpoints were switched on, microbatches whose F came before it keep their pairs.
+Rule 3: a stage keeps its pairs if its forward cannot be repeated: it changes its input or buffers, its input needs no
+        gradient (the first stage), or a backward runs inside it (reentrant checkpoints do that).
+Rule 4: without a limit, F prepares no repeat if the stage's last I has computed no activations again. If the next I
+        does, since checkpoints were switched on, microbatches whose F came before it keep their pairs.
 """
 
 import math
@@ -32,11 +32,11 @@ from retrograde.torch_internals import version_of
 class Pending:
     """The pairs that a rank holds between I and W, over all its stages, and how many bytes of them it may hold.
 
-    Without a limit that depends on the microbatch. Where I had to compute activations again, somebody has chosen memory
-    over time: then those of one microbatch in each stage. Else as many as there are."""
+    Without a limit, a stage whose I computes activations again may hold the pairs of about one microbatch, since the
+    user has chosen memory over time there. Other stages may hold all their pairs."""
 
     limit: float | None = None
-    stages: int = 1  # that share this
+    stages: int = 1  # how many stages share this object
     held: int = 0
 
     def has_room(self, nbytes: int, recomputed: bool) -> bool:
@@ -45,16 +45,16 @@ class Pending:
         return not recomputed or self.held + nbytes <= self.stages * nbytes
 
     def may_lack_room(self, recomputes: bool | None) -> bool:
-        """Asked in F, of a stage whose last I has computed activations again, or has not; None: there was none."""
+        """May an I find no room for its pairs? `recomputes`: did the last I recompute activations; None: no I yet."""
         return recomputes is not False if self.limit is None else self.limit < math.inf
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a forward depends on beside its arguments, when it began."""
+    """What a forward depends on beside its arguments, as it was when the forward began."""
 
     device: torch.device
-    random: Tensor  # the host's generator
+    random: Tensor  # the state of the host's generator
     random_of_device: Tensor | None
     lower: bool
     dtype: torch.dtype
@@ -71,7 +71,7 @@ class Surroundings:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Inside, random numbers and autocast are as they were; after it, as they are now."""
+        """Inside, restore random numbers and autocast as they were; afterwards, as they are now."""
         devices = [] if self.random_of_device is None else [self.device]
         with torch.random.fork_rng(devices, device_type=self.device.type):
             torch.set_rng_state(self.random)
@@ -82,7 +82,7 @@ class Surroundings:
 
 
 class Recomputed(NamedTuple):
-    """What running a forward again has brought."""
+    """What a repeated forward has made: the leaves of its inputs and the edges of its outputs."""
 
     leaves: list[Tensor]
     outputs: list[GradientEdge | None]
@@ -92,7 +92,7 @@ class Recomputed(NamedTuple):
 class Repeat:
     """What F and I of a microbatch need to run once more."""
 
-    inputs: list[Tensor]  # those that need gradients
+    inputs: list[Tensor]  # the inputs that need gradients
     forward: Callable[[SplitBackward], Recomputed]
     surroundings: Surroundings
     waited: Waited = field(default_factory=Waited)
@@ -103,7 +103,7 @@ class Repeat:
         return sum(t.nbytes for t in (*self.inputs, *self.grads) if t is not None)
 
     def run(self, split: SplitBackward) -> None:
-        """F, and I and W at once."""
+        """Run F again, then I and W at once."""
         with self.surroundings.again(), torch.enable_grad():
             made = self.forward(split)
         pairs = [(e, g) for e, g in zip(made.outputs, self.grads, strict=True) if e is not None and g is not None]
@@ -113,7 +113,7 @@ class Repeat:
 
 
 class Writes:
-    """Whether a forward writes to its inputs or to a buffer, as batch norms do."""
+    """Finds out whether a forward writes to its inputs or to a buffer, as batch norms do."""
 
     def __init__(self, watched: list[Tensor]) -> None:
         self._watched = watched
@@ -125,7 +125,7 @@ class Writes:
 
     @property
     def happened(self) -> bool:
-        """Asked once, when the forward is over."""
+        """Has the forward written to one of them? Ask once, after the forward."""
         now = list(map(version_of, self._watched))
         self._watched = []
         return now != self._before

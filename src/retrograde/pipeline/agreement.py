@@ -1,12 +1,12 @@
-"""Ranks of a pipeline say how it went, before any of them goes on.
+"""Ranks of a pipeline tell each other whether they have failed, before any of them goes on.
 
     with together(transports, "Pipeline()") as arguments:    every rank comes here
         ...                                                  what may fail on one rank alone
         arguments.append(said("microbatches", 4, 4))         what must be the same on all
                                                              every rank leaves, or every rank raises
 
-`transports` go to the pipeline's own ranks and, with ZeRO, to the replicas of this rank: what the first learns is told
-to the second, so that in the end all ranks of all replicas know.
+`transports` go to the pipeline's own ranks and, with ZeRO, to the replicas of this rank. The ranks meet over one after
+the other and tell the second circle what the first has learned, so that in the end all ranks of all replicas know.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ from retrograde.transport.values import exchange
 
 @contextmanager
 def together(transports: Sequence[Transport], what: str) -> Iterator[list[Said]]:
-    """What is raised inside on one rank becomes an error on all; so do arguments that differ."""
+    """Raise an error on all ranks if one rank raises inside, or if the arguments differ."""
     arguments: list[Said] = []
     try:
         yield arguments
@@ -37,7 +37,7 @@ def together(transports: Sequence[Transport], what: str) -> Iterator[list[Said]]
 
 
 def _agree(transports: Sequence[Transport], what: str, arguments: list[Said], failure: str) -> str:
-    """The first failure of any rank; an empty text if there is none. Every rank comes to all of its meetings."""
+    """Tell all ranks of `failure`; return the first failure of any rank, or "". Every rank comes to all meetings."""
     for transport in transports:
         words = [list(one) for one in arguments]
         reports = exchange(transport, what, (failure, words))
@@ -52,8 +52,8 @@ def _agree(transports: Sequence[Transport], what: str, arguments: list[Said], fa
 class Agreed(NamedTuple):
     """What all ranks know at the end of a step: the failures of all of them, and the loss if the last stage has one.
 
-    `loss`: True if there is one on a device, which follows (loss_path.py). `lost`: some rank is gone, and there will be
-    no other step."""
+    `loss`: True if the loss is on a device, and comes by another way (loss_path.py). `lost`: some rank is gone, and
+    there will be no other step."""
 
     failures: list[str]
     loss: Tensor | Literal[True] | None
@@ -65,9 +65,9 @@ def end_of_step(
     failures: list[str],
     loss: Tensor | Literal[True] | None,
 ) -> Agreed:
-    """The rank of the last stage tells the others the loss; a rank that has failed tells them why.
+    """Meet at the end of a step: the rank of the last stage tells the loss, and ranks that have failed tell why.
 
-    Where one circle cannot meet, because a rank of it is gone, the other still does: all ranks are to know.
+    If one circle cannot meet, because a rank of it is gone, the other still does, so that all ranks know of it.
     """
     told = None
     lost = False

@@ -1,4 +1,4 @@
-"""What the caller gives to a step: cut into microbatches on the way in, and the way back for its gradients.
+"""Cuts what the caller gives to a step into microbatches, and hands its gradients back to the caller.
 
 [Note: gradients of what is given]
 Inputs, targets and keyword arguments may require gradients. A stage never sees the caller's graph: of such a tensor
@@ -32,8 +32,8 @@ from retrograde.torch_internals import tree_flatten, tree_leaves, tree_map_only,
 class StandIn:
     """Stands for a tensor of the caller's, and gets its gradient."""
 
-    part: Tensor  # of the caller's tensor, with the caller's graph
-    leaf: Tensor  # what the stages have
+    part: Tensor  # a microbatch's part of the caller's tensor, in the caller's graph
+    leaf: Tensor  # the stand-in that the stages have
 
 
 @dataclass
@@ -43,7 +43,7 @@ class CallerGradients:
     _made: list[StandIn] = field(default_factory=list)
 
     def stand_in(self, part: Tensor) -> Tensor:
-        """What stages compute with instead of `part`."""
+        """The tensor with which stages compute instead of `part`."""
         if not part.requires_grad:
             return part
         made = StandIn(part, part.detach().requires_grad_())
@@ -51,7 +51,7 @@ class CallerGradients:
         return made.leaf
 
     def deliver(self) -> None:
-        """Backward goes on into the caller's graph (Rule 1)."""
+        """Run the caller's backward with the gradients of the stand-ins (Rule 1)."""
         made, self._made = self._made, []
         reached = [one for one in made if one.leaf.grad is not None]
         if reached:
@@ -59,7 +59,7 @@ class CallerGradients:
 
 
 def microbatches(value: Any, count: int, name: str, gradients: CallerGradients | None = None) -> list[Any]:
-    """`value` for each microbatch: tensors are cut along their first dimension, anything else is for all.
+    """Cut `value` into microbatches: tensors along their first dimension; anything else goes to every microbatch.
 
     With `gradients`, parts of tensors that require one are replaced by stand-ins.
     """
@@ -73,7 +73,7 @@ def microbatches(value: Any, count: int, name: str, gradients: CallerGradients |
 
 
 def copied(value: Any) -> Any:
-    """The same with copies of the tensors that require gradients (Rule 3)."""
+    """Return `value` with copies of the tensors that require gradients (Rule 3)."""
 
     def copy(tensor: Tensor) -> Tensor:
         return tensor.clone() if tensor.requires_grad else tensor
@@ -99,7 +99,7 @@ def _enter(part: Tensor, gradients: CallerGradients | None) -> Tensor:
 
 
 def merged(parts: Sequence[Any]) -> Any:
-    """What was cut into microbatches, as one again: the opposite of `microbatches`."""
+    """Join microbatches into one value: the opposite of `microbatches`."""
     if not parts:
         return None
     flat = [tree_flatten(part) for part in parts]

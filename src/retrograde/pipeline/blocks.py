@@ -1,4 +1,4 @@
-"""From a model to stages: which blocks go together, and making real only what this rank keeps.
+"""Divides a model into stages, and makes real only the modules that this rank keeps.
 
 A model is a chain of blocks: an `nn.Sequential` (nested ones are opened), an `nn.ModuleList` or a list of modules.
 Each block is called with what the one before returned (a tuple is several arguments) and with those keyword
@@ -30,7 +30,7 @@ RUNS = 3
 
 
 class Chain(nn.Module):
-    """The blocks of one stage. Casts are part of its graph."""
+    """The blocks of one stage, called one after the other, with the casts of its arguments and results."""
 
     def __init__(self, blocks: Sequence[nn.Module], casts: StageCasts = AS_THEY_COME) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Chain(nn.Module):
 
 
 def accepted(blocks: Sequence[nn.Module]) -> frozenset[str] | None:
-    """The keyword arguments that some block takes; None is all."""
+    """The names of keyword arguments that some block takes; None if any name is taken."""
     found: frozenset[str] = frozenset()
     for block in blocks:
         names = _accepted(block)
@@ -62,7 +62,7 @@ def accepted(blocks: Sequence[nn.Module]) -> frozenset[str] | None:
 
 
 def _accepted(block: nn.Module) -> frozenset[str] | None:
-    """The keyword arguments of a block; None is all."""
+    """The names of a block's keyword arguments; None if it takes any."""
     parameters = inspect.signature(block.forward).parameters.values()
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return None
@@ -72,7 +72,7 @@ def _accepted(block: nn.Module) -> frozenset[str] | None:
 
 @dataclass(frozen=True)
 class OwnStages:
-    """Stages that the user has cut: those of this rank, by number."""
+    """The stages of this rank, by number, if the user has cut the model."""
 
     modules: Mapping[int, nn.Module]
 
@@ -102,7 +102,7 @@ class Block:
 
 
 def blocks_of(model: Model | OwnStages) -> list[Block]:
-    """The chain that `model` is, with the names its modules have in it."""
+    """The blocks of a model in the order of the chain, with their names in the model."""
     if isinstance(model, OwnStages):
         return model.blocks
     if isinstance(model, nn.Sequential):
@@ -134,7 +134,7 @@ def _open(model: nn.Sequential, prefix: str) -> Iterator[Block]:
 def divide(
     blocks: Sequence[Block], stages: int, at: Sequence[str] | None = None, costs: Sequence[float] | None = None
 ) -> list[list[Block]]:
-    """Contiguous groups: cut before the blocks named in `at`, or balanced by `costs` (by default, parameters)."""
+    """Divide blocks into stages: cut before those named in `at`, or balanced by `costs` (default: parameters)."""
     if at is not None:
         runs = cut_before([block.name for block in blocks], at)
         if len(runs) != stages:
@@ -148,7 +148,7 @@ def divide(
 
 
 def device_of_blocks(blocks: Sequence[Block]) -> torch.device:
-    """Where a pipeline's stages on this rank are to be."""
+    """The device on which this rank's stages are to be."""
     named = [pair for block in blocks for pair in block.module.named_parameters(prefix=block.name)]
     device = device_of(parameter for _, parameter in named)
     for name, parameter in named:
@@ -166,7 +166,7 @@ def device_of_blocks(blocks: Sequence[Block]) -> torch.device:
 
 
 def measured(blocks: Sequence[Block], sample: tuple[Any, ...], options: dict[str, Any]) -> list[float]:
-    """Seconds that each block takes for forward and backward of `sample`, the least of a few runs.
+    """Measure how many seconds each block takes for forward and backward of `sample`: the least of a few runs.
 
     Copies of the blocks are run, so that nothing of the model changes: gradients, statistics, random numbers.
     """
@@ -203,7 +203,7 @@ def _timed(chain: Chain, args: tuple[Any, ...], options: dict[str, Any]) -> _Tim
 
 
 def _wait_for(chain: Chain) -> None:
-    """What has been issued for it is done: on a device the host only issues."""
+    """Wait until a device has done what was issued, since the host only issues."""
     device = device_of(chain.parameters())
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
@@ -214,8 +214,8 @@ def materialize_stages(
 ) -> None:
     """Make the modules in `mine` real if they are on the meta device.
 
-    All modules are drawn, one at a time, in the order of their construction: with the same seed a model has the same
-    values however it is divided. What is not kept here stays on the meta device.
+    All modules are initialized, one at a time, in the order of their construction, so that with the same seed a model
+    has the same values however it is divided. Modules of other ranks stay on the meta device.
     """
     whole = nn.ModuleList(block.module for block in blocks)
     if not any(p.device.type == "meta" for p in whole.parameters()):
@@ -241,7 +241,7 @@ class Tie:
 
 
 def find_ties(groups: Sequence[Sequence[Block]], placement: Sequence[int]) -> list[Tie]:
-    """`groups` are the blocks of each stage. A parameter has the name that it has in the first of them."""
+    """Find the ties among stages, of which `groups` has the blocks. A tie is called as in the first of its stages."""
     homes: dict[int, list[int]] = {}
     known: dict[int, tuple[str, nn.Parameter]] = {}
     for stage, group in enumerate(groups):
@@ -255,7 +255,7 @@ def find_ties(groups: Sequence[Sequence[Block]], placement: Sequence[int]) -> li
 
 
 def check_dtypes_of_ties(groups: Sequence[Sequence[Block]], ties: Sequence[Tie], precision: Precision) -> None:
-    """A tied parameter's gradient is one sum, so all of its stages must have it in one dtype."""
+    """Raise unless all stages of a tie have the parameter in one dtype, since its gradient is one sum."""
     uses: dict[int, set[bool]] = {}
     for group in groups:
         for block in group:
@@ -270,7 +270,7 @@ def check_dtypes_of_ties(groups: Sequence[Sequence[Block]], ties: Sequence[Tie],
 
 
 def _kept(module: nn.Module, precision: Precision, inside: bool) -> Iterator[tuple[nn.Parameter, bool]]:
-    """Every use of a parameter, and whether the module or one around it is kept."""
+    """Every use of a parameter, and whether `precision.keep` has the module that uses it or one around that."""
     kept = inside or precision.keeps(module)
     for parameter in module.parameters(recurse=False):
         yield parameter, kept

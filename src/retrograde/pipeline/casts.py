@@ -1,7 +1,7 @@
-"""What autocast does to a deferrable call, made visible: which casts there are, and which uses share one.
+"""Puts the casts that autocast makes for deferrable calls into the graph, shared by uses as torch shares them.
 
 [Note: autocast]
-Under autocast a product is one of two casts: of its input, and of its weight. Autograd adds up the gradients of one
+Under autocast a product takes two casts: one of its input and one of its weight. Autograd adds up the gradients of one
 cast before it casts them back, so it matters which uses share one. Autocast shares the casts of a leaf as long as its
 outermost region lasts, and no others.
 
@@ -24,7 +24,7 @@ from retrograde.torch_internals import alias_without_base, autocast_region, vers
 
 
 class CastWeight(NamedTuple):
-    """A weight's cast, as the graph of a forward has it."""
+    """The cast of a weight in the graph of a forward."""
 
     tensor: Tensor
     shared: SharedCast | None
@@ -57,7 +57,7 @@ class Casts:
         return self._weights[key]
 
     def of_input(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rule 3."""
+        """Cast an input, with the values of the last cast if it was of the same input (Rule 3)."""
         last = self._last
         known = last is not None and last.tensor() is x and last.version == version_of(x)
         if not known or last is None or last.values.dtype != dtype:
@@ -72,7 +72,7 @@ class Casts:
 
 
 class _Lowered(torch.autograd.Function):
-    """An input in lower precision, whose values are there already."""
+    """The cast of an input whose values in lower precision were computed before."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, values: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""To whom a rank of a pipeline is connected: the ranks of the pipeline and, with ZeRO, this rank's replicas."""
+"""Connects a rank of a pipeline to the pipeline's other ranks and, with ZeRO, to its replicas."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,11 +11,11 @@ from retrograde.errors import PipelineError
 from retrograde.pipeline.options import RanksOfPipeline, Zero, group_of
 from retrograde.transport import PipelineRanks, ProcessRanks, ShardServer, Transport
 
-PATIENCE = 1800.0  # seconds: another rank's first step may compile
+PATIENCE = 1800.0  # seconds; it is long since another rank may compile in its first step
 
 
 class Circle(NamedTuple):
-    """Ranks that meet: those of the pipeline, or the replicas of this rank. `in_job`: their numbers there."""
+    """Ranks that meet: those of the pipeline, or the replicas of this rank. `in_job`: their ranks in the job."""
 
     transport: Transport
     in_job: Sequence[int]
@@ -25,11 +25,11 @@ class Connected(NamedTuple):
     """This rank's ways to the others of a pipeline."""
 
     own: PipelineRanks
-    circles: list[Circle]  # the pipeline's first
+    circles: list[Circle]  # first the pipeline's, then that of the replicas
 
 
 def patience_of(timeout: float) -> float:
-    """For how long to wait for other ranks. One with a mistake in `timeout` connects too, to tell them."""
+    """How long to wait for other ranks. If `timeout` is wrong, the default: this rank connects, to tell the others."""
     try:
         return seconds("timeout", timeout, PipelineError)
     except PipelineError:
@@ -37,8 +37,8 @@ def patience_of(timeout: float) -> float:
 
 
 def connect(mesh: RanksOfPipeline, zero: Zero | None, parameters: ShardServer, patience: float) -> Connected:
-    """`parameters`: those that stages of several ranks use."""
-    host = streams_of(HOST)  # what ranks say at meetings is the host's
+    """Connect this rank. `parameters` serves the tied parameters to other ranks."""
+    host = streams_of(HOST)  # meetings exchange values in the host's memory
     if isinstance(mesh, PipelineRanks):
         if zero is not None:
             raise PipelineError(

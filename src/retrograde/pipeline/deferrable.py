@@ -2,8 +2,8 @@
 
 A call is *deferrable* if it takes an input and a parameter, and its weight gradient is a function of the input and the
 output's gradient alone: linear, convolution, embedding, matrix products; formulas.py has their gradients. Under
-autocast it is the call that autocast makes of it: input and parameter in the lower precision.
-Whatever is not recognised here, or is called in a way that is not, is left to torch.
+autocast this is asked of the call that autocast makes of it, with input and parameter in the lower precision.
+Functions, and ways to call them, that are not recognised here are left to torch.
 """
 
 import weakref
@@ -36,9 +36,9 @@ from retrograde.torch_internals import base_of, grouped_mm
 
 @dataclass(frozen=True, slots=True)
 class DeferrableCall:
-    """A recognised call. `dtype` is what autocast would have it compute in; None if that is no business of its.
+    """A recognised call. `dtype` is the dtype in which autocast has it compute; None if autocast leaves it alone.
 
-    `dtype_of_result`: that is known when the call has run, since it is a function of the user's, under autocast."""
+    `dtype_of_result`: the call is of a user's function under autocast, so its dtype is known only when it has run."""
 
     formulas: GradientFormulas
     x: Tensor
@@ -54,8 +54,8 @@ _PARAMETERS = (nn.Parameter, FullTensor)
 def parameter_of(tensor: object) -> Tensor | None:
     """The trained parameter that `tensor` is, or is a view of.
 
-    Asked about every argument of every operation, so that most answers come before `isinstance`, which for parameters
-    is a function of torch's in Python."""
+    It is asked about every argument of every operation, so most answers come before `isinstance`, which for parameters
+    runs Python code of torch."""
     if type(tensor) is nn.Parameter:
         return tensor if tensor.requires_grad else None
     if type(tensor) is Tensor:
@@ -67,7 +67,7 @@ def parameter_of(tensor: object) -> Tensor | None:
 
 
 def lower_precision(tensor: Tensor) -> torch.dtype | None:
-    """The dtype that autocast makes of such a tensor; None if it leaves it alone."""
+    """The dtype to which autocast casts such a tensor; None if it leaves the tensor alone."""
     kind = tensor.device.type
     if not torch.is_autocast_enabled(kind) or tensor.dtype is torch.float64 or not tensor.is_floating_point():
         return None
@@ -83,7 +83,7 @@ def _fits(x: object, weight: Tensor) -> bool:
 def _cast_call(
     formulas: GradientFormulas, x: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> DeferrableCall | None:
-    """A call of an operation that autocast runs in lower precision."""
+    """The deferrable call of an operation that autocast runs in lower precision; None if the bias has another dtype."""
     if bias is not None and (lower_precision(bias) or bias.dtype) != (lower_precision(x) or x.dtype):
         return None
     return DeferrableCall(formulas, x, weight, bias, lower_precision(weight))
@@ -120,7 +120,7 @@ def _right_factor(x: Any, weight: Tensor) -> DeferrableCall | None:
 
 
 def _batch_of_products(x: Tensor, weight: Tensor, left: bool) -> DeferrableCall | None:
-    """Both have batch dimensions: the same, or the weight takes part in several products."""
+    """Recognise batches of products whose factors have the same batch dimensions, or the weight fewer matrices."""
     if weight.dim() < 3 or x.dim() < 3:
         return None
     own, batch = weight.shape[:-2], x.shape[:-2]
@@ -137,7 +137,7 @@ def _mm(input: Any, mat2: Any) -> DeferrableCall | None:
 def _grouped(
     mat_a: Any, mat_b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None
 ) -> DeferrableCall | None:
-    """Of a mixture of experts: sorted rows, and a matrix for each expert."""
+    """Recognise the products of a mixture of experts: sorted rows, and a matrix for each expert."""
     simple = bias is None and offs is not None and out_dtype is None
     if not simple or not _fits(mat_a, mat_b) or lower_precision(mat_a) is not None:
         return None
@@ -173,7 +173,7 @@ def _conv(
 
 
 def _named_padding(name: str, weight: Tensor, dilation: list[int]) -> list[int] | None:
-    """None where "same" needs more on one side than on the other: torch pads the input first."""
+    """Padding in numbers. None if "same" needs more on one side than on the other: torch then pads the input first."""
     if name == "valid":
         return [0] * len(dilation)
     totals = [step * (size - 1) for step, size in zip(dilation, weight.shape[2:], strict=True)]
@@ -232,7 +232,7 @@ _REGISTERED: weakref.WeakKeyDictionary[Callable[..., Any], _Reader] = weakref.We
 
 
 def register(func: Callable[..., Any], reader: _Reader) -> None:
-    """Another function whose calls `reader` recognises, as long as it is there."""
+    """Add a function whose calls `reader` recognises, for as long as the function is alive."""
     _REGISTERED[func] = reader
 
 
@@ -241,7 +241,7 @@ _FOREIGN = frozenset({"out"})
 
 
 def recognise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> DeferrableCall | None:
-    """This call's parts and formulas, if its weight is a trained parameter and its gradient can wait."""
+    """Return the deferrable call that this is, if its weight is a trained parameter and its gradient can wait."""
     reader = _RECOGNISED.get(func) or (_REGISTERED.get(func) if isinstance(func, FunctionType) else None)
     if reader is None or not _FOREIGN.isdisjoint(kwargs):
         return None

@@ -1,4 +1,4 @@
-"""A timeline for people: in the terminal, or as SVG. Planned and measured timelines are drawn alike."""
+"""Draws a timeline for people in the terminal. Planned and measured timelines are drawn alike."""
 
 from collections.abc import Iterable, Sequence
 
@@ -23,12 +23,12 @@ NAMES = {
     ActionKind.B: "both gradients",
 }
 LEAST_WIDTH = 20
-MARGINS = 21  # columns for rank, idle and peak
+MARGINS = 21  # columns of the terminal for rank, idle and peak
 BLOCKS = 4
 
 
 def from_trace(timed: Iterable[Timed], chunks: float = 1.0, pending: float = 1.0) -> Timeline:
-    """A timeline of measured actions, in any order, on any clock; the first start becomes 0."""
+    """Make a timeline of measured actions, in any order and by any clock; the first start becomes 0."""
     found = sorted(timed, key=lambda item: (item.start, item.rank))
     zero = found[0].start if found else 0.0
     moved = (Timed(item.rank, item.action, item.start - zero, item.end - zero) for item in found)
@@ -43,7 +43,7 @@ def summary(timeline: Timeline) -> str:
 
 
 def draw(timeline: Timeline, title: str, width: int = 120) -> RenderableType:
-    """A row per rank, time to the right. What is wider than `width` columns goes on below; print it with rich."""
+    """Draw a row per rank, time to the right, for printing with rich. Rows wider than `width` columns go on below."""
     cells = max(LEAST_WIDTH, width - MARGINS)
     per_cell = _time_per_cell(timeline, cells)
     columns = max(1, round(short_length([timeline]) / per_cell))
@@ -71,7 +71,7 @@ def show(timeline: Timeline, title: str, console: Console | None = None) -> None
 
 
 def stages_seen(timeline: Timeline) -> list[list[int]]:
-    """The stages of each rank in order: the position decides the shade."""
+    """The stages of each rank in order. The position of a stage decides its shade."""
     return [sorted({item.action.stage for item in row}) for row in timeline.by_rank]
 
 
@@ -81,7 +81,7 @@ def colour(item: Timed, stages: Sequence[int]) -> str:
 
 
 def _time_per_cell(timeline: Timeline, cells: int) -> float:
-    """The shortest action has place for its label, as long as that needs no more than `BLOCKS` blocks."""
+    """Choose the scale: short actions have place for their labels, unless that takes more than `BLOCKS` blocks."""
     shortest = short_length([timeline])
     if not shortest:
         return 1.0
@@ -93,21 +93,21 @@ def _time_per_cell(timeline: Timeline, cells: int) -> float:
 
 
 def short_length(timelines: Sequence[Timeline]) -> float:
-    """The length most actions have at least; in a measured trace the shortest of all may be next to nothing."""
+    """The length that most actions have at least. (The shortest of a measured trace may have next to none.)"""
     items = (item for timeline in timelines for row in timeline.by_rank for item in row)
     lengths = sorted(item.end - item.start for item in items if item.end > item.start)
     return lengths[len(lengths) // 20] if lengths else 0.0
 
 
 def _labels(item: Timed, stages: Sequence[int]) -> tuple[str, str]:
-    """The long and the short one. The row says the rank, lower case that it is not the rank's first stage."""
+    """The long and the short label of an action. Lower case says that it is not of the rank's first stage."""
     letter = item.action.kind.value
     letter = letter if item.action.stage == stages[0] else letter.lower()
     return f"{letter}{item.action.microbatch}", letter
 
 
 def _line(row: Sequence[Timed], zero: float, per_cell: float, columns: int, stages: Sequence[int]) -> Text:
-    """`columns` of a short action: if they have no place for long labels, no action gets one."""
+    """Draw a row. `columns`: the width of a short action; if long labels do not fit there, no action gets one."""
     line = Text()
     for item in row:
         left, right = (round((time - zero) / per_cell) for time in (item.start, item.end))

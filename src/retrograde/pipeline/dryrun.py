@@ -1,6 +1,6 @@
-"""Proof before the start: a schedule is complete, in order, and runs to its end on every rank.
+"""Proves before the start that a schedule is complete, in order, and runs to its end on every rank.
 
-What is wrong raises a `ScheduleError` with the grid of actions and the place marked `>like this<`.
+A fault raises a `ScheduleError` with the grid of actions, in which its place is marked `>like this<`.
 """
 
 from collections import Counter
@@ -15,7 +15,7 @@ AROUND = 5  # actions shown before and after a marked one
 
 
 def dry_run(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Check the schedule, then say when each action would run."""
+    """Check the schedule, and return the timeline of its actions."""
     check(schedule)
     return simulate(schedule, costs)
 
@@ -38,7 +38,7 @@ def check(schedule: Schedule) -> None:
 
 
 def grid(schedule: Schedule, marked: Collection[Place] = ()) -> str:
-    """The lists side by side; with marks only their neighbourhood."""
+    """The ranks' lists of actions as text; if places are marked, only their neighbourhood."""
     low, high = 0, max((len(actions) for actions in schedule.ranks), default=0)
     if marked:
         low = max(0, min(place.position for place in marked) - AROUND)
@@ -114,7 +114,7 @@ def _check_complete(schedule: Schedule) -> None:
 
 
 def _check_transfers(schedule: Schedule) -> None:
-    """Every message has both ends, and the two ranks of a pair post their messages in one order."""
+    """Check that every message has both ends, and that both ranks of a pair have their messages in one order."""
     lanes: dict[tuple[int, int], list[tuple[Action, Place]]] = {}
     for place, action in schedule.actions():
         if not action.kind.is_transfer:
@@ -169,7 +169,7 @@ def _at(stuck: list[StuckRank], rank: int) -> int:
 
 
 def _check_pages(schedule: Schedule) -> None:
-    """Where pages are gathered at all, F, I and B run with the stage's page, and nothing is dropped in vain."""
+    """If the schedule gathers, check that F, I and B have their stage's page and that no GATHER or DROP is in vain."""
     if not any(action.kind is ActionKind.GATHER for _, action in schedule.actions()):
         return
     present: set[int] = set()
@@ -185,7 +185,7 @@ def _check_pages(schedule: Schedule) -> None:
 
 
 def _check_reductions(schedule: Schedule) -> None:
-    """Where gradients are reduced at all, every stage is, once, after its last W."""
+    """If the schedule reduces, check that every stage is reduced once, after its last W or B."""
     counts = Counter(action.stage for _, action in schedule.actions() if action.kind is ActionKind.REDUCE)
     if not counts:
         return

@@ -1,4 +1,4 @@
-"""Precision of a pipeline: in which dtypes stages take what they are given, and give what they return.
+"""The precision of a pipeline: to which dtypes a stage's arguments and results are cast.
 
 A model that is cut into stages is cast around as a whole one is (parameters/casting.py): what the caller gives becomes
 `param`, on whichever stage it arrives, and what the last stage returns becomes `output`. Between stages tensors travel
@@ -13,10 +13,10 @@ from retrograde.layout import Precision
 
 
 class StageCasts(NamedTuple):
-    """Of one stage. None leaves tensors as they are."""
+    """The casts of one stage. None leaves tensors as they are."""
 
-    arguments: torch.dtype | None = None  # positional ones, which the caller gives to the first stage
-    options: torch.dtype | None = None  # keyword arguments, which the caller gives to all
+    arguments: torch.dtype | None = None  # for positional arguments, which the caller gives to the first stage
+    options: torch.dtype | None = None  # for keyword arguments, which the caller gives to all stages
     results: torch.dtype | None = None
 
     @staticmethod

@@ -1,8 +1,8 @@
-"""Runs one rank's part of a schedule: a loop over its actions and one table from kind to what is done.
+"""Runs one rank's part of a schedule: a loop over its actions, and a table from action kinds to methods.
 
 [Note: a failure]
 When an action raises, the rank does not stop: it goes through the rest of its schedule without computing, sends
-void messages in place of results and takes in what it was to receive. A rank that needs a void message does the
+void messages in place of results and takes in what it was to receive. A rank that receives a void message does the
 same. So every rank comes to the end of the step, where all of them agree (pipeline.py) and raise one error.
 """
 
@@ -23,7 +23,7 @@ from retrograde.pipeline.timeline import Timed
 from retrograde.pipeline.transport import ReceiveContent, SenderFailed, StageTransport, Unreadable
 from retrograde.transport.messages import Address
 
-# What a profiler shows.
+# Labels of actions in a profiler.
 LABELS = {
     ActionKind.F: "forward",
     ActionKind.I: "backward of inputs",
@@ -40,14 +40,14 @@ LABELS = {
 
 
 def label_of(action: Action) -> str:
-    """An action in a profile: `retrograde: forward, stage 1, microbatch 2`."""
+    """The name of an action in a profile: `retrograde: forward, stage 1, microbatch 2`."""
     label = f"{PREFIX}{LABELS[action.kind]}, stage {action.stage}"
     return label if action.microbatch is None else f"{label}, microbatch {action.microbatch}"
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's data on this rank, by microbatch. `inputs` is used by the first stage, `targets` by the last."""
+    """One step's data on this rank, by microbatch. The first stage uses `inputs`, the last `targets`."""
 
     inputs: Sequence[Any]
     options: Sequence[Mapping[str, Any]]
@@ -57,7 +57,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong first on this rank; without an action, before the first of them."""
+    """What went wrong first on this rank, and in which action (None: before the first)."""
 
     rank: int
     action: Action | None
@@ -73,7 +73,7 @@ class Failure:
 
 
 class WeightedLoss(NamedTuple):
-    """The loss of a microbatch, as the loss function returned it, and with which weight it counts."""
+    """The loss of a microbatch, as the loss function returned it, and the weight with which it counts."""
 
     value: Tensor
     weight: float
@@ -81,7 +81,7 @@ class WeightedLoss(NamedTuple):
 
 @dataclass
 class Outcome:
-    """What came of one rank's part of a step."""
+    """The results of one rank's part of a step, or its failure."""
 
     losses: dict[int, WeightedLoss] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class Outcome:
 
 
 class Executor:
-    """`schedule` is lowered: its transfers are actions. `watch` is told of each action that has run."""
+    """Runs one rank's actions of a lowered schedule, with transfers among them, and calls `watch` after each."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class Executor:
         self._actions = schedule.ranks[rank]
         self._labels = [label_of(action) for action in self._actions]
         self._arriving: dict[Address, ReceiveContent] = {}
-        self._here: dict[Address, Any] = {}  # handed over by, or to be sent to, another stage
+        self._here: dict[Address, Any] = {}  # from another stage of this rank, or to be sent to another rank
         self._table: dict[ActionKind, Callable[[Action], None]] = {
             ActionKind.F: self._forward,
             ActionKind.I: self._backward_inputs,
@@ -135,19 +135,19 @@ class Executor:
         }
 
     def run(self, batch: Batch) -> Outcome:
-        """All actions of a step. Never raises for what an action does: the outcome tells."""
+        """Run all actions of a step. An action that raises does not raise here: the outcome has its failure."""
         self._batch = batch
         outcome = self._play(Outcome())
         del self._batch
         return outcome
 
     def refuse(self, error: Exception) -> Outcome:
-        """A step that cannot start on this rank: the others get void messages from it, and learn why in the end."""
+        """Go through a step that cannot start on this rank: the others get void messages, and learn why at the end."""
         text = str(error) if isinstance(error, PipelineError) else traceback.format_exception_only(error)[-1].strip()
         return self._play(Outcome(failure=Failure(self.rank, None, text), error=error, void=True))
 
     def lost(self, error: Exception) -> Outcome:
-        """A step that this rank could not even go through: another rank of the pipeline is gone."""
+        """Forget a step that this rank could not go through to its end, since another rank of the pipeline is gone."""
         self._outcome = Outcome()
         self._arriving.clear()
         self._here.clear()
@@ -187,10 +187,10 @@ class Executor:
             self._outcome.error = error
             self._outcome.failure = Failure(self.rank, action, last)
         if action.kind.is_transfer:
-            self._do_void(action)  # a compute action has taken in what was to arrive for it
+            self._do_void(action)  # compute actions took what arrived for them before they failed
 
     def _do_void(self, action: Action) -> None:
-        """What is left of an action after a failure."""
+        """Do what remains of an action after a failure: discard what it would use, send void messages, receive."""
         instead = self._void_table.get(action.kind)
         if instead is not None:
             instead(action)
@@ -226,7 +226,7 @@ class Executor:
         self.stages[action.stage].backward_weights(_number(action))
 
     def _reduce(self, action: Action) -> None:
-        """Gradients of the stage are complete; they are reduced when all ranks know that the step has succeeded."""
+        """Do nothing: the stage's gradients are reduced when all ranks have agreed that the step succeeded."""
 
     # ---- what arrives and what leaves
     def _arrived_grads(self, action: Action) -> Any:
@@ -239,7 +239,7 @@ class Executor:
         self._here[address] = parcel.copied() if here else parcel
 
     def _hand_back(self, action: Action, grads: list[Tensor | None]) -> None:
-        """To the stage before, or to what stands for the caller's inputs (batches.py)."""
+        """Hand gradients back to the stage before, or to the stand-ins of the caller's inputs (batches.py)."""
         number = _number(action)
         if action.stage > 0:
             self._here[Address(False, action.stage - 1, number)] = grads
@@ -254,7 +254,7 @@ class Executor:
             return self._here.pop(address)
         with labelled_as(PREFIX, "wait for the ", address):
             content = incoming()
-        self._started = time.perf_counter()  # waiting for others is not this action's work
+        self._started = time.perf_counter()  # the wait for another rank does not count as this action's time
         return content
 
     def _send(self, action: Action) -> None:
@@ -289,14 +289,14 @@ def _number(action: Action) -> int:
 
 
 def _address(action: Action) -> Address:
-    """Both ends of a transfer name it by the stage on whose output side it is."""
+    """The address of a transfer, the same at both ends: it names the stage whose output or output gradient travels."""
     before = action.kind in (ActionKind.RECV_F, ActionKind.SEND_B)
     forward = action.kind in (ActionKind.SEND_F, ActionKind.RECV_F)
     return Address(forward, action.stage - 1 if before else action.stage, _number(action))
 
 
 def total_loss(losses: Sequence[WeightedLoss]) -> Tensor | None:
-    """The weighted sum over microbatches, in their order."""
+    """The weighted sum of the losses of microbatches, in their order; None if there are none."""
     result: Tensor | None = None
     for loss in losses:
         share = loss.value * loss.weight

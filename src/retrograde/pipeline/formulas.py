@@ -37,7 +37,7 @@ def is_column_major(matrix: Tensor) -> bool:
 
 
 def is_row_major(matrix: Tensor) -> bool:
-    """Is its transpose column-major?"""
+    """Is the transpose of the matrix column-major?"""
     return matrix.stride(1) == 1 and matrix.stride(0) == matrix.shape[1]
 
 
@@ -141,7 +141,7 @@ class Convolution:
         return ParamGrads(weight, found)
 
     def _batch(self, tensor: Tensor) -> Tensor:
-        """A sample without a batch is a batch of one."""
+        """Add a batch dimension of one to a sample that has none."""
         return tensor if tensor.dim() == len(self.weight_size) else tensor.unsqueeze(0)
 
     def _backward(self, grad: Tensor, x: Tensor, weight: Tensor, wanted: list[bool]) -> Any:

@@ -1,4 +1,4 @@
-"""`rg.defer`: functions of the user whose weight gradient may wait for W, as that of torch's own products does."""
+"""`rg.defer` declares functions of the user whose weight gradient may wait for W, as those of torch's products do."""
 
 import functools
 from collections.abc import Callable
@@ -19,7 +19,7 @@ WeightGrad = Callable[[Tensor, Tensor], Tensor | tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class UserFormulas:
-    """What the user gave."""
+    """The gradient formulas that the user gave to `rg.defer`."""
 
     name: str
     input: InputGrad
@@ -42,15 +42,15 @@ class UserFormulas:
 def defer(
     compute: Callable[..., Tensor], *, input_grad: InputGrad | None = None, weight_grad: WeightGrad | None = None
 ) -> Callable[..., Tensor]:
-    """`compute(x, weight, bias=None)`, whose weight gradient may wait for W in a pipeline: use what this returns.
+    """Let the weight gradient of `compute(x, weight, bias=None)` wait for W in a pipeline: call what this returns.
 
         linear = rg.defer(my_fused_linear)
 
     By default it must compute what `F.linear` computes, and its gradients are those of `F.linear`. For anything else
     give both: `input_grad(grad, x, weight)`, and `weight_grad(grad, x)`, which returns the gradient of the weight or,
     for calls with a bias, of both. It may read nothing else: at stage 3 the weight's values are on other ranks by then.
-    Outside a split backward `compute` runs as it is, with its own backward. Under autocast it decides itself what it
-    computes in, as ever: gradients are those in the precision of its result, which `x` and `weight` are given in.
+    Outside a split backward `compute` runs as it is, with its own backward. Under autocast it decides itself in which
+    dtype it computes. The gradient functions get `x` and `weight` in the dtype of its result.
     """
     function("compute", compute, "a function of x, weight and perhaps bias", PipelineError)
     name = getattr(compute, "__name__", repr(compute))

@@ -1,4 +1,4 @@
-"""The named schedules. Each function gives the compute actions; bubble and memory are proved by the dry run.
+"""The named schedules. Each function makes the compute actions; the dry run proves their bubble and memory.
 
 p ranks, v stages on each of them, m >= 2p-1 microbatches (interleaved: a multiple of p), F = I = W. The bubble is
 a share of the work (see timeline.py), activations are in microbatches of a rank's whole share of the model:
@@ -18,8 +18,8 @@ a share of the work (see timeline.py), activations are in microbatches of a rank
 Microbatches go through every stage in order, backward too: weight gradients are then summed in the order of plain
 gradient accumulation, and are equal to it bit for bit.
 
-zb-h1, zb-h2 and zb-v are of "Zero Bubble Pipeline Parallelism", dualpipe-v is the V-shaped half of DualPipe
-("DeepSeek-V3 Technical Report"), v-half and v-min are of "Pipeline Parallelism with Controllable Memory" (vshape.py).
+zb-h1, zb-h2 and zb-v are from "Zero Bubble Pipeline Parallelism", dualpipe-v is the V-shaped half of DualPipe
+("DeepSeek-V3 Technical Report"), v-half and v-min are from "Pipeline Parallelism with Controllable Memory" (vshape.py).
 """
 
 from collections.abc import Callable, Iterator
@@ -51,7 +51,7 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
 def interleaved_1f1b(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     """Rank r has stages r, r+p, r+2p, ...; p microbatches go through all chunks before the next p start.
 
-    The list is made for a multiple of p; leaving out microbatches of a list that runs cannot make it hang.
+    The list is made for a multiple of p, and microbatches beyond the number are left out, which cannot make it hang.
     """
     groups = [range(k, k + ranks) for k in range(0, microbatches, ranks)]
     lists = []
@@ -80,24 +80,24 @@ def looped_bfs(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
 
 
 def _one_for_one(forwards: list[Action], backwards: list[Action], ahead: int) -> Iterator[Action]:
-    """`ahead` forwards, then a backward and a forward in turn."""
+    """Yield `ahead` forwards, then a backward and a forward in turn."""
     yield from forwards[:ahead]
     for pair in zip_longest(backwards, forwards[ahead:]):
         yield from (action for action in pair if action is not None)
 
 
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
-    """1F1B in which rank r is r weight gradients late: p activations everywhere, I never waits for W."""
+    """1F1B in which rank r does each W r microbatches late: p activations on every rank, and I never waits for W."""
     return _late_weights("zb-h1", microbatches, [(ranks - rank, rank) for rank in range(ranks)])
 
 
 def zb_h2(ranks: int, microbatches: int) -> Schedule:
-    """Forwards fill the time until the first gradient can come back; 2p-1 activations everywhere."""
+    """Forwards fill the time until the first gradient can come back; 2p-1 activations on every rank."""
     return _late_weights("zb-h2", microbatches, [(2 * (ranks - rank) - 1, 2 * rank) for rank in range(ranks)])
 
 
 def _late_weights(name: str, microbatches: int, shape: list[tuple[int, int]]) -> Schedule:
-    """For each rank: how many forwards it is ahead of I, and how many W it is behind."""
+    """Make lists of F, I and W in turn. `shape` says for each rank how many F it is ahead of I, and W behind it."""
     lists = []
     for rank, (ahead, late) in enumerate(shape):
         forwards = [Action(ActionKind.F, rank, k) for k in range(microbatches)]
@@ -132,7 +132,7 @@ GENERATORS = {
 
 
 def generate(name: str, ranks: int, microbatches: int) -> Schedule:
-    """The schedule of that name; its number of stages is `ranks` times the chunks of its generator."""
+    """Make the schedule of this name; its number of stages is `ranks` times the chunks of its generator."""
     if name not in GENERATORS:
         raise ScheduleError(f"schedule={name!r} is not known; give one of {', '.join(GENERATORS)}")
     for argument, value in (("ranks", ranks), ("microbatches", microbatches)):

@@ -1,4 +1,4 @@
-"""What Dynamo may trace of a pipeline: the mode around a stage's forward, and deferrable calls inside a graph.
+"""The code of a pipeline that Dynamo may trace: the mode around a stage's forward, and deferrable calls in graphs.
 
 [Note: compiled regions]
 Inside a graph there are no queues and no objects of ours. A deferrable call becomes the same call with a detached
@@ -9,10 +9,10 @@ weight, and a *tap* on its output, whose backward is the identity and one opaque
 
 Rule 1: the operator's result is the gradient of `ANCHOR`, a leaf that stands for the queue. So no compiler removes it,
         and asking what becomes of that leaf tells what kind of backward runs (traced.py).
-Rule 2: nothing about one stage, block or microbatch is in the graph. A parameter is known by its key, a number in a
-        tensor that is an input of the graph: blocks of one kind share a graph.
+Rule 2: the graph has nothing that is about one stage, block or microbatch. It knows a parameter by its key, a number in
+        a tensor that is an input of the graph, so that blocks of one kind share a graph.
 
-Everything else of the project is skipped by Dynamo (compiling/regions.py); only torch is called from here.
+Dynamo skips all other code of retrograde (compiling/regions.py), so this module calls only torch.
 """
 
 from collections.abc import Callable
@@ -30,9 +30,9 @@ Function = Callable[..., Any]
 
 
 class RecordingMode(TorchFunctionMode):
-    """`eager` is asked about every call outside graphs. With `taps`, graphs defer weight gradients too.
+    """The mode around a stage's forward. `eager` serves every call outside graphs; with `taps`, graphs defer too.
 
-    `bodies` are functions of torch that hide deferrable calls, and what they call."""
+    `bodies`: functions of torch that hide deferrable calls, each with a function that makes these calls in the open."""
 
     def __init__(
         self,
@@ -89,14 +89,14 @@ def _is_constant_or_parameter(bias: Any) -> bool:
 
 
 def _lower(tensor: Any) -> Any:
-    """What autocast makes of it."""
+    """Cast a tensor as autocast would."""
     if torch.is_autocast_enabled(tensor.device.type) and tensor.dtype is not torch.float64:
         return tensor.to(torch.get_autocast_dtype(tensor.device.type))
     return tensor
 
 
 def _tap(y: Any, x: Any, weight: Any, bias: Any, call: str, numbers: list[int]) -> Any:
-    """`y` with a tap; the weight's shape and strides are all that its gradient needs of it."""
+    """Put a tap on `y`. Of the weight, its gradient needs only shape and strides."""
     keys = getattr(weight, KEY)
     if bias is not None and bias.requires_grad:
         keys = torch.cat([keys, getattr(bias, KEY)])
@@ -151,7 +151,7 @@ def _embedding(
 
 
 def for_each_dimension(value: Any, dims: int) -> list[int]:
-    """An argument of a convolution, which may be one number for all dimensions."""
+    """Repeat an argument of a convolution that is one number for all dimensions."""
     numbers = [value] if isinstance(value, int) else list(value)
     return numbers * dims if len(numbers) == 1 else numbers
 

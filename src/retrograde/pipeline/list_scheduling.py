@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from retrograde.pipeline.schedule import Action, ActionKind, Schedule
 from retrograde.pipeline.timeline import Costs, Dependencies
 
-EPSILON = 1e-9  # sums of measured costs: what arrives this much later is there
+EPSILON = 1e-9  # for rounding in sums of costs: what arrives this much later counts as there
 
 
 class Progress:
@@ -22,13 +22,13 @@ class Progress:
         self.microbatches = microbatches
         self.costs = costs
         self.count = {kind: [0] * len(placement) for kind in (ActionKind.F, ActionKind.I, ActionKind.W)}
-        self.weights: list[deque[Action]] = [deque() for _ in range(max(placement) + 1)]  # I done, W not yet
+        self.weights: list[deque[Action]] = [deque() for _ in range(max(placement) + 1)]  # each W whose I is done
         self.kept = [0.0] * (max(placement) + 1)  # activations, of microbatches, on each rank
         self._dependencies = Dependencies(placement, lowered=False)
         self._done: dict[Action, float] = {}
 
     def next(self, kind: ActionKind, stage: int) -> Action:
-        """Microbatches go through a stage in order."""
+        """The action on the next microbatch: microbatches go through a stage in order."""
         return Action(kind, stage, self.count[kind][stage])
 
     def ready(self, action: Action, now: float) -> bool:
@@ -58,7 +58,7 @@ DispatchRule = Callable[[Progress, int, float], Action | None]
 
 
 def make_schedule(name: str, progress: Progress, rule: DispatchRule) -> Schedule | None:
-    """The schedule that `rule` makes; None if it stops before everything is done."""
+    """Make a schedule by `rule`; None if the rule stops before everything is done."""
     ranks = max(progress.placement) + 1
     lists: list[list[Action]] = [[] for _ in range(ranks)]
     free = [0.0] * ranks
@@ -84,7 +84,7 @@ def make_schedule(name: str, progress: Progress, rule: DispatchRule) -> Schedule
 
 
 class InOrder:
-    """F and I in a given order on each rank; a W whenever the next of them cannot run."""
+    """A dispatch rule: F and I in a given order on each rank, and a W whenever the next F or I cannot run."""
 
     def __init__(self, orders: Sequence[Sequence[Action]], limit: float) -> None:
         self._orders = [deque(order) for order in orders]
@@ -100,7 +100,7 @@ class InOrder:
 
 @dataclass(frozen=True)
 class Greedy:
-    """The most urgent of what is ready: by `urgency` of kinds, later stages first for F.
+    """A dispatch rule: the most urgent action that is ready, by `urgency` of kinds, and later stages first for F.
 
     `caps[stage]` bounds the microbatches of a stage between F and I; `limit` the activations of a rank.
     """
@@ -119,7 +119,7 @@ class Greedy:
         return None
 
     def _may(self, progress: Progress, kind: ActionKind, stage: int, now: float) -> bool:
-        """Whether the next microbatch of `stage` can do its `kind` now, and stays within the limits."""
+        """Can the next action of this kind and stage run now, within the limits?"""
         forwards = progress.count[ActionKind.F][stage]
         inputs = progress.count[ActionKind.I][stage]
         if kind is ActionKind.W:

@@ -1,6 +1,6 @@
-"""Small passes from schedule to schedule: from what is computed to what a rank does.
+"""Small passes that turn a schedule of computations into all that a rank does.
 
-Each adds one thing and keeps the order of what is there. `lower` applies them all.
+Each pass adds one kind of actions and keeps the order of the others. `lower` applies them all.
 """
 
 from collections.abc import Iterator
@@ -10,11 +10,11 @@ from retrograde.errors import ScheduleError
 from retrograde.pipeline.schedule import BACKWARD, Action, ActionKind, Schedule
 from retrograde.pipeline.timeline import Costs, simulate
 
-USES_WEIGHTS = frozenset({ActionKind.F, *BACKWARD})  # never W: it needs inputs and output gradients only
+USES_WEIGHTS = frozenset({ActionKind.F, *BACKWARD})  # not W, which reads inputs and output gradients only
 
 
 def lower(schedule: Schedule, *, gathered: int | None = None, costs: Costs | None = None) -> Schedule:
-    """Reductions, pages if stages are to be gathered as a whole, and transfers."""
+    """Add reductions, page actions if `gathered` is given, and transfers."""
     schedule = add_reductions(schedule)
     if gathered is not None:
         schedule = add_pages(schedule, gathered)
@@ -22,13 +22,13 @@ def lower(schedule: Schedule, *, gathered: int | None = None, costs: Costs | Non
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The forwards alone, for evaluation. They depend on nothing else, so the order still runs to its end."""
+    """Keep the forwards alone, for evaluation. They depend on no other actions, so they still run to their end."""
     kept = [[action for action in actions if action.kind is ActionKind.F] for actions in schedule.ranks]
     return schedule.with_ranks(kept)
 
 
 def add_transfers(schedule: Schedule, costs: Costs | None = None) -> Schedule:
-    """Sends and receives between stages on different ranks.
+    """Add sends and receives between stages on different ranks.
 
     The schedule is played once; when an action ends whose result another rank needs, the send is written on
     this rank and the receive on the other at that same moment. All ranks' lists are then cuts through one order
@@ -41,7 +41,7 @@ def add_transfers(schedule: Schedule, costs: Costs | None = None) -> Schedule:
         moments.append(((item.start, 1, number, 0), item.action))
         send = _send(schedule, item.action)
         if send is not None:
-            # What ends now is sent before anything starts now; an action that takes no time starts first, though.
+            # A result is sent before other actions start at the same time, but after the start of its own action.
             moments.append(((item.end, int(item.end == item.start), number, 1), send))
     lists: list[list[Action]] = [[] for _ in schedule.ranks]
     for _, action in sorted(moments, key=lambda moment: moment[0]):
@@ -68,7 +68,7 @@ def _receive(send: Action) -> Action:
 
 
 class _Span(NamedTuple):
-    """The weights of a stage are needed from action `first` to action `last` of a rank."""
+    """A stage's weights are in memory from action `first` to action `last` of a rank."""
 
     stage: int
     first: int
@@ -112,7 +112,7 @@ def _spans(actions: tuple[Action, ...], gathered: int) -> Iterator[_Span]:
 
 
 def add_reductions(schedule: Schedule) -> Schedule:
-    """One reduction per stage, right after its last W or B: its gradients are complete then."""
+    """Add one REDUCE per stage, right after its last W or B, when its gradients are complete."""
     lists = []
     for actions in schedule.ranks:
         last = {

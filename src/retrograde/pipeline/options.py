@@ -1,4 +1,4 @@
-"""What users say about a pipeline: how it is cut, how it is sharded, over which ranks."""
+"""The options of a pipeline: how it is cut and sharded, and over which ranks."""
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ from retrograde.transport.groups import GroupOfRanks, process_group_of
 
 @dataclass(frozen=True)
 class Zero:
-    """How the stages are sharded over the data-parallel ranks; see `rg.shard`.
+    """How a pipeline's stages are sharded over the data-parallel ranks; see `rg.shard`.
 
     `gathered`: how many of its stages a rank keeps in memory, whole, from their first use to the last (at stage 3). By
     default a page comes and goes with each use, which takes the least memory and the most gathers. `precision`: inputs
@@ -108,13 +108,13 @@ def check_ranks(name: str, mesh: Any, error: type[RetrogradeError] = PipelineErr
 
 
 def group_of(name: str, mesh: GroupOfRanks, dimension: str) -> dist.ProcessGroup:
-    """The ranks that are meant; all of them if none are given. An error suggests that `dimension` of the mesh."""
+    """The process group of a mesh or group, by default of all ranks. An error suggests `dimension` of the mesh."""
     check_ranks(name, mesh)
     return process_group_of(mesh, name, f"mesh['{dimension}']", PipelineError)
 
 
 def check_apart(zero: Zero, stages: Iterable[int], replicas: Iterable[int]) -> None:
-    """Ranks of one pipeline hold different stages: none of them may be a replica of another."""
+    """Raise if a rank of this pipeline is also given as a replica of this one, since it holds other stages."""
     others = sorted(set(stages) & set(replicas) - {dist.get_rank()})
     if others:
         raise wrong(
@@ -138,7 +138,7 @@ def named_schedule(schedule: Any) -> str | Schedule:
 
 
 def arguments_to_compare(given: str | Schedule, schedule: Schedule, zero: Zero | None, cut: Cut | None) -> list[Said]:
-    """What must be the same on every rank. The lists themselves are compared by a checksum."""
+    """The arguments that must be the same on every rank. The lists of the schedule are compared by a checksum."""
     lists = zlib.crc32(str(schedule).encode())
     name = given if isinstance(given, str) else f"{schedule.name} (checksum {lists})"
     sharded = None

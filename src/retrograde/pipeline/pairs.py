@@ -1,4 +1,4 @@
-"""What waits between I and W: pairs of an input and an output's gradient, and the nodes that W makes of them.
+"""Pairs of an input and an output's gradient, which wait between I and W, and the nodes that W makes of them.
 
 Pairs refer to no graph. Inputs are kept detached, with their version, which W checks as autograd would.
 """
@@ -42,13 +42,13 @@ class Pair:
 
 
 def bytes_of(pairs: Sequence[Pair]) -> int:
-    """Bytes that W reads, each once."""
+    """How many bytes the pairs' storages have, each counted once."""
     storages = {storage_id(t): t.untyped_storage().nbytes() for p in pairs for t in (p.x, p.grad)}
     return sum(storages.values())
 
 
 def add_to_gradients(pairs: list[Pair]) -> None:
-    """W: an ordinary backward over one node for each pair. The list is emptied on the way.
+    """Do W: run an ordinary backward over one node for each pair. The list is emptied on the way.
 
     Nodes are made in the opposite order of I, because autograd runs the youngest first: weights that are used twice are
     summed in the order in which I met them, as in an unsplit backward.
@@ -60,7 +60,7 @@ def add_to_gradients(pairs: list[Pair]) -> None:
             pair = pairs.pop()
             reached = [target.reached(casts) for target in pair.targets]
             token = _Waiting.apply(pair, *reached)  # type: ignore[no-untyped-call]
-            if token.requires_grad:  # a parameter may have been frozen since
+            if token.requires_grad:  # false if its parameters have been frozen since I
                 tokens.append(token)
             del pair
     if tokens:
@@ -82,9 +82,9 @@ class _Waiting(torch.autograd.Function):
         return (None, weight, bias) if len(pair.targets) > 1 else (None, weight)
 
 
-# ---- no more memory than is read
+# ---- keeping no more memory than W reads
 def compact(pairs: Sequence[Pair]) -> None:
-    """A view that keeps a larger storage alive is copied out of it, unless somebody else keeps it anyway."""
+    """Copy views out of a larger storage that they keep alive, unless something else keeps it alive too."""
     loose = _loose(pairs)
     if not loose:
         return
@@ -98,7 +98,7 @@ def compact(pairs: Sequence[Pair]) -> None:
 
 
 def _loose(pairs: Sequence[Pair]) -> set[int]:
-    """Storages of which pairs read a part, and that nobody else keeps."""
+    """The storages of which pairs read only a part, and that nothing but the pairs keeps alive."""
     views: dict[int, list[Tensor]] = {}
     for pair in pairs:
         for tensor in (pair.x, pair.grad):
@@ -113,7 +113,7 @@ def _loose(pairs: Sequence[Pair]) -> set[int]:
 
 
 def _copied(view: Tensor, copies: dict[Any, Tensor]) -> Tensor:
-    """One copy for equal views; its version starts at 0."""
+    """Copy a view, once for equal views. The copy's version starts at 0."""
     place = (storage_id(view), view.storage_offset(), view.size(), view.stride())
     if place not in copies:
         copies[place] = view.clone()

@@ -1,4 +1,4 @@
-"""What travels between stages: the tensors of any pytree, and a layout that says how to put it together again."""
+"""Parcels, which travel between stages: the tensors of a pytree, and a layout by which it is put together again."""
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -13,11 +13,11 @@ from retrograde.torch_internals import TreeSpec, alias_without_base, leaf_spec, 
 from retrograde.transport.messages import Form, MessageError, TensorLayout, TreeForm
 from retrograde.transport.tensors import copy_of
 
-_REMEMBERED = 1024  # layouts: those of a few models, whose messages are the same in every step
+_REMEMBERED = 1024  # cached layouts: enough for a few models, whose messages are the same in every step
 
 
 def layout_of(tensor: Tensor) -> TensorLayout:
-    """How the receiver makes it: with the same strides, or row by row if it has gaps or overlaps."""
+    """The layout in which the receiver makes a tensor: with the same strides, or row by row if it is not dense."""
     return _layout(tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad, tensor.is_cpu)
 
 
@@ -31,7 +31,7 @@ def _layout(
 
 @dataclass(frozen=True)
 class TreeLayout:
-    """`constants` are the leaves that are not tensors; at a tensor's place stands None in `constants`."""
+    """A tree without its tensors. `constants` has the leaves that are not tensors, and None in place of each tensor."""
 
     spec: TreeSpec
     tensors: tuple[TensorLayout | None, ...]
@@ -39,14 +39,14 @@ class TreeLayout:
 
     @cached_property
     def form(self) -> Form:
-        """As it travels."""
+        """The layout as it travels in a message."""
         tree = TreeForm(describe(self.spec), [describe_constant(constant) for constant in self.constants])
         return Form(self.tensors, tree)
 
 
 @lru_cache(_REMEMBERED)
 def _alone(layout: TensorLayout) -> TreeLayout:
-    """Of a tensor that is all there is, as between most stages."""
+    """The tree layout of a single tensor, as it goes between most stages."""
     return TreeLayout(leaf_spec(), (layout,), (None,))
 
 
@@ -74,14 +74,15 @@ class Parcel:
         return tree_unflatten(leaves, self.layout.spec)
 
     def apart(self) -> "Parcel":
-        """The same memory without a graph. Microbatches are slices of one tensor, whose changes would count for all.
+        """The same memory without a graph, in tensors that are no views, each with a version of its own: microbatches
+        are slices of one tensor, and a change of one would count as a change of all.
 
-        The layout still says which of them require gradients."""
+        The layout still says which tensors require gradients."""
         alone = [None if t is None else alias_without_base(t.detach()) for t in self.tensors]
         return Parcel(self.layout, alone)
 
     def copied(self) -> "Parcel":
-        """What a stage on another rank would receive: the same values in memory of its own."""
+        """A copy, as a stage on another rank would receive it: the same values in other memory."""
         made = [
             None if layout is None or tensor is None else copy_of(tensor, layout, tensor.device)
             for layout, tensor in zip(self.layout.tensors, self.tensors, strict=True)
@@ -93,7 +94,7 @@ Gradients = list[Tensor | None]
 
 
 def form_of(content: Parcel | Gradients) -> Form:
-    """How content is put together again on another rank."""
+    """The form by which another rank puts the content together again."""
     if isinstance(content, Parcel):
         return content.layout.form
     return _form_of_gradients(tuple(None if grad is None else layout_of(grad) for grad in content))
@@ -105,7 +106,7 @@ def _form_of_gradients(layouts: tuple[TensorLayout | None, ...]) -> Form:
 
 
 def content_of(form: Form, tensors: list[Tensor | None]) -> Parcel | Gradients:
-    """Raises `MessageError` for containers that this rank does not know."""
+    """Put content together from its form and tensors. Raises `MessageError` for containers unknown on this rank."""
     if form.tree is None:
         return tensors
     spec = spec_of(form.tree.root)

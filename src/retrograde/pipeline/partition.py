@@ -1,4 +1,4 @@
-"""Which blocks of a model form a stage: contiguous runs whose largest total is as small as it can be."""
+"""Decides which blocks of a model form a stage: contiguous runs whose heaviest is as light as possible."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -30,9 +30,9 @@ class _Best(NamedTuple):
 
 
 def _least(total: Sequence[float], stages: int, join: Callable[[float, float], float], limit: float) -> _Best:
-    """The cut whose loads, joined one after the other, give the least value; no load is over the limit."""
+    """Find the cut whose loads, combined one after the other by `join`, give the least value; none is over `limit`."""
     none = _Best(math.inf, ())
-    best = [_Best(0.0, ()), *[none] * (len(total) - 1)]  # of the first so many blocks, in no stage yet
+    best = [_Best(0.0, ()), *[none] * (len(total) - 1)]  # best[n]: of the first n blocks, in the stages so far
     for stage in range(1, stages + 1):
         fresh = [none] * len(total)
         for end in range(stage, len(total)):
@@ -51,7 +51,7 @@ def _ranges(bounds: Sequence[int]) -> tuple[range, ...]:
 
 
 def cut_before(names: Sequence[str], points: Sequence[str]) -> tuple[range, ...]:
-    """Stages that start at the blocks named by `points`; the first stage starts at the first block."""
+    """Cut into stages that start at the first block and at the blocks named by `points`."""
     unknown = [point for point in points if point not in names]
     if unknown:
         raise ScheduleError(f"split point {unknown[0]!r} is not a block; the blocks are {', '.join(names)}")

@@ -96,8 +96,8 @@ class Pipeline:
 
     rank: int  # in the group of the pipeline
     schedule: Schedule
-    stages: dict[int, Stage]  # those of this rank, by number
-    engine: Engine | None  # with ZeRO, of this rank's stages
+    stages: dict[int, Stage]  # this rank's stages, by number
+    engine: Engine | None  # the engine of this rank's stages, with ZeRO
     trace: list[Timed]  # what this rank did in the last step, and when
 
     def __init__(
@@ -139,7 +139,7 @@ class Pipeline:
             arguments += arguments_to_compare(schedule, self.schedule, zero, cut)
         self._open(own)
         self._take_stages(blocks, self._divide(model, blocks, cut, costs), loss, zero, init)
-        exchange(self._transports[0], "Pipeline() is done", None)  # messages come when everybody can receive them
+        exchange(self._transports[0], "Pipeline() is done", None)  # afterwards all ranks can receive messages
 
     @classmethod
     def from_stage_modules(
@@ -258,7 +258,7 @@ class Pipeline:
 
     # ---- making it
     def _connect(self, mesh: RanksOfPipeline, zero: Zero | None, timeout: float) -> PipelineRanks:
-        """To the ranks of this pipeline, which are returned, and to the replicas of this rank."""
+        """Connect to the ranks of this pipeline, which are returned, and to the replicas of this rank."""
         self._tied = TiedParameters()
         self._patience = patience_of(timeout)
         self.trace = []
@@ -269,7 +269,7 @@ class Pipeline:
         return own
 
     def _open(self, own: PipelineRanks) -> None:
-        """What stages and ties go by. All ranks know that they have the same schedule and kind of device."""
+        """Open the ways of stages, loss and ties. All ranks have agreed on one schedule and kind of device by now."""
         self._streams = streams_of(self.device)
         channel = own.channel(self._streams, self._patience, ways_of(self.schedule))
         self._transport = StageTransport(channel, self.rank, self._streams)
@@ -298,7 +298,7 @@ class Pipeline:
             instance("cut", cut, Cut, "is not known", "rg.Cut(...) or None", PipelineError)
 
     def _measured(self, blocks: list[Block], cut: Cut | None) -> list[float] | None:
-        """Seconds for each block, if the cut is to be made by them; on the first rank, which measures for all."""
+        """On the first rank, measure seconds for each block if the cut is balanced by them; None on the others."""
         if cut is None or cut.sample is None or self.rank != 0:
             return None
         return measured(blocks, cut.sample, dict(cut.options))
@@ -306,7 +306,7 @@ class Pipeline:
     def _divide(
         self, model: Model | OwnStages, blocks: list[Block], cut: Cut | None, costs: list[float] | None
     ) -> list[list[Block]]:
-        """The blocks of each stage. All ranks agree that they are the same."""
+        """Divide blocks into stages. All ranks check that they have divided alike."""
         with together(self._transports, "Pipeline()") as arguments:
             if isinstance(model, OwnStages):
                 return model.by_stage(self.schedule.stages, self.schedule.stages_of(self.rank))
@@ -324,10 +324,10 @@ class Pipeline:
         zero: Zero | None,
         init: Initializer | None,
     ) -> None:
-        """Make this rank's stages real, shard them, and make what runs them."""
+        """Make this rank's stages real, shard them, and make the executors that run them."""
         mine = {stage: by_stage[stage] for stage in self.schedule.stages_of(self.rank)}
         own = [block for group in mine.values() for block in group]
-        everywhere = all(by_stage)  # else other ranks have stages of which this one knows nothing
+        everywhere = all(by_stage)  # if false, this rank does not know the blocks of other ranks' stages
         self._accepted = accepted([block.module for block in blocks]) if everywhere else None
         precision = Precision.of(None if zero is None else zero.precision)
         self._ties = self._tie_sums(by_stage, precision)
@@ -359,7 +359,7 @@ class Pipeline:
         return TieSums(ties, self._tied, self._of_ties, self._streams)
 
     def _same_costs(self, costs: list[float] | None, cut: Cut | None) -> Sequence[float] | None:
-        """The costs by which all ranks cut: those that are given, or what the first rank has measured."""
+        """The costs by which all ranks cut: those given in `cut`, or those that the first rank has measured."""
         if cut is None:
             return None
         if cut.sample is None:
@@ -396,7 +396,7 @@ class Pipeline:
         return contextlib.nullcontext() if self.engine is None else self.engine.coalesce()
 
     def _batch(self, given: StepArguments, learn: bool, gradients: CallerGradients | None = None) -> Batch:
-        """The microbatches of a step on this rank; with `gradients`, those that the caller wants are delivered."""
+        """Cut the given values into microbatches. With `gradients`, stand-ins replace tensors that require one."""
         count = self.schedule.microbatches
         first = 0 in self.stages
         last = self.schedule.last_stage in self.stages
@@ -427,14 +427,14 @@ class Pipeline:
                 )
 
     def _weights(self, targets: list[Any], inputs: Sequence[Any]) -> list[float]:
-        """With which each microbatch's loss counts: 1 if it is a sum; its share of the samples if it is a mean."""
+        """The weight of each microbatch's loss: 1 if losses are sums, its share of the samples if they are means."""
         if self._loss_reduction == "sum":
             return [1.0] * len(targets)
         sizes = [size(target) or size(own) or 1 for target, own in zip(targets, inputs, strict=True)]
         return [own / sum(sizes) for own in sizes]
 
     def _finish(self, outcome: Outcome) -> Result:
-        """All ranks have come to the end of the step: agree on how it went."""
+        """Agree with all ranks, at the end of a step, on how it went: return its result, or raise."""
         self.trace = outcome.trace
         losses = [loss for _, loss in sorted(outcome.losses.items())]
         mine = total_loss(losses)
@@ -459,7 +459,7 @@ def _chain(blocks: list[Block], casts: StageCasts) -> Chain:
 
 
 def _executed(executor: Executor, batch: Callable[[], Batch]) -> Outcome:
-    """A batch that this rank cannot use is a failure like any other: all ranks are told at the end of the step."""
+    """Make and run a batch. If the batch is wrong on this rank, all ranks are told at the end of the step."""
     try:
         ready = batch()
     except Exception as error:

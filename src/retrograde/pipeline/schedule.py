@@ -29,7 +29,7 @@ from retrograde.errors import ScheduleError
 
 
 class ActionKind(Enum):
-    """What is done; see [Note: the actions]."""
+    """What an action does; see [Note: the actions]."""
 
     F = "F"
     I = "I"  # noqa: E741  the literature's letter
@@ -66,7 +66,7 @@ _KINDS = {kind.value: kind for kind in ActionKind}
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing that one rank does; what is for the whole step has no microbatch."""
+    """One thing that one rank does. GATHER, DROP and REDUCE have no microbatch."""
 
     kind: ActionKind
     stage: int
@@ -100,7 +100,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """`placement[stage]` is the rank that holds the stage; `ranks[rank]` is what that rank does."""
+    """The lists of actions of all ranks: `ranks[rank]`. `placement[stage]` is the rank that holds the stage."""
 
     name: str
     microbatches: int
@@ -119,7 +119,7 @@ class Schedule:
         return tuple(stage for stage, home in enumerate(self.placement) if home == rank)
 
     def split_microbatches(self, stage: int) -> frozenset[int]:
-        """Those whose backward is done in two parts by the stage, I and W."""
+        """The microbatches whose backward the stage does in two parts, I and W."""
         own = self.ranks[self.placement[stage]]
         return frozenset(a.microbatch or 0 for a in own if a.stage == stage and a.kind is ActionKind.I)
 

@@ -1,7 +1,8 @@
 """`auto`: the schedule with the least bubble for given costs and a limit on activations.
 
-A portfolio first: the named schedules; their orders of F and I with W placed anew for these costs; lists made
-greedily with different numbers of microbatches under way. Then the best few are improved by moving single actions.
+The search first makes a portfolio: the named schedules; their orders of F and I with W placed anew for these costs; and
+lists made greedily with different numbers of microbatches in flight. Then it improves the best few by moving single
+actions.
 Nothing depends on time or chance (the generator of moves is seeded), so every rank finds the same schedule.
 """
 
@@ -19,9 +20,9 @@ from retrograde.pipeline.schedule import Action, ActionKind, Schedule
 from retrograde.pipeline.timeline import Costs, Timeline, try_simulate
 from retrograde.pipeline.vshape import v_placement
 
-ACTIONS_TRIED = 600_000  # simulated actions in the second phase: a few seconds
-MOVES = 2_000  # at most, from one start: small cases are settled long before
-STARTS = 3  # how many of the portfolio are improved
+ACTIONS_TRIED = 600_000  # simulated actions while schedules are improved: a few seconds
+MOVES = 2_000  # the most moves from one start; small cases are settled long before
+STARTS = 3  # how many schedules of the portfolio are improved
 REACH = 6  # how far a move carries an action
 SLOPES = (0, 1 / 6, 1 / 3, 1 / 2, 2 / 3, 5 / 6, 1, 4 / 3, 3 / 2, 2, 4)
 URGENCIES = (
@@ -33,7 +34,7 @@ URGENCIES = (
 
 @dataclass(frozen=True)
 class Problem:
-    """`costs` are of a rank's whole share or of each stage; the limit is in microbatches of that share."""
+    """What to search for. `costs`: of a rank's whole share or of each stage; `limit`: in microbatches of the share."""
 
     ranks: int
     microbatches: int
@@ -57,7 +58,7 @@ class Candidate:
 
     @property
     def merit(self) -> tuple[float, float, float, float]:
-        """Smaller is better. Rounded: sums in another order must not decide."""
+        """Smaller is better. It is rounded, so that the order in which floats are added does not decide."""
         timeline = self.timeline
         ends = sum(row[-1].end for row in timeline.by_rank)  # moves that help one rank only still lead somewhere
         return round(timeline.bubble, 9), round(timeline.step_bubble, 9), round(ends, 9), max(timeline.activations)
@@ -130,7 +131,7 @@ def _portfolio(problem: Problem) -> Iterator[Schedule]:
 
 
 def _refilled(problem: Problem, schedule: Schedule) -> Iterator[Schedule]:
-    """The same order of F and I, those in B too; W where these costs leave gaps."""
+    """The schedule's order of F and I, with each B as an I, and W placed in the gaps that these costs leave."""
     orders = [
         [_without_weights(action) for action in actions if action.kind is not ActionKind.W]
         for actions in schedule.ranks
@@ -147,7 +148,7 @@ def _without_weights(action: Action) -> Action:
 
 
 def _greedy(problem: Problem, placement: tuple[int, ...]) -> Iterator[Schedule]:
-    """A stage k hops before the end may have `first` + k*slope microbatches under way."""
+    """Make lists greedily. A stage k hops before the end may have `first` + k*slope microbatches in flight."""
     chunks = len(placement) // problem.ranks
     most = problem.microbatches * chunks
     for urgency in URGENCIES:
@@ -160,7 +161,7 @@ def _greedy(problem: Problem, placement: tuple[int, ...]) -> Iterator[Schedule]:
 
 
 def _improve(problem: Problem, best: Candidate, tries: int) -> Candidate:
-    """Move one action at a time; keep what is no worse."""
+    """Move one action at a time, and keep each move that makes the schedule no worse."""
     moves = random.Random(0)
     for _ in range(min(MOVES, tries // sum(map(len, best.schedule.ranks)))):
         if best.timeline.bubble == 0 and best.timeline.step_bubble == 0:
@@ -177,7 +178,7 @@ def _improve(problem: Problem, best: Candidate, tries: int) -> Candidate:
 
 
 def _moved(schedule: Schedule, moves: random.Random) -> Schedule | None:
-    """One action moved; None if it would overtake another microbatch of its kind and stage."""
+    """Move one action; None if it would pass the same kind of action of another microbatch of its stage."""
     ranks: list[list[Action]] = [list(actions) for actions in schedule.ranks]
     actions = ranks[moves.randrange(len(ranks))]
     source = moves.randrange(len(actions))

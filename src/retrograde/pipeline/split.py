@@ -11,7 +11,7 @@ Rule 1: a weight gradient waits only while I runs, and only if I would add it to
         that a nested `autograd.grad` asks for, or that a backward inside the forward makes, is computed at once.
 Rule 2: a parameter that is also used by something that is not deferrable does not wait: its gradient is one sum,
         made once, in torch's order. Nor does one with a hook, of any kind: autograd would call it in I, with nothing.
-Rule 3: pairs refer to no graph (pairs.py), and what they are for to no page (targets.py).
+Rule 3: pairs refer to no graph (pairs.py), and their targets to no page (targets.py).
 Rule 4: the mode is active in I as well: a recompute of checkpointed blocks must save what the forward saved.
 Rule 5: under autocast the casts are part of the graph, where torch has them (casts.py).
 Rule 6: inside compiled graphs deferrable calls are tapped (inlined.py), and their pairs come to the same queue.
@@ -53,38 +53,38 @@ from retrograde.torch_internals import (
 
 
 class Waited(NamedTuple):
-    """The parameters whose gradients waited for W in an I. Full tensors are known by id: holding one holds its page."""
+    """The parameters whose gradients waited in an I. Full tensors are known by id, since holding one holds its page."""
 
     plain: tuple[Tensor, ...] = ()
     full: frozenset[int] = frozenset()
 
 
 class SplitBackward:
-    """What looks at the forward of one microbatch of one stage, and runs its backward: I and W, or B.
+    """Looks at the forward of one microbatch of one stage, and runs its backward: I and W, or B.
 
-    `parameters` are the stage's, which compiled graphs need; `account` is told what waits and what does not."""
+    `parameters`: the stage's, which compiled graphs need. `account` notes which gradients wait and which do not."""
 
     def __init__(self, parameters: StageParameters | None = None, account: Account | None = None) -> None:
         self._pairs: list[Pair] = []
         self._elsewhere: set[int] = set()  # parameters that something else than a deferrable call uses (Rule 2)
         self._deferring = False
         self._repeating: Waited | None = None  # in a repeated I, what waited in the first
-        self.repeatable = True  # nobody has run a backward of their own
+        self.repeatable = True  # false once a backward has run inside the forward or I
         self.recomputed = False  # was a part of the forward run again in I, as checkpoints do?
         self._casts = Casts()
         self._account = account
-        self._parameters = parameters  # while this is here, graphs find them
+        self._parameters = parameters  # kept so that graphs find them
         taps = parameters is not None and not parameters.hooked
         self._mode = RecordingMode(_Recorder(self, account), _BODIES, taps)
 
     def recording(self) -> TorchFunctionMode:
-        """A context for the forward."""
+        """Return the mode, a context in which the forward runs."""
         keep_graphs_out()
         self._casts.clear()
         return self._mode
 
     def run_inputs(self, outputs: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor | None]) -> None:
-        """I: accumulates into the leaves of the graph, except for what waits for W."""
+        """Do I: accumulate gradients into the leaves of the graph, except for those that wait for W."""
         self._deferring = True
         before = None if self._account is None or self._parameters is None else self._parameters.gradients()
         try:
@@ -101,12 +101,12 @@ class SplitBackward:
         return self._deferring
 
     def run_whole(self, outputs: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor | None]) -> None:
-        """B: nothing waits (Rule 1), but that pairs of compiled graphs come to the queue and are done at the end."""
+        """Do B: no gradient waits (Rule 1). Only compiled graphs queue pairs, which are computed at the end."""
         self._run(outputs, grads)
         self.run_weights()
 
     def _run(self, outputs: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor | None]) -> None:
-        """A backward. One that raises leaves no pairs behind."""
+        """Run a backward. If it raises, forget its pairs."""
         try:
             with collecting(self):
                 _run_engine(self.recording(), outputs, grads)
@@ -119,7 +119,7 @@ class SplitBackward:
     def run_again(
         self, outputs: Sequence[GradientEdge], grads: Sequence[Tensor], leaves: Sequence[Tensor], waited: Waited
     ) -> None:
-        """I and W at once (again.py), for the gradients that waited in the first I and no others."""
+        """Do I and W at once in a repeat (again.py), for the gradients that waited in the first I and no others."""
         self._deferring = True
         self._repeating = waited
         try:
@@ -130,12 +130,12 @@ class SplitBackward:
         self.run_weights()
 
     def run_weights(self) -> None:
-        """W: adds what was left to the parameters' `.grad`, and holds nothing afterwards."""
+        """Do W: add the gradients of the pairs to the parameters' `.grad`, and forget the pairs."""
         pairs, self._pairs = self._pairs, []
         add_to_gradients(pairs)
 
     def forget(self) -> Waited:
-        """Let go of the pairs. Returns which parameters they were for."""
+        """Forget the pairs. Returns the parameters whose gradients waited."""
         parameters = {id(t.parameter): t.parameter for pair in self._pairs for t in pair.targets}
         self._pairs.clear()
         plain = [parameter for parameter in parameters.values() if not isinstance(parameter, FullTensor)]
@@ -148,7 +148,7 @@ class SplitBackward:
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes that W reads, each once."""
+        """How many bytes the waiting pairs hold."""
         return bytes_of(self._pairs)
 
     # ---- the mode and the nodes call these
@@ -156,7 +156,7 @@ class SplitBackward:
         self._elsewhere.add(id(parameter))
 
     def waits(self, target: Target) -> bool:
-        """Rules 1 and 2, asked in the backward of a deferrable call."""
+        """May the gradient of this target wait (Rules 1 and 2)? Asked in the backward of a deferrable call."""
         parameter = target.parameter
         if not parameter.requires_grad or not self._deferring or torch.is_grad_enabled():
             return False
@@ -174,12 +174,12 @@ class SplitBackward:
             self._account.note_pair(pair, waits=True)
 
     def computed(self, pair: Pair) -> None:
-        """The weight gradient of a deferrable call did not wait."""
+        """Note that the weight gradient of a deferrable call did not wait."""
         if self._account is not None and self._deferring:
             self._account.note_pair(pair, waits=False)
 
     def routed(self, call: DeferrableCall, run: Callable[[Tensor], Any]) -> Any:
-        """A deferrable call, as an autograd Function of ours; `run` does it for a given input."""
+        """Run a deferrable call as `_Routed`; `run` computes it for a given input."""
         self.recomputed |= self._deferring
         if call.dtype_of_result:
             call, run = _already_run(call, run)
@@ -207,7 +207,7 @@ def _may_wait(call: DeferrableCall) -> bool:
 
 
 def _already_run(call: DeferrableCall, run: Callable[[Tensor], Any]) -> tuple[DeferrableCall, Callable[[Tensor], Any]]:
-    """A function of the user's, run under autocast: the result tells what it has computed in."""
+    """Run a user's function under autocast. The dtype of its result is the one in which it has computed."""
     with torch.no_grad():
         result = run(call.x)
     return replace(call, dtype=result.dtype), lambda x: result
@@ -251,7 +251,7 @@ class _Recorder:
     def _note(self, func: Callable[..., Any], result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         outputs = result if isinstance(result, tuple | list) else (result,)
         if not any(isinstance(output, Tensor) and output.requires_grad for output in outputs):
-            return  # a question about a parameter (its shape, its dtype), or a copy for other ends
+            return  # only asks about a parameter (its shape, its dtype), or copies it without a graph
         for value in _values(args, kwargs):
             parameter = parameter_of(value)
             # A view is not a use yet; what is done with the view will be.
@@ -263,7 +263,7 @@ class _Recorder:
 
 
 def _values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments, and what is in lists of them: einsum and recurrent layers take those."""
+    """The arguments, and the elements of arguments that are lists, as einsum and recurrent layers take."""
     found: list[Any] = []
     for value in (*args, *kwargs.values()):
         found += value if isinstance(value, tuple | list) else [value]
@@ -282,7 +282,7 @@ def _run_engine(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    """`torch.autograd.backward`, which as a torch function would switch the mode off while it runs (Rule 4)."""
+    """Do as `torch.autograd.backward`, but keep the mode active, which torch's switches off while it runs (Rule 4)."""
     roots = (tensors,) if isinstance(tensors, Tensor | GradientEdge) else tuple(tensors)
     given = (grad_tensors,) if isinstance(grad_tensors, Tensor) else tuple(grad_tensors or [None] * len(roots))
     leaves = (inputs,) if isinstance(inputs, Tensor | GradientEdge) else tuple(inputs or ())
@@ -319,7 +319,7 @@ class _Routed(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
     ) -> Tensor:
-        """`weight` and `bias` are the call's own, or stand for their casts."""
+        """Run the call. `weight` and `bias` are the call's own, or nodes without data that stand for their casts."""
         ctx.set_materialize_grads(False)
         ctx.split = split
         ctx.formulas = call.formulas
@@ -339,7 +339,7 @@ class _Routed(torch.autograd.Function):
         x_grad = None
         weight_grad = None
         bias_grad = None
-        # The mode has nothing to see in a backward that is not recorded, and asking it takes longer than the formulas.
+        # In a backward that is not recorded the mode has nothing to do, and asking it takes longer than the formulas.
         with nullcontext() if torch.is_grad_enabled() else without_modes_or_torch_function():
             if ctx.needs_input_grad[4]:
                 weight = rest[0] if ctx.dtype is None else rest[0].to(ctx.dtype)

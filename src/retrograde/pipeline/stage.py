@@ -1,8 +1,8 @@
 """One stage on one rank: forward, I, W and B of its microbatches, with detached boundaries.
 
 [Note: what a stage holds]
-Of a microbatch in flight a stage holds its graph's ends and nothing else: the leaves that stand for its inputs, and
-the gradient edges of its outputs. Output values live while they are sent, or while the graph itself saved them.
+For a microbatch in flight a stage holds the two ends of its graph and nothing else: the leaves that stand for its
+inputs, and the gradient edges of its outputs. Output values live while they are sent, or if the graph has saved them.
 
     F       makes a flight: leaves, edges, and (if I and W come later) the split backward
     I or B  runs the graph, which frees it, and takes the leaves' gradients; a flight after I is its pairs alone
@@ -36,7 +36,7 @@ Loss = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class WeightedTarget:
-    """What the last stage needs for its loss: the target of a microbatch, and with which weight its loss counts."""
+    """What the last stage needs for a microbatch's loss: its target, and the weight with which its loss counts."""
 
     value: Any
     weight: float
@@ -63,7 +63,7 @@ class Flight:
 
 
 class _Made(NamedTuple):
-    """What F has made, with its graph."""
+    """What F has made: the flight, and output and loss in their graph."""
 
     flight: Flight
     output: Any
@@ -71,7 +71,7 @@ class _Made(NamedTuple):
 
 
 class _Computed(NamedTuple):
-    """What a forward has made, with its graph; `wrote`: one that was watched has changed its input or a buffer."""
+    """What a forward has made, in its graph. `wrote`: it was watched, and has changed its input or a buffer."""
 
     leaves: list[Tensor | None]
     output: Any
@@ -88,15 +88,15 @@ class LastOutput(NamedTuple):
 
 @dataclass
 class Stage:
-    """`module` is called with what arrives (a tuple is several arguments) and the keyword arguments it accepts."""
+    """One stage on one rank. It calls `module` with what arrives (a tuple: several arguments) and accepted keywords."""
 
     index: int
     module: nn.Module
     loss: Loss | None = None  # on the last stage
-    split: Collection[int] = frozenset()  # the microbatches whose backward is I and, later, W; of others it is B
+    split: Collection[int] = frozenset()  # the microbatches whose backward is I and, later, W; that of others is B
     flights: dict[int, Flight] = field(default_factory=dict)
     pages: dict[Owner, Tensor] = field(default_factory=dict)  # from GATHER to DROP
-    account: Account = field(default_factory=Account)  # of the first microbatch whose backward was split
+    account: Account = field(default_factory=Account)  # about the first microbatch whose backward was split
     pending: Pending = field(default_factory=Pending)  # shared by the stages of a rank
     device: torch.device = HOST
 
@@ -108,7 +108,7 @@ class Stage:
         self._accepts_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
     def forward(self, microbatch: int, arrived: Parcel, options: Mapping[str, Any]) -> Parcel:
-        """F of a stage that is not the last."""
+        """Do F of a stage that is not the last. Returns its output, detached."""
         made = self._start_flight(microbatch, arrived, options)
         parcel = Parcel.of(made.output)
         made.flight.edges = [_edge(tensor) for tensor in parcel.tensors]
@@ -118,7 +118,7 @@ class Stage:
     def forward_last(
         self, microbatch: int, arrived: Parcel, options: Mapping[str, Any], target: WeightedTarget | None
     ) -> LastOutput:
-        """F of the last stage."""
+        """Do F of the last stage, which computes the loss if there is a target."""
         made = self._start_flight(microbatch, arrived, options, target)
         parcel = Parcel.of(made.output)
         detached = parcel.tree([None if t is None else t.detach() for t in parcel.tensors])
@@ -130,10 +130,10 @@ class Stage:
         made.flight.edges = [_edge(loss)]
         made.flight.seed = [torch.full_like(loss, target.weight, requires_grad=False)]
         self._keep(microbatch, made.flight)
-        return LastOutput(loss.detach().clone(), detached)  # of a loss that is a view, one number stays
+        return LastOutput(loss.detach().clone(), detached)  # a clone, as a loss may be a view of something large
 
     def backward(self, microbatch: int, grads: Sequence[Tensor | None] | None) -> list[Tensor | None]:
-        """B: everything at once. Returns the gradients of what arrived."""
+        """Do B, the whole backward. Returns the gradients of what arrived."""
         flight = self._take(microbatch, Phase.FORWARD, "B")
         roots, given = self._roots(flight, grads)
         if roots:
@@ -145,7 +145,7 @@ class Stage:
         return _take_grads(flight)
 
     def backward_inputs(self, microbatch: int, grads: Sequence[Tensor | None] | None) -> list[Tensor | None]:
-        """I. Returns the gradients of what arrived; weight gradients wait for W."""
+        """Do I. Returns the gradients of what arrived; weight gradients wait for W."""
         flight = self._take(microbatch, Phase.FORWARD, "I")
         if flight.split is None:
             raise PipelineError(f"stage {self.index}, microbatch {microbatch}: I after a forward that was not split")
@@ -162,7 +162,7 @@ class Stage:
         return found
 
     def backward_weights(self, microbatch: int) -> None:
-        """W."""
+        """Do W, from the pairs or by computing the microbatch again."""
         flight = self._take(microbatch, Phase.INPUTS, "W")
         assert flight.split is not None
         self.pending.held -= flight.held
@@ -173,7 +173,7 @@ class Stage:
                 flight.split.run_weights()
 
     def gather(self) -> None:
-        """GATHER: pages of a sharded stage come, and stay until DROP. Without, each comes and goes with its use."""
+        """Do GATHER: hold a sharded stage's pages until DROP. Without it, each page comes and goes with its use."""
         leaves = [leaf for leaf in self.module.parameters() if isinstance(leaf, ShardedParameter)]
         self.pages = {leaf.owner: leaf.shown() for leaf in leaves}
 
@@ -189,7 +189,7 @@ class Stage:
         yield from self.account.works({id(whole_of(p)): name.removeprefix("blocks.") for name, p in trained.items()})
 
     def clear(self) -> None:
-        """Forget what a failed step left."""
+        """Forget what a failed step has left."""
         self.flights.clear()
         self.pending.held = 0
         self.drop()
@@ -215,11 +215,11 @@ class Stage:
         split: SplitBackward | None,
         watched: bool = False,
     ) -> _Computed:
-        """The forward itself; `watched` for what it writes to."""
+        """Run the forward; if `watched`, find out whether it writes to its input or to buffers."""
         leaves: list[Tensor | None] = [None] * len(arrived.tensors)
         if torch.is_grad_enabled():
             leaves = [_leaf(*pair) for pair in zip(arrived.tensors, arrived.layout.tensors, strict=True)]
-        # What the module has is no leaf, so that it can be changed in place as in a whole model.
+        # The module gets aliases and not the leaves, so that it can change them in place as in a whole model.
         pairs = zip(arrived.tensors, leaves, strict=True)
         entered = [t if leaf is None else alias_without_base(leaf) for t, leaf in pairs]
         args = arrived.tree(entered)
@@ -245,7 +245,7 @@ class Stage:
         return Repeat([t for t in inputs if t is not None], forward, Surroundings.now(self.device))
 
     def _hold_less(self, flight: Flight, split: SplitBackward, output_grads: Sequence[Tensor | None]) -> None:
-        """Hold the pairs, or what they can be made of again (again.py)."""
+        """After I, hold the pairs, or what W needs to compute them again (again.py)."""
         repeat, flight.repeat = flight.repeat, None
         self._recomputes = split.recomputed
         waiting = split.waiting_bytes
@@ -260,14 +260,14 @@ class Stage:
         self.pending.held += waiting
 
     def _as_computed(self) -> AbstractContextManager[object]:
-        """Autocast is for forwards. A backward that runs inside it would lower what was computed in full precision."""
+        """Switch autocast off for a backward, in which it would lower what the forward computed in full precision."""
         kind = self.device.type
         return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
     def _recorder(self, microbatch: int) -> SplitBackward | None:
-        """What looks at the operations of a forward, if anybody has to.
+        """The split backward that looks at the operations of a forward; None if it is not needed.
 
-        Where B comes next, somebody has to in two cases. Where other microbatches of the stage are split, compiled
+        A microbatch whose backward is B needs it in two cases. If other microbatches of the stage are split, compiled
         regions need one graph for all of them: a second one would be made in the middle of the step. And under autocast
         torch would keep a cast of every weight until B, and share none of a full tensor's, which is no leaf (casts.py).
         """
@@ -280,7 +280,7 @@ class Stage:
         return SplitBackward() if torch.is_autocast_enabled(self.device.type) else None
 
     def _account_of_first(self) -> Account | None:
-        """It is kept of the first microbatch that is split, and of no other."""
+        """Open the account for the first microbatch that is split; None for every other."""
         if self.account.open:
             return None
         self.account.open = True
@@ -309,7 +309,7 @@ class Stage:
 
 
 def _leaf(tensor: Tensor | None, layout: TensorLayout | None) -> Tensor | None:
-    """What arrived, as a leaf that collects a gradient. None if the stage before wants none."""
+    """Make a tensor that arrived a leaf that collects a gradient; None if the stage before wants none."""
     return tensor.requires_grad_() if tensor is not None and _wanted(tensor, layout) else None
 
 

@@ -1,4 +1,4 @@
-"""The same drawing as SVG: rows of labelled boxes over a time axis, a legend, figures for each rank.
+"""Draws timelines as SVG: rows of labelled boxes over a time axis, a legend, figures for each rank.
 
 Several timelines go below each other on one scale, so that a measured one can be compared with its plan.
 """
@@ -14,9 +14,9 @@ from retrograde.pipeline.timeline import Timed, Timeline
 # Pixels.
 ROW = 28
 GAP = 6  # between rows
-LEFT = 64  # of the time axis: the ranks' names
-RIGHT = 170  # of the time axis: the ranks' figures
-TOP = 56  # above the first row: the title
+LEFT = 64  # left of the time axis, for the ranks' names
+RIGHT = 170  # right of the time axis, for the ranks' figures
+TOP = 56  # above the first row, for the title
 LABEL_ROOM = 24  # for a short action
 LETTER = 6.2
 WIDEST = 2400
@@ -133,5 +133,5 @@ def _legend(kinds: set[ActionKind]) -> str:
 
 
 def _n(value: float) -> str:
-    """Two decimals are finer than any screen, and keep the file small."""
+    """Write a number with two decimals, which are finer than any screen and keep the file small."""
     return f"{value:.2f}".rstrip("0").rstrip(".")

@@ -1,7 +1,7 @@
-"""Where a gradient that waits will go: a parameter, by way of a view of it and of a cast, as in the forward.
+"""Targets: the parameters to which waiting gradients go, through the view and the cast that the forward used.
 
-A *target* refers to no memory of a page and to no graph of the forward. W makes the way to the parameter anew, of
-nodes without data: autograd then sums, casts and accumulates as it would have done in an unsplit backward.
+A *target* refers to no memory of a page and to no graph of the forward. W builds the path to the parameter again from
+nodes without data, so autograd sums, casts and accumulates as it would have done in an unsplit backward.
 """
 
 import weakref
@@ -22,7 +22,7 @@ class SharedCast:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A part of a full tensor. Its memory is that of a page, which may have gone."""
+    """Size, strides and offset of a view of a full tensor, whose page may be gone."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -34,7 +34,7 @@ class View:
 
 
 class Target:
-    """A parameter whose gradient waits. A full tensor is found again by its place: holding it would hold its page."""
+    """A parameter whose gradient waits. It finds a full tensor by its place, since holding it would hold its page."""
 
     __slots__ = ("_slot", "_tensor", "_unit", "_view", "cast", "dtype")
 
@@ -65,7 +65,7 @@ class Target:
         return unit.page.full_tensors[self._slot]
 
     def reached(self, casts: dict[SharedCast, Tensor]) -> Tensor:
-        """What a node of W hands its gradient to; `casts` are those that W has made so far."""
+        """The tensor to which a node of W hands its gradient. `casts`: the shared casts that this W has made so far."""
         tensor = self.parameter if self._tensor is None else self._tensor
         if self._view is not None:
             tensor = _Part.apply(tensor, self._view)  # type: ignore[no-untyped-call]
@@ -79,7 +79,7 @@ class Target:
 
 
 def overlaps(view: Tensor) -> bool:
-    """Do several of its elements share memory, or may they?"""
+    """May several elements of the view share memory?"""
     reach = 1
     for size, stride in sorted(zip(view.shape, view.stride(), strict=True), key=lambda each: each[1]):
         if size > 1 and stride < reach:
@@ -89,7 +89,7 @@ def overlaps(view: Tensor) -> bool:
 
 
 def may_be_target(tensor: Tensor) -> bool:
-    """A view of a page can be made anew if it is a plain one."""
+    """Can W make this parameter or view again? A view of a page must have its dtype and no overlaps."""
     whole = parameter_of(tensor)
     if whole is tensor or isinstance(whole, nn.Parameter):
         return True
@@ -101,7 +101,7 @@ def _shape_without_data(shape: torch.Size, dtype: torch.dtype, device: torch.dev
 
 
 class _Part(torch.autograd.Function):
-    """A view of a full tensor whose memory is not needed."""
+    """A view of a full tensor, as a node without data."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, view: View) -> Tensor:
@@ -117,7 +117,7 @@ class _Part(torch.autograd.Function):
 
 
 def cast_without_data(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A cast of a weight as autograd sees it. Its values are made where they are needed, and let go."""
+    """Cast a weight in the graph only, without data. Its values are computed where they are needed, and not kept."""
     made: Tensor = _Cast.apply(weight, dtype)  # type: ignore[no-untyped-call]
     return made
 

@@ -1,14 +1,14 @@
-"""Parameters that stages of several ranks use: their gradients are added up once a step, in the order of stages.
+"""Adds up the gradients of parameters that stages of several ranks use: once a step, in the order of the stages.
 
 [Note: a tie]
-The first of a tie's ranks adds up and sends the sum to the others. Which ranks have a gradient they say at a meeting,
-at which all ranks of the pipeline are; what they add travels as parts of gradients do (transport/protocol.py).
+The first of a tie's ranks adds up the gradients and sends the sum to the others. All ranks of the pipeline meet and say
+whether they have a gradient. Gradients and sums travel as parts of gradients do (transport/protocol.py).
 
     last rank     put its gradient ──┐              ┌── take the sum
     all ranks     ───────────── meeting: who has one ──────────────
     first rank                       └─> take, add, put the sum
 
-On a device they are staged in the host's memory (transport/staged.py), and the host waits for them.
+On a device, gradients and sums are staged in the host's memory (transport/staged.py), and the host waits for them.
 """
 
 import contextlib
@@ -22,14 +22,14 @@ from retrograde.parameters import ShardedParameter
 from retrograde.pipeline.blocks import Tie
 from retrograde.transport import Key, Offers, Position, Reason, Rest, Stamp, Transport, Use, Work
 
-_GRADIENT, _SUM = 1, 2  # turns of a tie
+_GRADIENT, _SUM = 1, 2  # turns of keys: what is put is a rank's gradient, or the sum
 
 
 class TiedParameters:
-    """Says to a transport how large parts are. Implements `ShardServer`."""
+    """Tells a transport how large the gradients of tied parameters are. Implements `ShardServer`."""
 
     def __init__(self) -> None:
-        self.mine: dict[int, Tie] = {}  # by their place among those of the whole pipeline
+        self.mine: dict[int, Tie] = {}  # this rank's ties, by their place among all ties of the pipeline
 
     def shard_numel(self, unit: int) -> int:
         parameter = self.mine[unit].parameter
@@ -43,7 +43,7 @@ class TiedParameters:
 
 
 class TieSums:
-    """Of all ties of a pipeline, which are the same on all of its ranks. Parameters of other ranks are not kept."""
+    """Sums the gradients of ties. All ranks give the same ties; a rank keeps those whose parameters it has."""
 
     def __init__(self, ties: Sequence[Tie], parameters: TiedParameters, transport: Transport, streams: Streams) -> None:
         self._any = bool(ties)
@@ -54,7 +54,7 @@ class TieSums:
 
     @contextlib.contextmanager
     def of_plain(self) -> Iterator[None]:
-        """What the step inside adds to the gradients of plain parameters is summed over the ranks that have them."""
+        """Sum over ranks what the step inside adds to the gradients of plain tied parameters."""
         before = {index: tie.parameter.grad for index, tie in self._mine.items()}
         for tie in self._mine.values():
             tie.parameter.grad = None
@@ -72,9 +72,9 @@ class TieSums:
 
     @contextlib.contextmanager
     def of_sharded(self, engine: Engine) -> Iterator[None]:
-        """The same for sharded parameters, in each replica, before replicas are reduced: the order of plain torch."""
+        """As `of_plain` for sharded parameters: in each replica before replicas are reduced, as plain torch would."""
         if self._mine:
-            # What waits after this is the step's.
+            # From here on only gradients of this step wait.
             engine.coordinator.flush_pending_gradients("a pipeline step with tied parameters")
         yield
         leaves = {index: _sharded(tie) for index, tie in self._mine.items()}
@@ -89,7 +89,7 @@ class TieSums:
                 engine.pending.keep(leaf.unit, grads)
 
     def _sums(self, own: dict[int, Tensor | None]) -> dict[int, Tensor | None]:
-        """The flat sums of this rank's ties; None where no rank has a gradient. All ranks of the pipeline come here."""
+        """The flat sums of this rank's ties, None where no rank has a gradient. All ranks of the pipeline call this."""
         if not self._any:
             return {}
         meeting = self._transport.meetings
@@ -127,7 +127,7 @@ class TieSums:
         return total
 
     def _take(self, key: Key, src: int, tie: Tie) -> Tensor:
-        """For the current stream. What is taken belongs to the one that reduces."""
+        """Take a part for use on the current stream; it was made on the reducing stream."""
         part = self._transport.take(key, src, tie.name)
         current = self._streams.current()
         current.wait(self._streams.reducing.record())

@@ -1,4 +1,4 @@
-"""When each action of a schedule would run, given what each costs; bubble and activations follow from that.
+"""Simulates when each action of a schedule runs, by its costs; bubble and activations follow from that.
 
 [Note: bubble and makespan]
 A rank's *span* is the time from its first action to its last; the *period* is the longest span. Steps can
@@ -30,7 +30,7 @@ class Costs:
     input: Cost = 1.0
     weight: Cost = 1.0
     transfer: float = 0.0
-    pending: float = 1.0  # what of an activation lives between I and W, as a share
+    pending: float = 1.0  # the share of an activation that lives between I and W
 
     def __post_init__(self) -> None:
         for name in ("forward", "input", "weight", "transfer", "pending"):
@@ -63,7 +63,7 @@ class Costs:
         return {len(cost) for cost in (self.forward, self.input, self.weight) if isinstance(cost, tuple)}
 
     def per_chunk(self, chunks: int) -> "Costs":
-        """Costs of a rank's whole share become those of its `chunks` equal stages."""
+        """Divide the costs of a rank's whole share into those of `chunks` equal stages."""
         if isinstance(self.forward, tuple) or isinstance(self.input, tuple) or isinstance(self.weight, tuple):
             raise ScheduleError("Costs: costs for each stage are already per chunk")
         return replace(self, forward=self.forward / chunks, input=self.input / chunks, weight=self.weight / chunks)
@@ -89,7 +89,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Timeline:
-    """`timed` is in order of time on each rank; `chunks` stages per rank."""
+    """When all actions run: `timed` is in order of time on each rank. There are `chunks` stages per rank."""
 
     timed: tuple[Timed, ...]
     ranks: int
@@ -127,7 +127,7 @@ class Timeline:
 
     @property
     def step_bubble(self) -> float:
-        """The same for a single step: every rank waits for the last one."""
+        """The bubble of a single step, in which every rank waits for the last one."""
         return _ratio(self.makespan, max(self.work))
 
     def rank_bubble(self, rank: int) -> float:
@@ -163,7 +163,7 @@ def _peak(actions: Iterable[Action], pending: float) -> float:
 
 
 class Dependencies:
-    """Who needs what: the dependencies between the actions of any schedule with that placement."""
+    """The dependencies between the actions of any schedule with this placement."""
 
     def __init__(self, placement: Sequence[int], lowered: bool) -> None:
         self._placement = placement
@@ -175,7 +175,7 @@ class Dependencies:
         return _dependencies(schedule.placement, any(action.kind.is_transfer for _, action in schedule.actions()))
 
     def needs(self, action: Action) -> list[Action]:
-        """What must be done before `action` starts; I stands for B too."""
+        """The actions that must be done before `action` starts. An I among them may be part of a B."""
         if action not in self._known:
             self._known[action] = self._find(action)
         return self._known[action]
@@ -216,7 +216,7 @@ def _dependencies(placement: tuple[int, ...], lowered: bool) -> Dependencies:
 
 @dataclass(frozen=True)
 class StuckRank:
-    """A rank that stands still for ever: where, and what it waits for."""
+    """A rank that would wait for ever: at which action, and for which other."""
 
     place: Place
     action: Action
@@ -224,7 +224,7 @@ class StuckRank:
 
 
 class _Run:
-    """Ranks work through their lists; each goes on until it needs something that is not there yet."""
+    """A simulation: each rank goes through its list until it needs an action that is not done yet."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.schedule = schedule
@@ -292,7 +292,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
 
 def try_simulate(schedule: Schedule, costs: Costs) -> Timeline | None:
-    """The same; None for a schedule that does not run to its end."""
+    """As `simulate`; None for a schedule that does not run to its end."""
     run = _Run(schedule, costs)
     run.run()
     if run.waiting:

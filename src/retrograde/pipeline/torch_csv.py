@@ -3,9 +3,9 @@
     0F0,0F1,,0I0,0W0,0B1
     ,1F0,1B0,1F1,1B1
 
-Its compute actions are ours, letter by letter; a cell is empty where the rank idles. What torch's own lowering adds
-(SEND_F, UNSHARD and the like) is left out: `lower` adds it. A pair that torch would overlap, `(0F1;3B0)OVERLAP_F_B`, is
-its two actions one after the other.
+torch writes compute actions as retrograde does; a cell is empty where the rank idles. Reading leaves out the actions
+that torch's own lowering adds (SEND_F, UNSHARD and the like), since `lower` adds such. A pair that torch would overlap,
+`(0F1;3B0)OVERLAP_F_B`, becomes its two actions one after the other.
 """
 
 import csv
@@ -22,7 +22,7 @@ _COMPUTE = frozenset({ActionKind.F, ActionKind.I, ActionKind.W, ActionKind.B})
 
 
 def read_csv(text: str, name: str = "csv") -> Schedule:
-    """The schedule that torch wrote, or that is written for it. Which rank has a stage follows from its actions."""
+    """Read a schedule in torch's CSV. The placement follows from the rows in which the actions of each stage are."""
     ranks = [list(_actions(row, rank)) for rank, row in enumerate(csv.reader(io.StringIO(text)))]
     homes: dict[int, int] = {}
     for rank, actions in enumerate(ranks):
@@ -55,7 +55,7 @@ def _actions(row: list[str], rank: int) -> Iterator[Action]:
 
 
 def write_csv(schedule: Schedule) -> str:
-    """The compute actions of a schedule, as torch's `_load_csv` reads them."""
+    """Write the compute actions of a schedule as torch's `_load_csv` reads them."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     for actions in schedule.ranks:

@@ -1,7 +1,7 @@
 """The operator that compiled graphs hand their pairs to (inlined.py), and how it finds parameters.
 
 It runs in the backward of a graph. In I the pair goes to the queue of the microbatch. In any other backward that adds
-to `.grad`, the weight gradient is computed at once. Where somebody asks for gradients of inputs alone, nothing is done.
+to `.grad`, the weight gradient is computed at once. In a backward for gradients of inputs alone, nothing is done.
 """
 
 import functools
@@ -36,12 +36,12 @@ from retrograde.torch_internals import Fate, dynamo_is_loaded, fate_of, has_hook
 
 
 class Queue(Protocol):
-    """Of one microbatch, while its I runs."""
+    """Takes the pairs of one microbatch while its I runs."""
 
     def defer(self, pair: Pair) -> None: ...
 
 
-_queues: list[Queue] = []  # of the I that runs, and of those around it
+_queues: list[Queue] = []  # the queue of the running I is last, after those of I around it
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class PlainGradient:
 
     @property
     def has_grown(self) -> bool:
-        """Has anything been added to it since?"""
+        """Has anything been added to the gradient since then?"""
         now = PlainGradient.of(self.parameter)
         return now.value is not self.value or now.version != self.version
 
@@ -77,18 +77,18 @@ class StageParameters:
                 _parameters[number] = parameter
 
     def gradients(self) -> dict[int, PlainGradient]:
-        """Those of plain parameters, by id. Of others reading a gradient would reduce it."""
+        """The gradients of plain parameters, by id. (To read the gradient of a sharded one would reduce it.)"""
         alive = [parameter for reference in self._plain if (parameter := reference()) is not None]
         return {id(parameter): PlainGradient.of(parameter) for parameter in alive}
 
     @property
     def hooked(self) -> bool:
-        """Autograd would call a hook in I, with nothing: then graphs compute weight gradients themselves."""
+        """Has a plain parameter a hook? Autograd would call it in I without a gradient, so graphs then do not defer."""
         return any(own is not None and has_hooks(own) for own in (reference() for reference in self._plain))
 
 
 def keep_graphs_out() -> None:
-    """No graph starts in what is only ever inlined into one, as soon as there is a Dynamo to tell."""
+    """Once Dynamo is loaded, tell it to start no graph in code that is only inlined into graphs."""
     if dynamo_is_loaded():
         _keep_graphs_out()
 
@@ -103,7 +103,7 @@ _parameters: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueD
 
 
 def whole_of(parameter: nn.Parameter) -> Tensor:
-    """The parameter as forwards see it."""
+    """The parameter as forwards see it: the full tensor of a sharded one."""
     if isinstance(parameter, ShardedParameter):
         return parameter.unit.page.full_tensors[parameter.place]
     return parameter
@@ -111,7 +111,7 @@ def whole_of(parameter: nn.Parameter) -> Tensor:
 
 @contextmanager
 def collecting(queue: Queue) -> Iterator[None]:
-    """Pairs of graphs go to this queue, while I runs."""
+    """Inside, send pairs of graphs to this queue."""
     _queues.append(queue)
     try:
         yield
@@ -120,7 +120,7 @@ def collecting(queue: Queue) -> Iterator[None]:
 
 
 class _WeightShape(NamedTuple):
-    """Of a weight, when its graph was made: parameters keep theirs."""
+    """The shape and strides of a weight when its graph was made; parameters do not change theirs."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -151,7 +151,7 @@ _FORMULAS: dict[str, Callable[[_WeightShape, list[int]], GradientFormulas]] = {
 
 
 class _Copies:
-    """Compilers use the memory of what an operator has read again. So pairs have copies; uses in a row share one."""
+    """Copies of inputs for pairs, as compilers reuse the memory that an operator has read. Uses in a row share one."""
 
     def __init__(self) -> None:
         self._last: weakref.ref[Tensor] | None = None

@@ -1,7 +1,7 @@
-"""What stages of different ranks say to each other, over a channel (transport/protocol.py).
+"""Messages between stages of different ranks, over a channel (transport/protocol.py).
 
-Rule 1: a failed rank still sends every message of its schedule, with a head that says that it is void, and takes in
-        every message it was to receive. No rank waits for one that has failed, and the next step finds nothing old.
+Rule 1: a failed rank still sends every message of its schedule, as a void one, and takes in every message it was to
+        receive. So no rank waits for one that has failed, and the next step finds no old messages.
 """
 
 from collections.abc import Callable
@@ -13,19 +13,19 @@ from retrograde.pipeline.parcel import Parcel, content_of, form_of
 from retrograde.transport import Channel, Parts
 from retrograde.transport.messages import Address, MessageError
 
-ReceiveContent = Callable[[], Any]  # waits for the content and returns it, once; raises one of the following
+ReceiveContent = Callable[[], Any]  # waits for the content and returns it, once; raises SenderFailed or Unreadable
 
 
 class SenderFailed(Exception):
-    """The message says that its sender has failed."""
+    """The message is void: its sender has failed."""
 
 
 class Unreadable(PipelineError):
-    """The message came, and its content cannot be made on this rank."""
+    """The message came, but this rank cannot make its content."""
 
 
 class StageTransport:
-    """Sends and receives what goes between stages: parcels and gradients."""
+    """Sends parcels and gradients between stages, and receives them."""
 
     def __init__(self, channel: Channel, rank: int, streams: Streams) -> None:
         self.channel = channel

@@ -1,4 +1,4 @@
-"""Trees of containers as a description that travels, and back.
+"""Describes trees of containers for messages, and makes them again from the description.
 
 A description names the types of its containers. The receiver makes only containers that it knows already: types that
 are registered as pytree nodes there (torch.utils._pytree: lists, tuples, dicts, dataclasses and outputs of Hugging Face
@@ -24,7 +24,7 @@ WAY_OUT = (
 
 
 # ---- constants
-# What a constant may be beside plain scalars: its exact type, its name, how to take it apart and put it together.
+# Types of constants beside plain scalars, each with its name, how to take one apart and how to put it together.
 _KINDS: dict[type, tuple[str, Callable[[Any], list[Any]], Callable[[list[Any]], Any]]] = {
     list: ("list", list, list),
     tuple: ("tuple", list, tuple),
@@ -44,7 +44,7 @@ _LARGEST = 2**63
 
 
 def describe_constant(item: Any) -> Constant:
-    """Exact types only: what is derived from one of them may mean something else."""
+    """Describe a constant. Its type must be one of these exactly, since a subclass may mean something else."""
     kind = type(item)
     if kind in _PLAIN:
         return item  # type: ignore[no-any-return]
@@ -106,7 +106,7 @@ def describe(spec: TreeSpec) -> TreeLeaf | TreeNode:
 
 
 def spec_of(description: TreeLeaf | TreeNode) -> TreeSpec:
-    """Raises `MessageError` for a type that this process does not know."""
+    """Make a tree from its description. Raises `MessageError` for a type that this process does not know."""
     if isinstance(description, TreeLeaf):
         return leaf_spec()
     children = [spec_of(child) for child in description.children]
@@ -120,7 +120,7 @@ def spec_of(description: TreeLeaf | TreeNode) -> TreeSpec:
 
 
 def _known_node(name: str) -> type:
-    for kind in known_containers():  # of two with one name, the one that was defined last
+    for kind in known_containers():  # if two have one name, the one defined last comes first
         if kind is not namedtuple and _name(kind) == name:
             return kind
     raise MessageError(
@@ -147,7 +147,7 @@ def _known_namedtuple(context: Constant) -> type:
 
 
 def _find(module: str, name: str) -> Any:
-    """What a module that has been imported calls by this name; nothing is imported for it."""
+    """Find a name in a module that has been imported; nothing is imported for it."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         if not isinstance(found, type | ModuleType):

@@ -39,7 +39,7 @@ class StartTimes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BuildingBlock:
-    """Time of a hop in each of the four runs, and of the three turns between them."""
+    """The times of a hop in each of the four runs, and of the three turns between the runs."""
 
     hops: tuple[int, int, int, int]
     turns: tuple[int, int, int]
@@ -156,7 +156,7 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
 
 
 class _Lane:
-    """One rank's list; what has run out of microbatches, or waits for one, is left out. B counts as I and W."""
+    """One rank's list of actions. An action that has no microbatch left, or none ready, is left out. B is I and W."""
 
     def __init__(self, microbatches: int) -> None:
         self.actions: list[Action] = []

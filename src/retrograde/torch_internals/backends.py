@@ -1,4 +1,4 @@
-"""What compiles graphs: Inductor and other backends of torch.compile, and AOTAutograd in between."""
+"""Backends of torch.compile (Inductor and others), and AOTAutograd before them."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -18,12 +18,12 @@ _inductor: Callable[..., Traceable] = find("torch:_TorchCompileInductorWrapper")
 def backend_with(
     backend: str | Traceable, mode: str | None, options: dict[str, Any] | None, dynamic: bool | None
 ) -> Traceable:
-    """A backend other than Inductor, by name or itself, as torch.compile would call it with these arguments."""
+    """A backend other than Inductor, given by name or as a function, as torch.compile calls it with these arguments."""
     return _wrapped(backend, mode, options, dynamic)
 
 
 def inductor_with(mode: str | None, options: dict[str, Any] | None, dynamic: bool | None) -> Traceable:
-    """Inductor, as torch.compile would call it with these arguments. RuntimeError: an option of another type."""
+    """Inductor, as torch.compile calls it with these arguments. Raises a RuntimeError for an option of another type."""
     return _inductor(mode, options, dynamic)
 
 

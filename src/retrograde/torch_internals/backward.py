@@ -1,4 +1,4 @@
-"""The backward that runs: which one it is, what it will do, in which order, and where it ends."""
+"""The running backward: which one it is, what it will do, in which order, and where it ends."""
 
 import contextlib
 import functools
@@ -56,7 +56,9 @@ at_end_of_backward: Callable[[Callable[[], None]], None] = find(
 
 
 def follow_backward(ended: Callable[[], None]) -> Callable[[], bool]:
-    """The same. Returns what says whether the backward is over: one that raises makes no call, but lets go of it."""
+    """Call `ended` at the end of the running backward, and return a function that says whether it is over.
+
+    A backward that raises makes no call, but drops the callback, so that it counts as over."""
 
     def end() -> None:
         ended()
@@ -110,7 +112,7 @@ def _raised_backward_is_over() -> list[bool]:
 
 # ---- what it will do
 class Fate(Enum):
-    """What the backward that runs does with a node."""
+    """What the running backward does with a node."""
 
     RUNS = auto()
     SKIPPED = auto()
@@ -121,7 +123,7 @@ _executes: Callable[[Any], bool] = find("torch._C:_will_engine_execute_node")
 
 
 def fate_of(node: Any) -> Fate:
-    """Asked inside a backward."""
+    """What the running backward does with this node. Raises outside a backward."""
     try:
         runs = _executes(node)
     except InternalsChanged:
@@ -166,12 +168,12 @@ _AFTER_ALL_ELSE = 0
 
 
 def run_as_soon_as_ready(node: Any) -> None:
-    """Of all nodes that are ready, a backward runs this one first."""
+    """Have a backward run this node first among those that are ready."""
     node._set_sequence_nr(_AS_SOON_AS_READY)
 
 
 def run_after_all_else(node: Any) -> None:
-    """Of all nodes that are ready, a backward runs this one last."""
+    """Have a backward run this node last among those that are ready."""
     node._set_sequence_nr(_AFTER_ALL_ELSE)
 
 
@@ -192,7 +194,7 @@ def _order_can_be_set() -> None:
 
 def _order_of(change: Callable[[Any, Any], None]) -> list[str]:
     """The order in which a backward runs two nodes that are ready at the same time."""
-    tiny(requires_grad=True) * 2  # so that neither has number 0 already, in a new thread
+    tiny(requires_grad=True) * 2  # in a new thread this gets number 0, which neither of the others may have
     order: list[str] = []
     first, second = tiny(requires_grad=True) * 2, tiny(requires_grad=True) * 2
     first.register_hook(lambda grad: order.append("first"))
@@ -218,7 +220,7 @@ _why_forbidden: Callable[[], str | None] = find("torch._C._autograd:_saved_tenso
 
 
 def saved_tensor_hooks_forbidden() -> bool:
-    """Inside torch.func.grad and the like, for instance."""
+    """Does torch refuse saved-tensor hooks here, as inside torch.func.grad?"""
     return _why_forbidden() is not None
 
 
@@ -257,14 +259,14 @@ _run: Callable[..., Any] = find("torch.autograd:Variable._execution_engine.run_b
 
 
 def first_gradients(roots: tuple[Any, ...], grads: Seeds) -> Seeds:
-    """What `torch.autograd.backward` starts from: what it was given, checked, or ones for a scalar."""
+    """The gradients with which `torch.autograd.backward` starts: the given ones, checked, or ones for scalars."""
     return _make_grads(roots, grads, is_grads_batched=False)
 
 
 def run_backward(
     roots: tuple[Any, ...], seeds: Seeds, retain_graph: bool, create_graph: bool, inputs: tuple[Any, ...]
 ) -> None:
-    """`torch.autograd.backward` that does not look for torch functions, which would switch modes off while it runs."""
+    """Run `torch.autograd.backward` without its check for torch functions, which would switch modes off meanwhile."""
     _run(roots, seeds, retain_graph, create_graph, inputs, allow_unreachable=True, accumulate_grad=True)
 
 

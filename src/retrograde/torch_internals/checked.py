@@ -1,4 +1,4 @@
-"""Imported by this package's `__init__`: the cheap probes run here, once."""
+"""Runs the cheap probes, once, when this package's `__init__` imports it."""
 
 import functools
 import logging
@@ -34,7 +34,7 @@ WITH_PROBES = tuple(
 
 
 def check_at_import() -> None:
-    """Raises `InternalsChanged`. A torch that was not tested is mentioned, and used if nothing is found."""
+    """Run the probes of import; raises `InternalsChanged`. If they hold, a torch that was not tested is only logged."""
     held = check(When.IMPORT)
     if not torch.__version__.startswith(f"{TESTED}."):
         logger.warning(
@@ -50,9 +50,9 @@ _one_at_a_time = threading.Lock()
 
 
 def check_before_first_use() -> None:
-    """For what needs a backward (probes.py, Rule 4). Raises `InternalsChanged`.
+    """Run the probes that need a backward (probes.py, Rule 4); raises `InternalsChanged`.
 
-    Ranks may be threads of one process, and what some probes look at, such as autocast's cache, is the process's."""
+    Only one thread runs them at a time, since ranks may be threads, and some probes look at what threads share."""
     with _one_at_a_time:
         _check_once()
 

@@ -1,7 +1,7 @@
-"""Checkpoints of torch: what it asks of tensors in chunks, names that metadata may have, where elements of tensors lie.
+"""Checkpoints of torch: its protocol for tensors in chunks, its metadata, and where elements of tensors lie in files.
 
-Nothing in a file is called here. A pickle names what it wants called; `Reading` knows a few names, each with an answer,
-and refuses all others.
+Nothing that a file names is called. A pickle names functions and classes; `Reading` knows a few of these names, with
+harmless functions in their place, and refuses all others.
 """
 
 import io
@@ -30,11 +30,11 @@ _LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a file in a zip: a mark, the len
 
 
 class RefusedPickle(pickle.UnpicklingError):
-    """A pickle that wants something called that it may not."""
+    """A pickle names something that `Reading` does not know."""
 
 
 class Reading(pickle.Unpickler):
-    """Reads a pickle that may have these names, and dtypes of torch, and nothing else."""
+    """Reads a pickle in which only these names and torch's dtypes may occur."""
 
     def __init__(self, file: BinaryFile, names: Names) -> None:
         super().__init__(file)
@@ -48,20 +48,20 @@ class Reading(pickle.Unpickler):
         raise RefusedPickle(f"it names {module}.{name}, which is not part of a checkpoint")
 
     def persistent_load(self, pid: Any) -> Any:
-        """What is said of a storage: ("storage", its type, its file, its device, its size)."""
+        """Return the description of a storage as it is: ("storage", its type, its file, its device, its size)."""
         return pid
 
 
 # ---- what torch.distributed.checkpoint asks of tensors of other classes
 class SavedInChunks:
-    """A tensor of which this rank writes and reads some chunks. It has torch's names for what torch asks."""
+    """A tensor of which this rank writes and reads some chunks. Its methods also have the names that torch calls."""
 
     def write_items(self, name: str) -> "list[WriteItem]":
-        """What of this tensor, which the checkpoint calls so, this rank writes."""
+        """The items of this tensor, called `name` in the checkpoint, that this rank writes."""
         raise NotImplementedError
 
     def chunks_to_read(self) -> "list[ChunkStorageMetadata]":
-        """What of it this rank wants to have read. torch writes it to `chunk_memory`."""
+        """The chunks of this tensor that this rank reads. torch writes each to `chunk_memory`."""
         raise NotImplementedError
 
     def chunk_memory(self, index: "MetadataIndex") -> torch.Tensor:
@@ -79,16 +79,16 @@ class SavedInChunks:
 
 # ---- the metadata of torch.distributed.checkpoint
 class Location(NamedTuple):
-    """Where something is: its bytes in a file of the checkpoint."""
+    """The bytes of a file of the checkpoint in which a tensor's chunk or an object is."""
 
     file: str
     offset: int
     length: int
-    transforms: tuple[str, ...]  # that its bytes have gone through
+    transforms: tuple[str, ...]  # the transforms that its bytes have gone through
 
 
 class SavedTensor(NamedTuple):
-    """A tensor of a checkpoint, which is there in chunks."""
+    """A tensor of a checkpoint, stored in chunks."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -96,11 +96,11 @@ class SavedTensor(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """What a checkpoint has, by keys: names with dots between them."""
+    """The contents of a checkpoint, by keys: names with dots between them."""
 
     tensors: dict[str, SavedTensor]
-    objects: list[str]  # keys of what is no tensor
-    paths: dict[str, tuple[str | int, ...]]  # of each key: the way to it in the dictionary that was saved
+    objects: list[str]  # keys of objects that are no tensors
+    paths: dict[str, tuple[str | int, ...]]  # for each key, the path to it in the dictionary that was saved
     places: dict[tuple[str, torch.Size | None], Location]  # by key and offsets of the chunk
 
 
@@ -131,9 +131,9 @@ _CLASSES = {
 
 
 def read_metadata(file: BinaryFile) -> Contents:
-    """What the metadata of a checkpoint say. Raises `RefusedPickle`, or what a pickle raises that is broken.
+    """Read the metadata of a checkpoint. Raises `RefusedPickle`, or what a broken pickle raises.
 
-    The classes are made anew each time: a pickle can write to what it names."""
+    The classes are made anew each time, since a pickle can write to the classes that it names."""
     made: dict[tuple[str, str], Any] = {key: type(key[1], (_Record,), {}) for key in _CLASSES}
     root = Reading(file, {**made, **_HARMLESS}).load()
     if not isinstance(root, made[_METADATA, "Metadata"]):
@@ -175,11 +175,11 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     start: int  # a byte of the file
-    length: int  # in bytes, of its storage from there on
+    length: int  # the bytes of its storage from there on
 
 
 class _Rebuilt(NamedTuple):
-    """What the pickle says of the tensor."""
+    """The description of a tensor in its pickle."""
 
     storage: Any
     offset: int
@@ -189,7 +189,7 @@ class _Rebuilt(NamedTuple):
 
 
 def find_elements(file: BinaryFile) -> StoredTensor:
-    """Of a tensor that was saved by itself. Reads the file's table and the tensor's description, and no element."""
+    """Find the elements of a tensor that was saved by itself. Reads the zip's table and the pickle, and no element."""
     with zipfile.ZipFile(file) as archive:
         root = archive.namelist()[0].split("/")[0]
         if sys.byteorder.encode() != _content(file, archive.getinfo(f"{root}/byteorder")):
@@ -209,7 +209,7 @@ def find_elements(file: BinaryFile) -> StoredTensor:
 
 
 def _begin(file: BinaryFile, entry: zipfile.ZipInfo) -> int:
-    """The first byte of a file in a zip."""
+    """Where in a zip the first byte of one of its files is."""
     if entry.compress_type != zipfile.ZIP_STORED:
         raise ValueError(f"{entry.filename} is compressed")
     file.seek(entry.header_offset)
@@ -220,7 +220,7 @@ def _begin(file: BinaryFile, entry: zipfile.ZipInfo) -> int:
 
 
 def _content(file: BinaryFile, entry: zipfile.ZipInfo) -> bytes:
-    """As it is: torch may have written the zip without its own checksums (`set_crc32_options`)."""
+    """Read a file of a zip without checking it: torch may have left out checksums (`set_crc32_options`)."""
     if entry.file_size > _LONGEST_PICKLE:
         raise ValueError(f"{entry.filename} is too long for the description of a tensor")
     file.seek(_begin(file, entry))
@@ -228,7 +228,7 @@ def _content(file: BinaryFile, entry: zipfile.ZipInfo) -> bytes:
 
 
 def _check_inside(stored: StoredTensor) -> None:
-    """All elements lie in the storage."""
+    """Raise unless all elements lie in the storage."""
     if len(stored.shape) != len(stored.strides) or min((*stored.shape, *stored.strides, 0)) < 0:
         raise ValueError(f"a tensor of shape {stored.shape} cannot have strides {stored.strides}")
     if 0 in stored.shape:
@@ -257,7 +257,7 @@ _HARMLESS: Names = {("torch", "Size"): torch.Size, ("collections", "OrderedDict"
 
 
 def _tensor_names() -> Names:
-    """Made anew each time, as above."""
+    """The names that a tensor's pickle may have. They are made anew each time, as those of metadata are."""
 
     def rebuild_v2(storage: Any, offset: int, shape: Any, strides: Any, *rest: Any) -> _Rebuilt:
         return _Rebuilt(storage, int(offset), tuple(map(int, shape)), tuple(map(int, strides)), None)
@@ -336,7 +336,7 @@ def _metadata_has_known_names() -> None:
 
 
 class _Half(SavedInChunks):
-    """Of a tensor of four elements this rank has the last two."""
+    """A tensor of four elements of which this rank has the last two, for the probe."""
 
     def __init__(self) -> None:
         self.memory: torch.Tensor = tiny()

@@ -21,13 +21,13 @@ _frame_callback: Callable[[], Any] = find("torch._C:_dynamo.eval_frame.get_eval_
 
 
 def compiling_frames() -> Any | None:
-    """What this thread's frames are compiled with at the moment; None if they are not."""
+    """The callback by which Dynamo compiles this thread's frames at the moment; None if it does not."""
     callback = _frame_callback()
     return callback if callable(callback) else None
 
 
 def backend_of(frames: Any) -> Any:
-    """The backend behind what `compiling_frames` returned."""
+    """The backend of a callback that `compiling_frames` has returned."""
     backend: Callable[..., Any] = import_module("torch._dynamo.eval_frame").innermost_backend
     return backend(frames)
 
@@ -37,7 +37,7 @@ def dynamo_is_loaded() -> bool:
 
 
 def __getattr__(name: str) -> Any:
-    """`end_graph_here(msg=...)`: in code that Dynamo traces, the graph ends. Importing Dynamo is left until then."""
+    """Find `end_graph_here(msg=...)`, at which a traced graph ends. Dynamo is imported only then."""
     if name != "end_graph_here":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = globals()[name] = import_module("torch._dynamo").graph_break
@@ -45,7 +45,7 @@ def __getattr__(name: str) -> Any:
 
 
 def traceable(source: str, **names: Any) -> Callable[..., torch.Tensor]:
-    """For probes: the function `run` of this source, which is in no file, so that no rule of Dynamo's is about it."""
+    """Make the function `run` of this source, for probes. It is in no file, so that Dynamo has no rule for it."""
     exec(compile(source, "<a probe>", "exec"), names)
     run: Callable[..., torch.Tensor] = names["run"]
     return run
@@ -100,8 +100,8 @@ def _frames_have_a_callback() -> None:
 def ending_graphs(reason: str) -> Callable[[Traceable], Traceable]:
     """Mark a function as `torch.compiler.disable(recursive=False)` does, which would import Dynamo.
 
-    Graphs end where it is called, for that reason. (Its own code is to be hidden as well.) What it calls may be
-    compiled."""
+    Graphs end where it is called, with `reason` in Dynamo's messages. The functions that it calls may be compiled. (Its
+    own code must be hidden as well.)"""
 
     def mark(function: Any) -> Traceable:
         function._torchdynamo_disable, function._torchdynamo_disable_msg = True, reason
@@ -112,7 +112,7 @@ def ending_graphs(reason: str) -> Callable[[Traceable], Traceable]:
 
 
 def is_untraced(function: Callable[..., Any]) -> bool:
-    """Was it given to `torch.compiler.disable`, or to `ending_graphs`?"""
+    """Was the function given to `torch.compiler.disable`, or to `ending_graphs`?"""
     return bool(getattr(function, "_torchdynamo_disable", False))
 
 
@@ -135,7 +135,7 @@ def keep_sizes(tensor: torch.Tensor) -> None:
 
 
 class _Untraced(torch.Tensor):
-    """Of a probe."""
+    """A class of tensors for a probe, which Dynamo does not trace."""
 
 
 @probe(

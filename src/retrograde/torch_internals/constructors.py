@@ -1,4 +1,4 @@
-"""`torch.tensor` and the like: they take anything as data, and do not ask a tensor's class what they mean."""
+"""`torch.tensor` and the like, which take anything as data and do not ask a tensor's class what they mean."""
 
 import functools
 from collections.abc import Callable
@@ -16,9 +16,9 @@ _constructors: Callable[[], set[Any]] = find("torch.utils._device:_device_constr
 def ask_in_constructors(cls: type[torch.Tensor]) -> None:
     """Have `torch.tensor`, `torch.as_tensor` and `torch.asarray` ask this class of tensors, as other functions do.
 
-    `torch.device(...)` as a context, TorchScript and Dynamo know functions by their identity, and are to know these
-    still."""
-    _constructors()  # it remembers what it finds: now they are torch's own, which is what the context is asked about
+    `torch.device(...)` as a context, TorchScript and Dynamo know functions by their identity. They must still know
+    these."""
+    _constructors()  # it caches what it finds, and at this moment it finds torch's own functions, as the context needs
     scripted = import_module("torch.jit._builtins")
     for name, may_return in CONSTRUCTORS.items():
         original = getattr(torch, name)

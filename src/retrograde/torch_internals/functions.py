@@ -1,4 +1,4 @@
-"""torch's functions: their bodies, those without a public name, what was cast, and where autocast shares casts."""
+"""torch's functions: their bodies, some without a public name, the inputs of casts, and where autocast shares casts."""
 
 from collections.abc import Callable
 from types import FunctionType
@@ -15,7 +15,7 @@ grouped_mm: Callable[..., torch.Tensor] = find("torch:_grouped_mm")
 
 
 def body_of(function: Any) -> Callable[..., Any]:
-    """A Python function of torch without its first question, whether a mode or a class has something else to do."""
+    """A Python function of torch without its first check, whether a mode or a class of tensors handles it."""
     names = {**function.__globals__, "has_torch_function": lambda tensors: False}
     made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     made.__kwdefaults__ = function.__kwdefaults__
@@ -23,7 +23,7 @@ def body_of(function: Any) -> Callable[..., Any]:
 
 
 class _Names(torch.overrides.TorchFunctionMode):
-    """Of a probe: the names of the functions that are called."""
+    """A mode for a probe that notes the names of the functions that are called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,14 +66,14 @@ _CAST = "ToCopyBackward0"
 
 
 class Output(NamedTuple):
-    """One of those of a node."""
+    """One output of a node of a graph."""
 
     node: Any
     number: int
 
 
 def what_was_cast(tensor: torch.Tensor) -> Output | None:
-    """Of a tensor that is a cast, or a view of one, in a graph: what the cast was made of."""
+    """The input of a cast, if the tensor is a cast, or a view of one, in a graph; otherwise None."""
     base = tensor if tensor._base is None else tensor._base
     node: Any = base.grad_fn
     if node is None or node.name() != _CAST:
@@ -111,9 +111,10 @@ _sentinels: dict[torch.device, torch.Tensor] = {}
 
 
 def autocast_region(device: torch.device) -> Any:
-    """An object for the region in which autocast shares its casts of a leaf: the same one, as long as they are shared.
+    """An object that stands for the region in which autocast shares its casts of a leaf: the same while it shares them.
 
-    It is the node of a cast of a leaf of ours. An empty product makes autocast cast it, or find its cast again."""
+    It is the node of the cast of a leaf kept for this. An empty product makes autocast cast the leaf, or find the cast
+    that it has."""
     if device not in _sentinels:
         _sentinels[device] = torch.ones(1, 1, device=device, requires_grad=True)
     product: Any = torch.mm(torch.empty(0, 1, device=device), _sentinels[device]).grad_fn

@@ -1,4 +1,4 @@
-"""Process groups: their store, their end, and what their collectives are given."""
+"""Process groups: their store, their shutdown, and the tensors that their collectives take."""
 
 import functools
 from collections.abc import Callable

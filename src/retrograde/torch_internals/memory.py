@@ -1,4 +1,4 @@
-"""Memory: which tensors share it, who refers to it, and whether it was written to."""
+"""The memory of tensors: which tensors share it, what refers to it, and whether it was written to."""
 
 import functools
 import operator
@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """A number that tensors have in common which share memory, and no others that are alive."""
+    """A number that is the same for tensors that share memory, and for no other tensors that are alive."""
     number: int = tensor.untyped_storage()._cdata
     return number
 
@@ -48,7 +48,7 @@ _ASKING = measured(lambda: _count_users(tiny()) - 1)
 
 
 def storage_users(tensor: torch.Tensor) -> int:
-    """How many tensors and the like, Python's or not, refer to this tensor's memory; 1 if it is this one alone."""
+    """How many tensors and other objects, of Python or C++, refer to this tensor's memory; 1 if only this one does."""
     return _count_users(tensor) - _ASKING
 
 
@@ -84,7 +84,7 @@ _ALONE = measured(lambda: _most_references((tiny(), tiny(), tiny())))
 
 
 def held_elsewhere(tensors: tuple[torch.Tensor, ...]) -> bool:
-    """Does anybody but the tuple refer to one of these tensors, in Python or in torch?"""
+    """Does anything but the tuple refer to one of these tensors, in Python or in torch?"""
     return _most_references(tensors) > _ALONE or max(map(_owners, tensors), default=0) > 1
 
 
@@ -119,14 +119,14 @@ _Arrived = tuple[torch.Tensor | None, ...]
 
 
 def lone_gradients(grads: _Arrived, least: int) -> list[int]:
-    """The places of gradients of at least `least` bytes whose memory nobody else refers to, now or after the backward.
-    Whoever keeps one may write to it."""
+    """The places of gradients of at least `least` bytes to whose memory nothing else refers, now or after the backward.
+    A caller that keeps such a gradient may write to it."""
     return [place for place in range(len(grads)) if _has_memory(grads[place], least) and _is_lone(grads, place)]
 
 
 def _has_memory(grad: torch.Tensor | None, least: int) -> bool:
-    """Memory of its own, from torch's allocator, and no more than it needs. If it is a view (a product's, transposed),
-    its base has it too."""
+    """Has the gradient memory of its own, from torch's allocator, and no more than it needs? If it is a view (of a
+    product, transposed), its base may refer to the memory too."""
     if type(grad) is not torch.Tensor or grad.layout is not torch.strided or grad.nbytes < least:
         return False
     users = storage_users(grad)
@@ -162,28 +162,28 @@ def _holders_of_base(view: torch.Tensor) -> _Holders:
 
 @functools.cache
 def _holders_of_a_lone_base() -> _Holders:
-    """Of one that only its view has."""
+    """The references to a base to which only its view refers."""
     return _holders_of_base(tiny()[:])
 
 
 @functools.cache
 def _holders_of_a_lone_one() -> _Holders:
-    """Those that the engine adds, which calls a backward with it."""
+    """The references to a gradient that autograd's engine holds while it calls a backward."""
     (found,) = _look_at_gradients(lambda tensor: tensor * 2, lambda grads: _holders(grads, 0))
     return found
 
 
 def _look_at_gradients(use: Callable[[Any], Any], look: Callable[[_Arrived], _T]) -> list[_T]:
-    """What `look` says of the gradients of a node whose result is used so."""
+    """Run a backward in which `use` uses the result of a node, and return what `look` finds in the node's gradients."""
     found: list[_T] = []
-    with torch.enable_grad():  # a backward may ask
+    with torch.enable_grad():  # this may be called in a backward, where it is off
         (result,) = _Node.apply(lambda grads: found.append(look(grads)), tiny(requires_grad=True))  # type: ignore[no-untyped-call]
         use(result).sum().backward(retain_graph=True)
     return found
 
 
 class _Node(torch.autograd.Function):
-    """Made as the nodes of a unit are (gradients/graph.py)."""
+    """A node that is made as those of a unit are (gradients/graph.py)."""
 
     @staticmethod
     def forward(ctx: Any, look: Callable[[_Arrived], None], *tensors: torch.Tensor) -> Any:
@@ -235,7 +235,7 @@ def _places(grads: _Arrived) -> list[int]:
 
 
 class _Borrowing(torch.autograd.Function):
-    """Computes its gradient in memory that is not torch's."""
+    """A function whose gradient is in memory that is not torch's."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -247,7 +247,7 @@ class _Borrowing(torch.autograd.Function):
 
 
 class _Keeping(torch.autograd.Function):
-    """Has computed its gradient in forward, and keeps it."""
+    """A function that computes its gradient in forward, and keeps it."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -292,12 +292,12 @@ base_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_b
 
 
 def is_view(tensor: torch.Tensor) -> bool:
-    """As autograd sees it."""
+    """Is the tensor a view to autograd?"""
     return tensor._is_view()
 
 
 def alias_without_base(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory; to autograd a result of its own, with a version counter of its own, not a view."""
+    """A tensor on the same memory that is no view to autograd: it has a node and a version counter of its own."""
     alias: torch.Tensor = _unsafe_view(tensor, tensor.shape)
     return alias
 

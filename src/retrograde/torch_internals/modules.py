@@ -1,4 +1,4 @@
-"""Modules: what they keep of their own, how they are reset, and which of their methods torch calls by private names."""
+"""Modules: their own parameters and buffers, how they are reset, and methods that torch calls by private names."""
 
 import operator
 from collections.abc import Callable
@@ -64,19 +64,19 @@ def _modules_can_be_reset() -> None:
 
 # ---- recurrent ones
 def forget_weight_references(module: nn.Module) -> None:
-    """Recurrent modules keep weak references to their weights, with which torch refuses to swap a tensor."""
+    """Have a recurrent module forget its weak references to its weights, with which torch refuses to swap a tensor."""
     if isinstance(module, nn.RNNBase):
         module._flat_weight_refs = [None for _ in module._flat_weights_names]
 
 
 class ReadsWeightsAnew:
-    """Ahead of a recurrent module's class: the list of its weights, which torch's keeps, is made at each use."""
+    """A base ahead of a recurrent module's class: it makes the list of weights at each use, and torch's keeps one."""
 
     _flat_weights_names: list[str]
     _flat_weights = property(lambda self: [getattr(self, n) for n in self._flat_weights_names], lambda self, _: None)
 
     def flatten_parameters(self) -> None:
-        """In a page they are contiguous already."""
+        """Do nothing: in a page the weights are contiguous already."""
 
 
 @probe(

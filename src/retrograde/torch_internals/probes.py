@@ -39,18 +39,18 @@ class When(Enum):
 
 @dataclass(frozen=True)
 class Probe:
-    """An assumption about torch or Python, and what tries it."""
+    """An assumption about torch or Python, and the function that tries it."""
 
     name: str
     covers: tuple[str, ...]  # names of this package that rely on the assumption
     assumption: str
     needed_for: str
-    otherwise: str  # what users would see if nobody looked
+    otherwise: str  # what users would see without the probe, if the assumption did not hold
     when: When
     run: Callable[[], None]
 
     def failure(self) -> str | None:
-        """What was found instead of what is assumed; None if it holds."""
+        """Run the probe. Returns what it has found instead of what is assumed; None if the assumption holds."""
         try:
             with torch.inference_mode(mode=False), torch.enable_grad():
                 self.run()
@@ -60,7 +60,7 @@ class Probe:
 
 
 class FailedProbe(NamedTuple):
-    """A probe whose assumption does not hold, and how that showed."""
+    """A probe whose assumption does not hold, and what it has found."""
 
     probe: Probe
     found: str
@@ -87,7 +87,7 @@ def probe(
 
 
 def expect(found: Any, expected: Any, what: str) -> None:
-    """Used by probes, where an `assert` would be left out by `python -O`."""
+    """Raise unless two values are equal. Probes use this, since `python -O` leaves out `assert`."""
     if found != expected:
         raise InternalsChanged(f"{what} is {found!r}, not {expected!r}")
 
@@ -100,7 +100,7 @@ def tiny(size: int = 2, requires_grad: bool = False) -> Any:
 
 
 def find(path: str) -> Any:
-    """What torch calls by a private name, given as "module:name", such as "torch._C:_storage_Use_Count". Rule 2."""
+    """Find something by torch's private name, as "module:name", such as "torch._C:_storage_Use_Count" (Rule 2)."""
     module, _, rest = path.partition(":")
     try:
         found: Any = import_module(module)
@@ -132,7 +132,7 @@ def failures(probes: Iterable[Probe]) -> list[FailedProbe]:
 
 
 def check(when: When) -> int:
-    """Run the probes of that time. Returns how many there are; raises if an assumption does not hold."""
+    """Run the probes of this time. Returns how many there are; raises if an assumption does not hold."""
     due = [each for each in PROBES if each.when is when]
     failed = failures(due)
     if failed:
@@ -141,7 +141,7 @@ def check(when: When) -> int:
 
 
 def describe(failed: Sequence[FailedProbe]) -> str:
-    """What does not hold here, what needs it, and what to do."""
+    """Describe which assumptions do not hold here, what needs them, and what to do."""
     where = f"torch {torch.__version__} on Python {platform.python_version()}"
     lines = [f"{where} is built otherwise than retrograde assumes (it is tested with torch {TESTED}):"]
     for one, found in failed:

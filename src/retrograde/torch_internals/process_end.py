@@ -29,10 +29,10 @@ _keep_what_ends_a_child()  # when this is imported: a child that has come to sha
 
 
 def what_ends_this_process() -> BaseException | None:
-    """Asked by finalizers: the exception that nobody has caught, if there is one.
+    """The exception that nobody has caught, if there is one; called by finalizers.
 
-    Python keeps that of a program (`sys.last_value`). Of a process that multiprocessing made, versions before 3.13 run
-    finalizers while it is being handled, later ones when it is gone."""
+    In a program, Python keeps it (`sys.last_value`). In a process that multiprocessing made, versions before 3.13 run
+    finalizers while it is being handled, and later ones when it is gone."""
     if multiprocessing.parent_process() is None:
         return getattr(sys, "last_value", None)
     return sys.exc_info()[1] or next(iter(_ended_by), None)

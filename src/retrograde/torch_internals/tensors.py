@@ -39,7 +39,7 @@ def _memory_can_be_replaced() -> None:
 
 
 def forget_accumulator(leaf: torch.Tensor) -> None:
-    """The node that graphs made so far have for this leaf will not be that of later graphs. Its memory is lost."""
+    """Have later graphs use another node for this leaf than graphs made so far. The leaf loses its memory."""
     other = torch.float16 if leaf.dtype != torch.float16 else torch.float32
     set_data(leaf, torch.empty(0, dtype=other, device=leaf.device))
 
@@ -173,12 +173,12 @@ def _torch_functions_can_be_absent() -> None:
 
 # ---- hooks of leaves
 def has_hooks(tensor: torch.Tensor) -> bool:
-    """Does somebody wait for its gradient, or for what it is added to?"""
+    """Has the tensor hooks, for its gradient or after accumulation?"""
     return bool(tensor._post_accumulate_grad_hooks or tensor._backward_hooks)
 
 
 def take_hooks(leaf: torch.Tensor) -> tuple[dict[int, Any] | None, dict[int, Any] | None]:
-    """The tables of its hooks, before and after accumulation, which it then has no more. Handles still remove them."""
+    """Take a leaf's tables of hooks, for before and after accumulation, from it. Handles still remove hooks in them."""
     before: Any = leaf._backward_hooks
     after: Any = leaf._post_accumulate_grad_hooks
     leaf._backward_hooks = None
@@ -187,7 +187,7 @@ def take_hooks(leaf: torch.Tensor) -> tuple[dict[int, Any] | None, dict[int, Any
 
 
 def give_hooks(leaf: torch.Tensor, before: dict[int, Any] | None, after: dict[int, Any] | None) -> None:
-    """Tables that were taken of another leaf, or of this one before it became another tensor."""
+    """Give a leaf tables of hooks that were taken from another leaf, or from it before it became another tensor."""
     leaf._backward_hooks = before
     leaf._post_accumulate_grad_hooks = after  # type: ignore[assignment]
 
@@ -218,7 +218,7 @@ def _hooks_are_in_tables() -> None:
 
 # ---- what torch's functions do
 def overloads(name: str) -> list[Any]:
-    """What torch knows of its function of this name: none if it is written in Python."""
+    """The overloads of torch's function of this name; none if it is written in Python."""
     return _overloads_of(getattr(torch.ops.aten, name, None))
 
 
@@ -237,19 +237,20 @@ def returns_of(overload: Any) -> list[Any]:
 class Written(NamedTuple):
     """Which arguments an operator writes to, as its schema says."""
 
-    places: frozenset[int]  # -1 of one that has a name only
+    places: frozenset[int]  # by position; -1 for an argument by keyword only
     names: frozenset[str]
 
     def of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """Those among the ones that are given."""
+        """The arguments among the given ones to which the operator writes."""
         placed = [each for place, each in enumerate(args) if place in self.places]
         return placed + [each for name, each in kwargs.items() if name in self.names]
 
 
 @functools.cache
 def written_unseen(func: Any) -> Written | None:
-    """Of an operator that writes to its arguments otherwise than in place, to the first one, by a name that says so
-    (`mul_`): a custom one (`mutates_args`), one with `out`, a fused optimizer's. None of all others."""
+    """The arguments to which an operator writes, unless it writes only to the first one and its name says so (`mul_`).
+
+    Such are custom operators (`mutates_args`), those with `out`, and those of fused optimizers. None for all others."""
     name = getattr(func, "__name__", "").partition(".")[0]
     known = [func] if isinstance(func, torch._ops.OpOverload) else _overloads_of(func)
     if not known and name.endswith("_"):
@@ -294,7 +295,7 @@ def _schemas_say_what_is_returned() -> None:
 
 
 def overridable_functions() -> set[str]:
-    """The names of torch's functions and methods that ask the class of a tensor what they mean, or are made to."""
+    """The names of torch's functions and methods that ask a tensor's class what they mean, or that we make ask."""
     found: dict[Any, list[Any]] = torch.overrides.get_overridable_functions()
     names = {getattr(function, "__name__", "") for functions in found.values() for function in functions}
     return names - {"", "__get__", "__set__", "__delete__"} | set(CONSTRUCTORS)
@@ -334,7 +335,7 @@ def in_transform() -> bool:
 
 
 def outside_transforms() -> AbstractContextManager[Any]:
-    """Inside, tensors are made that belong to no transform of torch.func."""
+    """A context in which new tensors belong to no transform of torch.func."""
     return _HERE if _top_transform() is None else _outside()
 
 

@@ -1,4 +1,4 @@
-"""Training: what runs around clipping, zeroing gradients, updates and states of optimizers, whoever calls them.
+"""Training: runs code around clipping, zeroing gradients, updates and states of optimizers, whoever calls these.
 
 torch has no hooks for these, so its own functions and classes are changed, once for the process.
 """
@@ -40,7 +40,7 @@ def _as_torch_does(inner: Clip, parameters: list[torch.Tensor], *args: Any, **kw
 
 
 def _cell_of(public: Any) -> types.CellType:
-    """Where a function keeps the one that does the work."""
+    """The cell of a function's closure with the function that does the work."""
     cells: tuple[types.CellType, ...] = public.__closure__ or ()
     inner = cells[0].cell_contents if len(cells) == 1 else None
     if not isinstance(inner, types.FunctionType) or inner.__name__ != public.__name__:
@@ -164,7 +164,7 @@ def _zeroing_is_inherited() -> None:
 
 
 def _own_ones(where: Any, base: type, method: str) -> list[str]:
-    """Classes there that derive from `base` and do not inherit its method."""
+    """The names of classes in a module that derive from `base` and do not inherit its method."""
     classes = [each for each in vars(where).values() if isinstance(each, type) and issubclass(each, base)]
     return [each.__name__ for each in classes if getattr(each, method) is not getattr(base, method)]
 
@@ -194,14 +194,14 @@ def around_updates(around: AroundUpdate, not_found: Callable[[Optimizer], None])
 
 
 def _hooked_in(step: Any) -> Any:
-    """torch's wrapper with hooks, under what others (Dynamo) have put around it."""
+    """torch's wrapper, which runs hooks, under what others (Dynamo) have put around it; None if there is none."""
     while step is not None and getattr(step, "__code__", None) is not _HOOKED:
         step = getattr(step, "__wrapped__", None)
     return step
 
 
 def _put_around(hooked: Any, around: AroundUpdate) -> None:
-    """`hooked`: torch's wrapper. It looks up the function inside it after it has called hooks."""
+    """Put `around` around the function inside torch's wrapper `hooked`, which looks it up after it has called hooks."""
     (cell,) = hooked.__closure__
     step: Step = cell.cell_contents
     if _is_around(around, step):
@@ -216,7 +216,7 @@ def _put_around(hooked: Any, around: AroundUpdate) -> None:
 
 
 def _is_around(around: AroundUpdate, step: Step | None) -> bool:
-    """Is it already, or somewhere inside what is around it?"""
+    """Is `around` already put around `step`, directly or under other wrappers?"""
     while step is not None:
         if getattr(step, _AROUND, None) is around:
             return True
@@ -238,7 +238,7 @@ def prepares_as(cls: type[Optimizer], known: type[Optimizer]) -> bool:
 
 
 def _bare(cls: type[Optimizer]) -> Optimizer:
-    """An optimizer that was not initialized, by which torch would import Dynamo."""
+    """Make an optimizer without `__init__`, in which torch would import Dynamo."""
     optimizer = cls.__new__(cls)
     optimizer._optimizer_step_pre_hooks = OrderedDict()
     optimizer._optimizer_step_post_hooks = OrderedDict()

@@ -25,7 +25,7 @@ is_named_tuple: Callable[[type], bool] = find("torch.utils._pytree:is_namedtuple
 
 
 def known_containers() -> list[type]:
-    """Types that are registered as containers, the last first."""
+    """The types that are registered as containers, the last registered first."""
     return list(reversed(import_module("torch.utils._pytree").SUPPORTED_NODES))
 
 

@@ -1,4 +1,4 @@
-"""Wrappers of models and parameters: DDP, FSDP, parametrizations and vmap, and what each of them is given.
+"""Runs code before DDP, FSDP, parametrizations and vmap take a model, a parameter or a tensor.
 
 torch has no hooks for these. A class is changed, not a name in a module, so that names imported before and subclasses
 come here as well. FSDP takes seconds to import, so it is changed only where it is imported already.
@@ -28,7 +28,7 @@ SeeArgument = Callable[[Any, str], None]
 def before_ddp_and_fsdp(of_module: SeeArgument, of_parameter: SeeArgument) -> None:
     """Have `of_module(module, wrapper)` or `of_parameter(parameter, wrapper)` run before one of these takes it.
 
-    Changes each class once; called again, those that were imported since."""
+    Each class is changed once. A second call changes classes that were imported since the first."""
     _guard(DistributedDataParallel, "module", of_module)
     if _FSDP in sys.modules:
         _guard(sys.modules[_FSDP].FullyShardedDataParallel, "module", of_module)
@@ -37,7 +37,7 @@ def before_ddp_and_fsdp(of_module: SeeArgument, of_parameter: SeeArgument) -> No
 
 
 def _guard(cls: type, argument: str, look: SeeArgument, called: str = "") -> None:
-    """Let `look` see the constructor's first argument before torch does. `called`: what users know the class as."""
+    """Have `look` see the constructor's first argument before torch does. `called`: the name that users know."""
     original: Callable[..., None] = cls.__init__  # type: ignore[misc]
     if getattr(original, "_retrograde_guard", False):
         return
@@ -53,7 +53,7 @@ def _guard(cls: type, argument: str, look: SeeArgument, called: str = "") -> Non
 
 
 def data_parallel_classes() -> tuple[type[nn.Module], ...]:
-    """Classes of models that reduce gradients themselves, of what is imported."""
+    """The imported classes of models that reduce gradients themselves."""
     fsdp = [sys.modules[_FSDP].FullyShardedDataParallel] if _FSDP in sys.modules else []
     return (DistributedDataParallel, *fsdp)
 
@@ -71,7 +71,7 @@ def _see(given: Any, wrapper: str = "") -> None:
 
 
 def _seen_by(run: Callable[[], Any]) -> str | None:
-    """What the wrapper is called that came by; None if none did."""
+    """Run something, and return the name of the wrapper whose constructor was seen; None if none was."""
     try:
         run()
     except _Seen as seen:
@@ -115,7 +115,7 @@ def _fsdp_has_a_constructor() -> None:
 
 
 def _probe_constructor(cls: type, make: Callable[[], Any]) -> None:
-    """Guard the class for a moment, as if it were new."""
+    """Guard a class for a moment, as if it had no guard yet, and check that its constructor is seen."""
     before = vars(cls)["__init__"]
     plain: Any = lambda self, *args, **kwargs: before(self, *args, **kwargs)  # noqa: E731 - one that is not guarded
     cls.__init__ = plain  # type: ignore[misc]

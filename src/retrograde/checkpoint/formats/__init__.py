@@ -1,1 +1,1 @@
-"""Checkpoints of several kinds, each opened as a `Checkpoint`."""
+"""The formats of checkpoints, each of which is opened as a `Checkpoint`."""

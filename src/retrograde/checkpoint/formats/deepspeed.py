@@ -1,6 +1,6 @@
 """Checkpoints of DeepSpeed: weights and the optimizer's state of ZeRO stages 1, 2 and 3, and universal ones.
 
-A rank's file has flat tensors. How parameters lie in them:
+A rank's file has flat tensors, in which parameters lie like this:
 
     stage 1, 2    a group's parameters one after the other, cut into equal parts for the ranks; a part says which
                   elements of which parameter it has (`param_slice_mappings`)
@@ -30,7 +30,7 @@ _WEIGHTS = "fp32"
 
 
 class _Inert:
-    """Stands for an object of DeepSpeed. It has what was saved of it, and does nothing."""
+    """Stands for an object of DeepSpeed in a file. It has the attributes that were saved, and does nothing."""
 
     args: tuple[Any, ...] = ()
 
@@ -72,7 +72,7 @@ class FlatTensor:
             )
 
     def check(self, extent: Extent) -> None:
-        """Nothing: these files have no checksums, and are mapped."""
+        """Check nothing: these files have no checksums, and are mapped into memory."""
 
     def read(self, extent: Extent, into: torch.Tensor) -> None:
         if extent.numel == 0:
@@ -89,13 +89,13 @@ class FlatTensor:
                 yield part[low:high]
 
 
-# ---- which it is
+# ---- which files there are
 def is_deepspeed(path: Path) -> bool:
     return _tag(path) is not None
 
 
 def _tag(path: Path) -> Path | None:
-    """The folder with the files: `path`, or the one that it says is the latest."""
+    """The folder with the files: `path`, or the folder that a file in it names as the latest."""
     if (path / "zero").is_dir() or any(_OPTIMIZER_FILE.fullmatch(each.name) for each in path.glob("*.pt")):
         return path
     for name in _LATEST:
@@ -114,7 +114,7 @@ def open_deepspeed(path: Path) -> Checkpoint:
 
 
 def _model_files(folder: Path) -> list[dict[str, Any]]:
-    """What ranks say of the model: which parameters there are, buffers, and at stages 1 and 2 weights."""
+    """The ranks' files about the model: which parameters there are, buffers, and at stages 1 and 2 weights."""
     found = sorted(folder.glob(_MODEL_FILE), key=lambda path: [int(n) for n in re.findall(r"\d+", path.name)])
     if not found:
         raise CheckpointError(f"{folder} has no {_MODEL_FILE.lstrip('*')}, which says how parameters are called")
@@ -168,7 +168,7 @@ def _flat_weights(own: Mapping[str, Any]) -> list[torch.Tensor]:
 
 
 Shapes = Sequence[Mapping[str, torch.Size]]
-Flats = Sequence[Sequence[torch.Tensor]]  # of each rank, of each group
+Flats = Sequence[Sequence[torch.Tensor]]  # by rank, then by group
 
 
 def _split_by_group(shapes: Shapes, flats: Flats, by_rank: Sequence[Mapping[str, Any]]) -> dict[str, FlatTensor]:
@@ -191,7 +191,7 @@ def _at(flat: torch.Tensor, address: Any) -> torch.Tensor:
 
 
 def _in_a_row(shapes: Mapping[str, torch.Size], flat: torch.Tensor) -> dict[str, FlatTensor]:
-    """Of versions that do not say where a parameter lies."""
+    """Split a flat tensor of a version of DeepSpeed that does not say where parameters lie: one after the other."""
     found, at = {}, 0
     for name, shape in shapes.items():
         found[name] = FlatTensor(name, shape, [flat[at : at + shape.numel()]])
@@ -210,7 +210,7 @@ def _split_by_share(shapes: Shapes, flats: Flats, by_rank: Sequence[Mapping[str,
 
 
 def _add_numbers(state: dict[str, dict[str, Any]], key: str, shapes: Shapes, numbers: Sequence[torch.Tensor]) -> None:
-    """A counter of each group is one of each parameter here."""
+    """Give each parameter the counter that DeepSpeed keeps for its group."""
     for group, own in enumerate(shapes):
         for name in own:
             state[name][key] = FlatTensor(name, (), [numbers[min(group, len(numbers) - 1)].reshape(1)])
@@ -231,7 +231,7 @@ def _others(models: Sequence[Mapping[str, Any]], trained: Mapping[str, Any]) -> 
 
 
 def _pairs(shared: Any) -> Iterator[tuple[str, str]]:
-    """A tied parameter, and the one whose weights it has."""
+    """Pairs of names: a tied parameter, and the one whose weights it has."""
     for pair in shared.items() if isinstance(shared, Mapping) else shared or ():
         yield str(pair[0]), str(pair[1])
 

@@ -1,6 +1,6 @@
-"""Checkpoints of torch.distributed.checkpoint: ours, and those of FSDP2 and of plain models.
+"""Checkpoints of torch.distributed.checkpoint: retrograde's, and those of FSDP2 and of plain models.
 
-Who plans is torch (`create_read_items_for_chunk_list`); who reads is not, for three reasons. torch's reader executes
+torch plans the reads (`create_read_items_for_chunk_list`), but its reader is not used, for three reasons: it executes
 what the metadata's pickle names; it reads a chunk whole to get a part of it; and it checks nothing.
 """
 
@@ -26,7 +26,7 @@ from retrograde.errors import CheckpointError
 from retrograde.torch_internals import Contents, Location, SavedTensor, StoredTensor, find_elements, read_metadata
 
 NAMES_SHOWN = 3
-LONGEST_LIST = 1 << 20  # of what a checkpoint's metadata may ask for
+LONGEST_LIST = 1 << 20  # elements of a list that a checkpoint's metadata may ask for
 
 
 class Files:
@@ -54,7 +54,7 @@ class Files:
             file.close()
 
     def at(self, key: str, place: Location) -> CheckedFile:
-        """The file in which something is."""
+        """The file in which the object called `key` is; raises for a place that cannot be read."""
         if place.transforms:
             raise CheckpointError(f"{key} was written through {', '.join(place.transforms)}, which is not known here")
         if Path(place.file).name != place.file:
@@ -77,15 +77,15 @@ class Files:
 
 
 class _PartOfChunk(NamedTuple):
-    """Where a part of an extent is."""
+    """A part of an extent that lies in one chunk."""
 
     place: Location
-    inside: Extent  # of what is there
-    target: Extent  # of the extent
+    inside: Extent  # the part in coordinates of the chunk
+    target: Extent  # the part in coordinates of the extent
 
 
 class DistributedTensor:
-    """A `Stored`, of chunks in several files."""
+    """A `Stored` tensor whose chunks are in several files."""
 
     def __init__(self, key: str, saved: SavedTensor, files: Files, places: Mapping[torch.Size, Location]) -> None:
         self.shape = saved.shape
@@ -113,7 +113,7 @@ class DistributedTensor:
             read_extent(self._files.at(self._key, place), place.offset, self._stored(place), inside, part)
 
     def _parts_of(self, extent: Extent) -> list[_PartOfChunk]:
-        """Planned when it is checked, for when it is read."""
+        """The parts of an extent: planned when it is checked, and used again when it is read."""
         if extent not in self._planned:
             self._planned[extent] = list(self._plan(extent))
         return self._planned[extent]
@@ -159,7 +159,7 @@ class DistributedTensor:
 
 
 class DistributedObject:
-    """A `StoredObject`."""
+    """A `StoredObject` of which the checkpoint has the pickled bytes."""
 
     def __init__(self, key: str, files: Files, place: Location) -> None:
         self._key = key
@@ -220,7 +220,7 @@ def _tree(contents: Contents, files: Files) -> dict[str, Any]:
 
 
 def _put(tree: dict[str, Any], path: tuple[str | int, ...], leaf: Any) -> None:
-    """A number in a path is a place in a list."""
+    """Put a leaf into the tree at a path, in which a text is a key and a number a place in a list."""
     at: Any = tree
     for step, following in itertools.pairwise(path):
         at = _child(at, step, {} if isinstance(following, str) else [])
@@ -228,7 +228,7 @@ def _put(tree: dict[str, Any], path: tuple[str | int, ...], leaf: Any) -> None:
 
 
 def _child(at: Any, step: str | int, new: Any) -> Any:
-    """What is there; `new` if nothing is."""
+    """The child at a step of a path; `new` is put there if there is none."""
     if isinstance(at, dict) and isinstance(step, str):
         return at.setdefault(step, new)
     if isinstance(at, list) and isinstance(step, int) and 0 <= step <= LONGEST_LIST:
@@ -240,7 +240,7 @@ def _child(at: Any, step: str | int, new: Any) -> Any:
 
 
 def _sections(tree: dict[str, Any]) -> dict[str, Any]:
-    """Some save everything under one name, as torch's tutorial does ("app")."""
+    """Open a tree in which everything is under one name, as torch's tutorial saves it ("app")."""
     known = ("model", "optimizer", "optim")
     if len(tree) == 1 and not tree.keys() & set(known):
         only = next(iter(tree.values()))
@@ -250,7 +250,7 @@ def _sections(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unflattened(section: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
-    """A state that torch has flattened (`flatten_optimizer_state_dict`): keys such as `state.embed.weight.exp_avg`."""
+    """Undo torch's `flatten_optimizer_state_dict`, whose keys are such as `state.embed.weight.exp_avg`."""
     state: dict[str, dict[str, Any]] = {}
     groups: dict[str, dict[str, Any]] = {}
     for key, leaf in section.items():

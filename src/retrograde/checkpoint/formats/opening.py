@@ -1,4 +1,4 @@
-"""Which format a folder has."""
+"""Opens a folder in the format that it has."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Weights in the files that others exchange them in (safetensors): one file, or several with an index.
+"""Weights in safetensors files, in which models are exchanged: one file, or several with an index.
 
     model.safetensors                           or
     model-00001-of-00002.safetensors, ...       and
@@ -48,7 +48,7 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 # ---- planning
 class Weight(NamedTuple):
-    """A tensor that is to be written."""
+    """A tensor that is to be written to a file."""
 
     name: str
     shape: tuple[int, ...]
@@ -67,9 +67,9 @@ class WeightFile(NamedTuple):
 
 
 def plan_files(runs: Sequence[Sequence[Weight]], limit: float) -> list[list[WeightFile]]:
-    """Files of at most `limit` bytes, in order. Weights of different runs are not in one file.
+    """Plan files of at most `limit` bytes, in order. Weights of different runs are not in one file.
 
-    A tensor that is larger has a file for itself."""
+    A tensor of more than `limit` bytes has a file for itself."""
     cut = [_cut(run, limit) for run in runs]
     total = sum(map(len, cut))
     planned: list[list[WeightFile]] = []
@@ -97,7 +97,7 @@ def _cut(weights: Sequence[Weight], limit: float) -> list[list[Weight]]:
 
 # ---- writing
 def write_file(folder: Path, file: WeightFile, read: Callable[[Weight], torch.Tensor]) -> None:
-    """A tensor at a time. The file has its name when all of it is on the disk."""
+    """Write a file, a tensor at a time. It gets its name when all of it is on the disk."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for weight in file.weights:
@@ -125,7 +125,7 @@ def write_file(folder: Path, file: WeightFile, read: Callable[[Weight], torch.Te
 
 
 def write_index(folder: Path, files: Sequence[WeightFile]) -> None:
-    """Last, when there are several files: who finds it finds them."""
+    """Write the index if there are several files. It is written last, so that whoever finds it finds all files."""
     if len(files) > 1:
         names = {weight.name: file.name for file in files for weight in file.weights}
         total = sum(weight.bytes for file in files for weight in file.weights)
@@ -138,7 +138,7 @@ def write_index(folder: Path, files: Sequence[WeightFile]) -> None:
 
 # ---- reading
 class _FileTensor:
-    """A `Stored`. The library maps the file, and copies what is asked for."""
+    """A `Stored` tensor of a safetensors file. The library maps the file and copies the parts that are read."""
 
     def __init__(self, name: str, path: Path, part: Any) -> None:
         code = part.get_dtype()
@@ -149,7 +149,7 @@ class _FileTensor:
         self._part = part
 
     def check(self, extent: Extent) -> None:
-        """Nothing: these files have no checksums, and the library has checked their lengths."""
+        """Check nothing: these files have no checksums, and the library has checked their lengths."""
 
     def read(self, extent: Extent, into: torch.Tensor) -> None:
         slices = [slice(offset, offset + size) for offset, size in zip(*extent, strict=True)]
@@ -165,7 +165,7 @@ class _FileTensor:
 
 
 def open_weights(path: Path) -> Checkpoint:
-    """A file, or a folder with one or with an index."""
+    """Open a file of weights, or a folder with one file or with an index."""
     folder = path if path.is_dir() else path.parent
     names = _files_of(path)
     stack = contextlib.ExitStack()
@@ -186,7 +186,7 @@ def open_weights(path: Path) -> Checkpoint:
 
 
 def _files_of(path: Path) -> Mapping[str, str]:
-    """Which file has which tensor; of a single file, that there is one."""
+    """The file of each tensor; for a single file without an index, that file under an empty name."""
     if path.is_file() and path.suffix == _SUFFIX:
         return {"": path.name}
     index = path if path.is_file() else path / INDEX

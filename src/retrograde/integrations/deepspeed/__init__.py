@@ -1,4 +1,4 @@
-"""DeepSpeed's interface over retrograde: programs written for it, with the import changed."""
+"""DeepSpeed's interface over retrograde, for programs written for DeepSpeed, with the import changed."""
 
 from retrograde.integrations.deepspeed.engine import DeepSpeedEngine
 from retrograde.integrations.deepspeed.initialize import add_config_arguments, init_distributed, initialize

@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoints by ours: a folder for each tag, and a file that names the latest.
+"""DeepSpeed's calls for checkpoints, over `rg.save`: a folder for each tag, and a file that names the latest.
 
 save_dir/latest              the tag that was saved last
 save_dir/global_step100/     a checkpoint of rg.save
@@ -20,13 +20,13 @@ from torch.optim import Optimizer
 import retrograde as rg
 from retrograde.integrations.deepspeed.refusals import wrong
 
-LATEST = "latest"  # DeepSpeed's name
+LATEST = "latest"  # DeepSpeed's name for the file
 _SAFETENSORS = ".safetensors"
 
 
 @dataclass
 class Counters:
-    """What an engine has counted."""
+    """The numbers that an engine counts."""
 
     global_steps: int = 0  # updates
     global_samples: int = 0
@@ -36,7 +36,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class Checkpointed:
-    """What of an engine is in a checkpoint. Schedules and scalers have a state_dict()."""
+    """The parts of an engine that a checkpoint has. Schedulers and scalers have a state_dict()."""
 
     model: nn.Module
     optimizer: Optimizer | None
@@ -50,11 +50,11 @@ class Checkpointed:
         if latest and dist.get_rank() == 0:
             partial = Path(folder) / f".{LATEST}.partial"
             partial.write_text(tag, encoding="utf-8")
-            partial.replace(Path(folder) / LATEST)  # there is always a whole one
-        dist.barrier()  # others may look for it next
+            partial.replace(Path(folder) / LATEST)  # so that the file is never incomplete
+        dist.barrier()  # other ranks may look for the file next
 
     def load(self, path: Path, counters: Counters, strict: bool, wanted: "Wanted") -> Mapping[str, Any]:
-        """What the program gave to be saved with it. A checkpoint of others has no counters."""
+        """Load a checkpoint and return its client state. A checkpoint that DeepSpeed has written has no counters."""
         optimizer = self.optimizer if wanted.optimizer else None
         stateful = self._stateful if wanted.scheduler else {}
         loaded = rg.load(path, self.model, optimizer, extra=stateful, strict=strict)
@@ -71,14 +71,14 @@ class Checkpointed:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Of a checkpoint, besides the model."""
+    """What to load from a checkpoint besides the model."""
 
     optimizer: bool = True
     scheduler: bool = True
 
 
 def checked_tag(tag: Any, steps: int) -> str:
-    """DeepSpeed's own if none is given."""
+    """Check a tag. If none is given, return the one that DeepSpeed would use."""
     if tag is None:
         return f"global_step{steps}"
     if not str(tag) or Path(str(tag)).name != str(tag):
@@ -93,7 +93,7 @@ def latest_in(folder: str) -> Path | None:
 
 
 def write_weights(model: nn.Module, folder: str, name: str, dtype: torch.dtype | None) -> None:
-    """All weights in one file: safetensors by that ending, else torch's, which rank 0 has in memory as a whole."""
+    """Write all weights to one file: safetensors if it ends so, else torch's, for which rank 0 holds all weights."""
     scratch = Path(folder) / f".{name}.export"
     (written,) = rg.export(scratch, model, file_size=2**62, dtype=dtype)
     target = Path(folder) / name

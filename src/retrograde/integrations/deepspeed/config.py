@@ -1,4 +1,4 @@
-"""What a config comes to: plain values, read once."""
+"""Reads a config of DeepSpeed, once, into plain values."""
 
 import json
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ class BatchSizes:
 
     @staticmethod
     def of(train: int | None, micro: int | None, accumulation: int | None, world: int) -> "BatchSizes":
-        """What is missing is computed from the others."""
+        """Make batch sizes, computing those that are None from the others."""
         if train is None and micro is None:
             raise ConfigError(
                 "train_batch_size: neither it nor train_micro_batch_size_per_gpu is there; give one of them"
@@ -48,7 +48,7 @@ class BatchSizes:
         return sizes
 
     def with_train(self, train: int, world: int) -> "BatchSizes":
-        """Another number of micro batches."""
+        """The sizes for another train batch size, by another number of accumulation steps."""
         if train % (self.micro * world):
             raise wrong("train_batch_size", train, "cannot be split", f"a multiple of {self.micro * world}")
         return BatchSizes.of(train, self.micro, None, world)
@@ -78,7 +78,7 @@ class ResidentLimits:
 
 
 def _in_a_page(nbytes: int) -> int:
-    """What it takes there, as in torch's allocator: multiples of 64 bytes."""
+    """The bytes that a parameter takes in a page: a multiple of 64, as in torch's allocator."""
     return -(-nbytes // 64) * 64
 
 
@@ -104,7 +104,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Config:
-    """`asked`: the flat config, under the keys of the table in words.py."""
+    """A config that was read. `asked`: its flat form, by the keys of the table in words.py."""
 
     asked: dict[str, Any]
     batch: BatchSizes
@@ -122,7 +122,7 @@ class Config:
         return config
 
     def check(self) -> None:
-        """Read everything that can be wrong."""
+        """Read every value that can be wrong, so that errors are raised now."""
         _ = self.stage, self.reduce, self.precision, self.offload, self.loss_scale, self.optimizer, self.scheduler
 
     def with_batch(self, batch: BatchSizes) -> "Config":
@@ -130,7 +130,7 @@ class Config:
 
     @property
     def stage(self) -> int:
-        """DeepSpeed's; 0 shards nothing there."""
+        """DeepSpeed's ZeRO stage. (With 0 DeepSpeed shards nothing; here it is as stage 1.)"""
         stage = int(self.asked.get("zero_optimization.stage") or 0)
         if stage > 3:
             raise wrong("zero_optimization.stage", stage, "is out of range", "0, 1, 2 or 3")
@@ -138,12 +138,12 @@ class Config:
 
     @property
     def clipping(self) -> float:
-        """0: none."""
+        """The norm to which gradients are clipped; 0 clips nothing."""
         return float(self.asked.get("gradient_clipping") or 0)
 
     @property
     def managed(self) -> bool:
-        """Does the number of `step()` calls say where the boundary is?"""
+        """Does the number of `step()` calls decide where the accumulation boundary is?"""
         return self.asked.get("managed_gradient_accumulation") is not False
 
     @property
@@ -164,7 +164,7 @@ class Config:
 
     @property
     def offload(self) -> rg.Offload:
-        """That of parameters includes the optimizer's."""
+        """What is offloaded. To offload parameters includes what the optimizer needs."""
         if self._on_host("offload_param", "cpu_offload_param"):
             return rg.Offload.PARAMETERS
         return rg.Offload.OPTIMIZER if self._on_host("offload_optimizer", "cpu_offload") else rg.Offload.NOTHING
@@ -186,7 +186,7 @@ class Config:
 
     @property
     def loss_scale(self) -> LossScale | None:
-        """Of fp16; None in other dtypes, which need none."""
+        """The loss scale of fp16; None for other dtypes, which need none."""
         if not self.asked.get("fp16.enabled"):
             return None
         power, window = self.asked.get("fp16.initial_scale_power"), self.asked.get("fp16.loss_scale_window")
@@ -255,7 +255,7 @@ def _loaded(given: Given) -> Mapping[str, Any]:
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """JSON allows a key twice, and the last would count."""
+    """Make a dictionary. Refuse a key that is there twice, which JSON allows."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]

@@ -1,9 +1,9 @@
-"""The engine that `initialize()` returns: DeepSpeed's words over a sharded model.
+"""The engine that `initialize()` returns: DeepSpeed's interface over a sharded model.
 
 [Note: what a step is]
 A *micro step* ends with a call of `step()`. The one at the *boundary* updates: it clips, steps, zeroes gradients and
-moves the schedule; the others only count. Which one that is says the number of micro steps, or the program
-(`set_gradient_accumulation_boundary`), or, where accumulation is not managed, every call.
+moves the schedule; the others only count. Where the boundary is depends on the number of micro steps, or the program
+says it (`set_gradient_accumulation_boundary`), or, where accumulation is not managed, it is at every call.
 
 [Note: what is divided]
 Gradients of the model's parameters are divided by the number of accumulation steps: once, in every backward that adds
@@ -35,15 +35,15 @@ from retrograde.integrations.deepspeed.refusals import ConfigError, wrong
 
 
 class Scheduler(Protocol):
-    """What the engine needs of a scheduler of learning rates."""
+    """What the engine needs of a learning rate scheduler."""
 
     def step(self, **kwargs: Any) -> Any: ...
 
 
 class DeepSpeedEngine(nn.Module):
-    """`module` is the model, `sharded` its retrograde engine, `optimizer` a torch optimizer.
+    """DeepSpeed's engine: `module` is the model, `sharded` its retrograde engine, `optimizer` a torch optimizer.
 
-    What it does not have itself it has of the model."""
+    Attributes that it does not have itself are those of the model."""
 
     module: nn.Module
 
@@ -59,10 +59,10 @@ class DeepSpeedEngine(nn.Module):
         self.global_rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self._config = config
-        self._boundary: bool | None = None  # as the program says; None: by the number of micro steps
+        self._boundary: bool | None = None  # as the program has set it; None: by the number of micro steps
         self._updating = False  # inside step()
         self._applied = False  # has the last step() updated?
-        self._backwards = 0  # of this engine since the last update
+        self._backwards = 0  # calls of this engine's backward() since the last update
         self._norm: float | None = None
         self._compiled = False
         said = config.loss_scale
@@ -83,7 +83,7 @@ class DeepSpeedEngine(nn.Module):
 
     # ---- backwards
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """`loss.backward()`. Returns the loss as it was divided; `scale_wrt_gas=False` divides nothing this time."""
+        """Run `loss.backward()`, and return the divided loss. `scale_wrt_gas=False` divides nothing this time."""
         divisor = self.gradient_accumulation_steps() if scale_wrt_gas else 1
         self._backwards += 1
         self.sharded.gradient_divisor = divisor
@@ -94,16 +94,16 @@ class DeepSpeedEngine(nn.Module):
         return loss.detach() / divisor
 
     def scale(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
-        """For a backward by hand: `engine.scale(loss).backward()`. Only in fp16 is there something to scale.
+        """Scale a loss for a backward by hand: `engine.scale(loss).backward()`. Only fp16 has a scale.
 
-        Whether the graph is kept is said to `backward()`, as in torch; nothing here needs to know."""
+        `retain_graph` has no effect: give it to `backward()`, as in torch."""
         if not isinstance(loss, torch.Tensor):
             raise wrong("loss", loss, "is not a tensor", "what backward() is to start at")
         return loss if self._scaler is None else self._scaler.scaled(loss)
 
     @property
     def loss_scale(self) -> float:
-        """1 but in fp16."""
+        """The loss scale; 1 except in fp16."""
         return 1.0 if self._scaler is None else self._scaler.scale
 
     @contextlib.contextmanager
@@ -128,12 +128,12 @@ class DeepSpeedEngine(nn.Module):
             self._boundary = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """All gradients of the model are gone, those that wait in a window too."""
+        """Clear all gradients of the model, those that wait in a window too."""
         self.module.zero_grad(set_to_none)
 
     # ---- steps
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Does the `step()` of this micro step update?"""
+        """Will the `step()` of this micro step update the weights?"""
         if self._boundary is not None:
             return self._boundary
         if not self._config.managed:
@@ -141,13 +141,13 @@ class DeepSpeedEngine(nn.Module):
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """From now on the program says where it is."""
+        """Say whether this micro step and later ones are at the boundary, until the next call."""
         if not isinstance(is_boundary, bool):
             raise wrong("is_boundary", is_boundary, "is neither true nor false", "True or False")
         self._boundary = is_boundary
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """The end of a micro step; an update if it is at the boundary ([Note: what a step is])."""
+        """End a micro step; at the boundary, update ([Note: what a step is])."""
         if self.optimizer is None:
             raise ConfigError("optimizer: there is none to step; give initialize() one, or the config a section of it")
         self._applied = False
@@ -167,7 +167,7 @@ class DeepSpeedEngine(nn.Module):
             self._norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._config.clipping))
         self._applied = self._step_of(optimizer)
         if not self._config.clipping:
-            # Only now has a rank the gradients of others that did more backwards, so that all have the same ones.
+            # Before the step a rank may not have the gradients of ranks that did more backwards; now all have the same.
             grads = [p.grad for p in parameters if p.grad is not None]
             self._norm = float(torch.nn.utils.get_total_norm(grads))
         optimizer.zero_grad()
@@ -180,7 +180,7 @@ class DeepSpeedEngine(nn.Module):
         self._backwards = 0
 
     def _step_of(self, optimizer: Optimizer) -> bool:
-        """Says whether it has updated the weights: not after an overflow."""
+        """Step the optimizer. Returns whether it has updated the weights, which it does not after an overflow."""
         if self._scaler is not None:
             return self._scaler.step(optimizer)
         optimizer.step()
@@ -198,7 +198,7 @@ class DeepSpeedEngine(nn.Module):
         return self._of_groups("lr")
 
     def get_mom(self) -> list[Any]:
-        """Adam's betas; the momentum of optimizers that have one."""
+        """The groups' betas or, for optimizers without betas, their momentum."""
         return self._of_groups("betas") or self._of_groups("momentum")
 
     def _of_groups(self, name: str) -> list[Any]:
@@ -220,7 +220,7 @@ class DeepSpeedEngine(nn.Module):
         return self._config.batch.accumulation
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """By another number of accumulation steps."""
+        """Change the train batch size, by another number of accumulation steps."""
         self._set_batch(self._config.batch.with_train(train_batch_size, self.world_size))
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
@@ -252,8 +252,8 @@ class DeepSpeedEngine(nn.Module):
         schedule: object = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """With `compile: {deepcompile: true}` each unit as a graph of its own (`rg.compile`), otherwise the model by
-        `torch.compile`; once. `schedule`, of DeepCompile's passes, has no effect."""
+        """Compile the model, once: with `compile: {deepcompile: true}` each unit as a graph of its own (`rg.compile`),
+        otherwise by `torch.compile`. `schedule`, which is for DeepCompile's passes, has no effect."""
         if compiled_autograd_enabled:
             raise wrong("compiled_autograd_enabled", True, "is not there", "False, or leave it out")
         if self._compiled:
@@ -268,7 +268,7 @@ class DeepSpeedEngine(nn.Module):
     # ---- what was counted
     @property
     def global_steps(self) -> int:
-        """Updates."""
+        """How many micro steps have been at the boundary; updates that an overflow has skipped count too."""
         return self._counters.global_steps
 
     @property
@@ -299,7 +299,7 @@ class DeepSpeedEngine(nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """A checkpoint of `rg.save` in the folder `tag` of `save_dir`. For all ranks together."""
+        """Save a checkpoint of `rg.save` in the folder `tag` of `save_dir`. All ranks call it together."""
         if exclude_frozen_parameters:
             raise wrong("exclude_frozen_parameters", True, "is not there", "False, or leave it out")
         name = checked_tag(tag, self.global_steps)
@@ -316,9 +316,9 @@ class DeepSpeedEngine(nn.Module):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, Mapping[str, Any]]:
-        """One of `save_checkpoint`, or of DeepSpeed itself; by default the latest. For all ranks together.
+        """Load a checkpoint of `save_checkpoint`, or of DeepSpeed itself; by default the latest. All ranks call it.
 
-        Returns where it was, and what the program had given to be saved with it; None where there is none."""
+        Returns its path, and the client state that was saved with it; None and an empty one if there is none."""
         if custom_load_fn is not None:
             raise wrong("custom_load_fn", custom_load_fn, "is not there", "None, or leave it out")
         path = latest_in(load_dir) if tag is None else Path(load_dir) / checked_tag(tag, 0)
@@ -332,12 +332,12 @@ class DeepSpeedEngine(nn.Module):
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """All weights, in the dtype in which modules compute, in one file: safetensors if its name ends so, else
-        torch's. For all ranks together."""
+        """Write all weights, in the dtype in which modules compute, to one file: safetensors if its name ends so,
+        otherwise torch's. All ranks call it together."""
         if exclude_frozen_parameters:
             raise wrong("exclude_frozen_parameters", True, "is not there", "False, or leave it out")
         write_weights(self.module, save_dir, save_filename, self._config.precision.page)
         return True
 
     def destroy(self) -> None:
-        """Nothing is left behind: what an engine holds goes with the model."""
+        """Do nothing: what an engine holds is freed with the model."""

@@ -1,4 +1,4 @@
-"""`initialize()`: a model, a config, and DeepSpeed's engine over them."""
+"""`initialize()` makes DeepSpeed's engine of a model and a config."""
 
 import argparse
 import logging
@@ -22,7 +22,7 @@ from retrograde.integrations.deepspeed.words import missing
 logger = logging.getLogger("retrograde.deepspeed")
 
 Initialized = tuple[DeepSpeedEngine, Optimizer | None, "DataLoader[Any] | None", Any]
-_REFUSED = ("mpu", "mesh_param")  # arguments with which DeepSpeed would do something else
+_REFUSED = ("mpu", "mesh_param")  # arguments for other parallelism, which is not there
 _OF_A_GROUP = ("timeout", "init_method", "rank", "world_size")
 _WITHOUT_EFFECT = ("distributed_port", "dist_init_required", "config_params")
 
@@ -41,8 +41,8 @@ def initialize(
 ) -> Initialized:
     """Shard `model`, in place, as the config says. Returns engine, optimizer, data loader and scheduler.
 
-    For all ranks together. `optimizer` and `lr_scheduler` may be callables, which get the parameters and the optimizer;
-    given, they stand before the config's sections. `args.deepspeed_config` may be the config."""
+    All ranks call it together. `optimizer` and `lr_scheduler` may be callables, which get the parameters and the
+    optimizer; if given, they replace the config's sections. `args.deepspeed_config` may be the config."""
     if not isinstance(model, nn.Module):
         raise wrong("model", model, "is not a module", "an nn.Module")
     _check_others(others)
@@ -50,7 +50,7 @@ def initialize(
     asked = Config.of(_config_of(args, config, others.get("config_params")), dist.get_world_size())
     parameters = list(model_parameters) if model_parameters is not None else _trained(model)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    # Before the model is sharded: what is refused changes nothing.
+    # These come before the model is sharded, so that nothing has changed if they raise.
     chosen = _optimizer(optimizer, parameters, names, asked)
     scheduler = _scheduler(lr_scheduler, chosen, asked)
     _say_what_has_no_effect(asked)
@@ -61,7 +61,7 @@ def initialize(
 
 
 def init_distributed(dist_backend: str | None = None, **options: Any) -> None:
-    """torch's process group, unless there is one. Of DeepSpeed's options those that torch has are used."""
+    """Make torch's process group, unless there is one. DeepSpeed's options that torch has too are passed on."""
     if not dist.is_initialized():
         used = {name: value for name, value in options.items() if name in _OF_A_GROUP and value != -1}
         dist.init_process_group(dist_backend or "gloo", **used)
@@ -123,7 +123,7 @@ def _scheduler(given: Any, optimizer: Optimizer | None, config: Config) -> Any:
 
 
 def _loader(data: "Dataset[Any]", collate_fn: Callable[..., Any] | None, config: Config) -> "DataLoader[Any]":
-    """Each rank's part of the data, in micro batches."""
+    """Make a loader of this rank's part of the data, in micro batches."""
     sampler: DistributedSampler[Any] = DistributedSampler(data)
     drop_last = config.drop_last
     return DataLoader(data, config.batch.micro, sampler=sampler, collate_fn=collate_fn, drop_last=drop_last)

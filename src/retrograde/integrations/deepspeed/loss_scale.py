@@ -1,4 +1,4 @@
-"""fp16's loss scale in DeepSpeed's words, by torch's `GradScaler`."""
+"""The loss scale of fp16 by DeepSpeed's options, over torch's `GradScaler`."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from retrograde.integrations.deepspeed.refusals import ConfigError
 
 @dataclass(frozen=True)
 class LossScale:
-    """`fixed`: one that stays, if it is not 0. Else it begins with `first`, doubles after `window` updates, and an
-    overflow halves it, down to `least`."""
+    """The options of the loss scale. If `fixed` is not 0, the scale stays at it. Otherwise it begins with `first`,
+    doubles after `window` updates, and is halved by an overflow, down to `least`."""
 
     fixed: float
     first: float
@@ -47,8 +47,8 @@ class LossScaler:
         self._in_scaled_backward = True
 
     def watch(self, outputs: Any) -> Any:
-        """What a forward returns is gone through by backwards of scaled losses. Until the next forward or step one
-        of them speaks for all."""
+        """Have backwards through a forward's outputs checked: they must start at a scaled loss. After one that does,
+        others pass until the next forward or step."""
         self._in_scaled_backward = False
         for output in _tensors_in(outputs):
             if output.requires_grad:
@@ -69,11 +69,11 @@ class LossScaler:
         self._scaler.load_state_dict(state)
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Gradients are those of the loss itself from now on."""
+        """Divide gradients by the scale, so that they are those of the loss itself."""
         self._scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer) -> bool:
-        """Update, unless a gradient is not finite. Says whether it did."""
+        """Update, unless a gradient is not finite. Returns whether it has updated."""
         self._in_scaled_backward = False
         updates: list[bool] = []
         watch = optimizer.register_step_post_hook(lambda *given: updates.append(True))

@@ -10,17 +10,17 @@ from torch.optim import Optimizer
 from retrograde.integrations.deepspeed.config import Section
 from retrograde.integrations.deepspeed.refusals import ConfigError, not_yet, wrong
 
-# DeepSpeed's own, which torch does not have.
+# DeepSpeed's own optimizers, which torch does not have.
 _ELSEWHERE = {"lamb", "lion", "muadam", "muadamw", "musgd", "onebitadam", "onebitlamb", "zerooneadam"}
 
 
-# Parameters with these in their names are not Muon's there, nor are those that are no matrices.
+# DeepSpeed's Muon leaves parameters with these in their names to an Adam, as well as those that are no matrices.
 _NOT_MUONS = ("embed", "lm_head")
 _NS_METHODS = ("gram", "standard")
 
 
 def make_optimizer(section: Section, parameters: list[Any], names: Mapping[Any, str]) -> Optimizer:
-    """`names`: those of the model's parameters."""
+    """Make the optimizer of the config's section. `names`: those of the model's parameters."""
     params = dict(section.params)
     if "max_grad_norm" in params:
         raise ConfigError(
@@ -42,17 +42,17 @@ def make_optimizer(section: Section, parameters: list[Any], names: Mapping[Any, 
 
 
 def _adam(name: str, params: dict[str, Any]) -> type[Optimizer]:
-    """ "Adam" is AdamW there unless `adam_w_mode` is false. Takes out of `params` what torch does not know."""
+    """DeepSpeed's "Adam" is AdamW unless `adam_w_mode` is false. Removes from `params` what torch does not know."""
     decoupled = params.pop("adam_w_mode", True) or name == "adamw"
     if params.pop("bias_correction", True) is not True:
         raise wrong("optimizer.params.bias_correction", False, "is not there", "true, or leave it out")
     if not params.pop("torch_adam", False):
-        params.setdefault("weight_decay", 0.0)  # of DeepSpeed's own Adam; torch's AdamW has another
+        params.setdefault("weight_decay", 0.0)  # the default of DeepSpeed's own Adam; torch's AdamW has another
     return torch.optim.AdamW if decoupled else torch.optim.Adam
 
 
 def _muon(params: dict[str, Any], parameters: list[Any], names: Mapping[Any, str]) -> type[Optimizer]:
-    """torch's, with DeepSpeed's names and defaults in `params`. DeepSpeed has an Adam in it, for what is not Muon's."""
+    """torch's Muon, with DeepSpeed's names and defaults. Raises if DeepSpeed would use its Adam for some parameters."""
     given = [each["params"] if isinstance(each, dict) else [each] for each in parameters]
     for parameter in itertools.chain.from_iterable(given):
         name = names.get(parameter, "a parameter that is not the model's")

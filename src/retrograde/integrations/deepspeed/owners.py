@@ -1,7 +1,6 @@
-"""Whose parameter is this? DeepSpeed's helpers are given a parameter and nothing else.
+"""Finds the engine of a parameter, since DeepSpeed's helpers are given a parameter and nothing else.
 
-The table is weak on both sides: it keeps neither parameters nor engines, and engines do not meet in it, because a
-parameter belongs to one of them.
+The table is weak on both sides: it keeps neither parameters nor engines alive. A parameter belongs to one engine.
 """
 
 import weakref
@@ -23,6 +22,6 @@ def remember(engine: DeepSpeedEngine) -> None:
 
 
 def engine_of(parameter: torch.Tensor) -> DeepSpeedEngine | None:
-    """None for a parameter that no engine has."""
+    """The engine of a parameter; None if no engine has it."""
     found = _ENGINE_OF.get(parameter)
     return None if found is None else found()

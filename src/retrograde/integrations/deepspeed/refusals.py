@@ -1,4 +1,4 @@
-"""What is refused, and how: every error names the key or the argument, the cause and the way out."""
+"""Errors of the front end: each names the key or the argument, the cause and the way out."""
 
 from typing import Any
 
@@ -8,11 +8,11 @@ LONGEST = 60  # characters of a value in an error
 
 
 class ConfigError(rg.RetrogradeError, ValueError):
-    """A config, or an argument of `initialize()`, that cannot be used."""
+    """A config, or an argument of a call, cannot be used."""
 
 
 class NotYetError(rg.UnsupportedError, NotImplementedError):
-    """Something DeepSpeed has and retrograde does not have yet."""
+    """DeepSpeed has this, and retrograde does not have it yet."""
 
 
 def wrong(name: str, value: Any, cause: str, fix: str) -> ConfigError:

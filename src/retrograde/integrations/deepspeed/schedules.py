@@ -1,6 +1,6 @@
 """The config's scheduler section: DeepSpeed's five schedules, as one torch scheduler.
 
-A schedule is a function of the *iteration*: how many updates there were, less one. Before the first update it is -1.
+A schedule is a function of the *iteration*: the number of updates so far, less one. Before the first update it is -1.
 """
 
 import math
@@ -35,7 +35,7 @@ class RateSchedule(Protocol):
 
 @dataclass(frozen=True)
 class LRRangeTest:
-    """DeepSpeed's: the rate grows, to find one that is too large."""
+    """DeepSpeed's schedule in which the rate grows, to find one that is too large."""
 
     lr_range_test_min_lr: PerGroup = 1e-3
     lr_range_test_step_size: int = 2000
@@ -54,7 +54,7 @@ class LRRangeTest:
 
 @dataclass(frozen=True)
 class OneCycle:
-    """Up, down, and then a decay; the momentum goes the other way."""
+    """DeepSpeed's schedule in which the rate goes up, down, and then decays; the momentum goes the other way."""
 
     cycle_min_lr: PerGroup
     cycle_max_lr: PerGroup
@@ -81,7 +81,7 @@ class OneCycle:
         return self.cycle_first_step_size + self._second
 
     def _height(self, iteration: int) -> float:
-        """From 0 at the bottom of the cycle to 1 at its top."""
+        """The place in the cycle: from 0 at its bottom to 1 at its top."""
         at = (iteration + 1) % self._total
         if at <= self.cycle_first_step_size:
             part, stairs = at / self.cycle_first_step_size, self.cycle_first_stair_count
@@ -92,7 +92,7 @@ class OneCycle:
         return math.floor(part * stairs) / stairs if stairs else part
 
     def _decays(self, iteration: int) -> float | None:
-        """Intervals of decay after the cycle; None inside it."""
+        """The number of decay intervals since the cycle; None inside it."""
         if iteration < self._total:
             return None
         return (iteration - self._total + 1) / self.decay_step_size if self.decay_step_size else 0.0
@@ -115,7 +115,7 @@ class OneCycle:
 
 
 def _warmed_up(iteration: int, steps: int, kind: str) -> float:
-    """From 0 to 1 over the steps."""
+    """The share of the full rate: from 0 to 1 over the steps."""
     return iteration / steps if kind == "linear" else math.log(iteration + 1) / math.log(steps)
 
 
@@ -127,7 +127,7 @@ def _check_warmup(steps: int, kind: str) -> None:
 
 @dataclass(frozen=True)
 class WarmupLR:
-    """DeepSpeed's: the rate grows to its full value, and stays."""
+    """DeepSpeed's schedule in which the rate grows to its full value, and stays."""
 
     warmup_min_lr: PerGroup = 0.0
     warmup_max_lr: PerGroup | None = None
@@ -152,7 +152,7 @@ class WarmupLR:
 
 @dataclass(frozen=True, kw_only=True)
 class WarmupDecayLR(WarmupLR):
-    """DeepSpeed's: it grows, and falls to zero along a line."""
+    """DeepSpeed's schedule in which the rate grows, and falls to zero along a line."""
 
     total_num_steps: int
     warmup_max_lr: PerGroup | None = 0.001
@@ -163,7 +163,7 @@ class WarmupDecayLR(WarmupLR):
 
 @dataclass(frozen=True)
 class WarmupCosineLR:
-    """DeepSpeed's: it grows, and falls along a cosine."""
+    """DeepSpeed's schedule in which the rate grows, and falls along a cosine."""
 
     total_num_steps: int
     warmup_min_ratio: float = 0.0
@@ -191,7 +191,7 @@ SCHEDULES: dict[str, Callable[..., RateSchedule]] = {
 
 
 class Scheduled(LRScheduler):
-    """Sets each group's rate, and with OneCycle its first beta, after every update."""
+    """Sets each group's rate after every update, and with OneCycle its betas, of which the second is always 0.99."""
 
     def __init__(self, optimizer: Optimizer, schedule: RateSchedule) -> None:
         self.schedule = schedule

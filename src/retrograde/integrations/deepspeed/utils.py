@@ -1,4 +1,4 @@
-"""DeepSpeed's helpers for whole parameters, gradients and optimizer state: for all ranks together."""
+"""DeepSpeed's helpers for whole parameters, gradients and optimizer state. All ranks call them together."""
 
 from collections.abc import Sequence
 
@@ -16,30 +16,30 @@ def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor:
 
 
 def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
-    """The parameter becomes `value`, which all ranks give."""
+    """Set the parameter to `value`, which all ranks give."""
     with torch.no_grad():
         rg.parameter_of(param).copy_(value)
 
 
 def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
-    """The whole gradient, the mean over ranks; None if there is none. What waits in a window is reduced for it."""
+    """The whole gradient, reduced over ranks; None if there is none. One that waits in a window is reduced first."""
     grad = rg.parameter_of(param).grad
     return None if grad is None else rg.full_tensor(grad)
 
 
 def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
-    """The gradient becomes `value`, which all ranks give."""
+    """Set the gradient to `value`, which all ranks give."""
     rg.parameter_of(param).grad = value.clone()
 
 
 def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
-    """What the optimizer keeps under a name for this parameter, whole; None before its first update."""
+    """The whole of what the optimizer keeps for this parameter under a key; None before its first update."""
     state = _state(rg.parameter_of(param)).get(optim_state_key)
     return None if state is None else rg.full_tensor(state)
 
 
 def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
-    """What the optimizer keeps under a name becomes `value`, which all ranks give."""
+    """Set what the optimizer keeps for this parameter under a key to `value`, which all ranks give."""
     state = _state(rg.parameter_of(param))
     if optim_state_key not in state:
         raise ConfigError(f"optim_state_key={optim_state_key!r} is not there; give one of {', '.join(state) or 'none'}")
@@ -47,8 +47,8 @@ def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, opti
 
 
 def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
-    """Modules whose parameters DeepSpeed is to gather together, because ranks use different ones of them. Here ranks
-    may do that anyway: they are marked and returned, and nothing else happens."""
+    """Mark modules and return them. DeepSpeed would gather the parameters in them together, since ranks use different
+    ones. Here ranks may do that anyway, so nothing else happens."""
     names = {
         kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}" for kind in leaf_module_classes
     }
@@ -59,12 +59,12 @@ def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Was it marked?"""
+    """Was the module marked by `set_z3_leaf_modules`?"""
     return "_z3_leaf" in vars(model)
 
 
 def _names_of(kind: type) -> set[str]:
-    """Of a class and those it derives from: short, and with their modules."""
+    """The names of a class and its bases: short, and with their modules."""
     return {name for each in kind.__mro__ for name in (each.__name__, f"{each.__module__}.{each.__qualname__}")}
 
 

@@ -17,8 +17,8 @@ class Standing(Enum):
     """What becomes of a key of DeepSpeed's config."""
 
     USED = "used"
-    WITHOUT_EFFECT = "no effect"  # taken, and listed once
-    NOT_YET = "refused for now"  # unless the config says that it does not want it
+    WITHOUT_EFFECT = "no effect"  # accepted, and listed once in the log
+    NOT_YET = "refused for now"  # unless its value says that it is not wanted
 
 
 class Kind(Enum):
@@ -40,8 +40,8 @@ class Word:
     kind: Kind
     standing: Standing
     became: str
-    switch: str = ""  # of a section: the key inside that says whether it is wanted
-    off: tuple[Any, ...] = (None, False, 0, "none", "None")  # by which it is not
+    switch: str = ""  # if the key is a section: the key inside that says whether it is wanted
+    off: tuple[Any, ...] = (None, False, 0, "none", "None")  # values that say that it is not wanted
 
     def wanted(self, value: Any) -> bool:
         if self.switch and isinstance(value, Mapping):
@@ -50,7 +50,7 @@ class Word:
 
     @property
     def named(self) -> str:
-        """The key that turns it on."""
+        """The key that turns the feature on."""
         return f"{self.key}.{self.switch}" if self.switch else self.key
 
 
@@ -353,7 +353,7 @@ def checked(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_effect(flat: Mapping[str, Any]) -> list[Word]:
-    """Those that were taken and do nothing."""
+    """The words for the config's keys that have no effect."""
     return [_WORD_OF[key] for key in flat if _WORD_OF[key].standing is Standing.WITHOUT_EFFECT]
 
 

@@ -16,10 +16,10 @@ from retrograde.integrations.deepspeed.refusals import not_yet, wrong
 
 
 class Init:
-    """Around the making of a model, whose parameters DeepSpeed would cut up as they come.
+    """A context in which a model is made. DeepSpeed would cut up its parameters as they come.
 
-    Here the model is made whole, in host memory, so that whatever its code does to initialize it counts; it is sharded
-    by `initialize()`. (A model that is larger than that is made under `torch.device("meta")`.)"""
+    Here the model is made whole, in the host's memory, so that any code can initialize it, and `initialize()` shards
+    it. (A model that is too large for this is made under `torch.device("meta")`.)"""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Init:
         self._before: list[torch.dtype] = []
 
     def __enter__(self) -> None:
-        """With `dtype`, what is made inside is made in it."""
+        """Make `dtype`, if it was given, the default dtype inside."""
         self._before.append(torch.get_default_dtype())
         torch.set_default_dtype(self._dtype or self._before[-1])
 
@@ -47,8 +47,8 @@ class Init:
 class GatheredParameters:
     """Inside, the given parameters are whole: `p` and `module.weight` alike, without any communication.
 
-    With `modifier_rank` what that rank has made of them counts, and all ranks have it at the end. All ranks enter and
-    leave together. Without, they are to be read."""
+    With `modifier_rank`, all ranks have at the end what that rank has made of the parameters; all ranks enter and leave
+    together. Without it, the parameters may only be read."""
 
     def __init__(
         self,
@@ -78,12 +78,12 @@ class GatheredParameters:
         self._open.__exit__(kind, error, trace)
         if self._modifier is not None and dist.is_initialized():
             for each in self._parameters:
-                if engine_of(each) is None:  # not sharded yet
+                if engine_of(each) is None:  # the parameter is not sharded yet
                     dist.broadcast(each.detach(), self._modifier)
 
 
 def _by_engine(parameters: Sequence[torch.Tensor]) -> dict[DeepSpeedEngine, list[torch.Tensor]]:
-    """Those that no engine has yet are whole."""
+    """Sort parameters by engine. Those that no engine has are left out, since they are whole."""
     found: dict[DeepSpeedEngine, list[torch.Tensor]] = {}
     for each in parameters:
         engine = engine_of(each)

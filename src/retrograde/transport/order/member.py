@@ -150,7 +150,7 @@ class OrderMember:
         return self._arrive()
 
     def rest(self) -> Effects:
-        """End a period: all its calls and puts are done, and this rank's shards will not change before the next step."""
+        """End a period: its calls and puts are done, and this rank's shards will not change before the next step."""
         if self._phase is MemberPhase.FAILED:
             return [Abort(self._cause)]
         self._require(MemberPhase.SETTLING)

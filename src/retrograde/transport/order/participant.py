@@ -50,7 +50,7 @@ class Participant:
         return self._route(self.member.want(want))
 
     def arrive(self, boundary: Boundary, name: str = "") -> list[Effect]:
-        """Say that the program is at a boundary. The effects end in Settle, after which those of `rest` end in Passed."""
+        """Say that the program is at a boundary. The effects end in Settle, and after it those of `rest` in Passed."""
         return self._route(self.member.arrive(boundary, name))
 
     def rest(self) -> list[Effect]:
