@@ -92,7 +92,8 @@ test-all: test
 	@$(PY) -m tests.accelerator.table
 	@$(PY) -m tests.accelerator.table --mode sides
 	@for seed in 1 2 3 4 5; do $(PY) -m tests.accelerator.table --mode random --seed $$seed; done
-	@$(PY) -m tests.accelerator.table --world 4 --stages 3
+	@$(PY) -m tests.accelerator.table --sums backend
+	@$(PY) -m tests.accelerator.table --world 4
 	@$(PY) -m tests.accelerator.table --offload parameters --stages 2 3
 	@$(PY) -m tests.accelerator.mutations
 	@$(PY) -m benchmarks.gpu --tiny --device late --into build/gpu-report.md

@@ -113,7 +113,8 @@ def test_what_is_for_accelerators_runs_on_the_test_device(tmp_path: Path) -> Non
     said = into.read_text()
     assert done.returncode == 0, said
     assert [line[3:] for line in said.splitlines() if line.startswith("## ")] == ["matrix", "overlap", "training"]
-    assert "2 of 2 rows and stages are exact" in said
+    assert "sums in rank order: 2 of 2 rows and stages are right" in said
+    assert "sums by the backend: 2 of 2 rows and stages are right" in said
     assert "and without overlap: True" in said
     losses = [line.split("|")[4].strip() for line in said.splitlines() if line.startswith("| retrograde-")]
     assert len(losses) == 2
