@@ -47,6 +47,7 @@ class Calls:
 
 class _Kind(NamedTuple):
     members: tuple[int, ...]  # ranks of the default group, in the order that they have in this one
+    backend: str
     timeout: float
 
 
@@ -69,27 +70,30 @@ class OwnGroup:
 
 
 def own_group(
-    rows: Sequence[Sequence[int]], rank: int, ranks: Sequence[int], timeout: float, tell_all: TellAll
+    rows: Sequence[Sequence[int]], rank: int, users: dist.ProcessGroup | None, timeout: float, tell_all: TellAll
 ) -> OwnGroup:
     """The group of this rank's row. All ranks of the meeting come here.
 
-    `rows`: who needs a group together, as ranks of the meeting, where this one is `rank`. `ranks`: what each of the
-    meeting is in the default group. `tell_all`: the meeting."""
-    kinds = [_Kind(tuple(ranks[each] for each in row), timeout) for row in rows]
+    `rows`: who needs a group together, as ranks of the meeting, where this one is `rank`. `users`: the user's group,
+    whose ranks meet and whose backends it has. `tell_all`: the meeting."""
+    ranks, backend = dist.get_process_group_ranks(users), dist.get_backend(users)
+    kinds = [_Kind(tuple(ranks[each] for each in row), backend, timeout) for row in rows]
     (place,) = (number for number, row in enumerate(rows) if rank in row)
     told = tell_all(_offered(kinds[place]))
     chosen = [_common([told[each] for each in row]) for row in rows]
     mine = chosen[place]
     if mine is not None and None not in chosen:
         return _take(kinds[place], mine)
-    made = [new_group(kind.members, timeout, len(ranks)) for kind in kinds]  # all rows', in one order
+    made = [new_group(kind.members, backend, timeout, len(ranks)) for kind in kinds]  # all rows', in one order
     group = made[place]
     assert group is not None  # this rank is in it
     return OwnGroup(kinds[place], group, Calls())
 
 
-def new_group(members: Sequence[int], timeout: float, together: int) -> dist.ProcessGroup | None:
-    """A new one; None where this rank is not among its members. `together`: how many ranks come here."""
+def new_group(members: Sequence[int], backend: str, timeout: float, together: int) -> dist.ProcessGroup | None:
+    """A new one; None where this rank is not among its members. `together`: how many ranks come here.
+
+    `backend`: that of the user's group; torch would take the default group's."""
     # Without the ranks outside of the group torch names a new one by how many groups each rank is in, so it is only
     # done where there are such ranks.
     apart = together < dist.get_world_size()
@@ -97,7 +101,7 @@ def new_group(members: Sequence[int], timeout: float, together: int) -> dist.Pro
     if apart and not inside:
         return None
     limit = timedelta(seconds=timeout)
-    made = dist.new_group(list(members), limit, use_local_synchronization=apart, sort_ranks=False)
+    made = dist.new_group(list(members), limit, backend, use_local_synchronization=apart, sort_ranks=False)
     return made if inside and isinstance(made, dist.ProcessGroup) else None
 
 
