@@ -10,6 +10,8 @@ Rule 1  A rank puts a group back when nothing of its user is left and every call
 Rule 2  Whoever needs a group hears, at a meeting, what each rank has put back, and after how many calls. One that all
         its ranks have put back after as many is taken by all of them. Otherwise all make a new one.
 Rule 3  torch owns the group. What went with `destroy_process_group()` is not offered.
+Rule 4  torch shuts it together with all others, and mostly before the user's. Other ranks may still need calls on it,
+        so connections are left before that (leaving.py).
 """
 
 import threading
@@ -56,6 +58,7 @@ class _Free(NamedTuple):
     calls: Calls
 
 
+_made: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
 _free: dict[_Kind, dict[str, _Free]] = {}  # by name and number of calls
 _lock = threading.RLock()  # memory may be collected in any thread, also in one that is here
 
@@ -102,7 +105,14 @@ def new_group(members: Sequence[int], backend: str, timeout: float, together: in
         return None
     limit = timedelta(seconds=timeout)
     made = dist.new_group(list(members), limit, backend, use_local_synchronization=apart, sort_ranks=False)
-    return made if inside and isinstance(made, dist.ProcessGroup) else None
+    if not inside or not isinstance(made, dist.ProcessGroup):
+        return None
+    _made.add(made)
+    return made
+
+
+def is_own(group: dist.ProcessGroup) -> bool:
+    return group in _made
 
 
 def _put_back(kind: _Kind, group: dist.ProcessGroup, calls: Calls) -> None:
