@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import retrograde as rg
+from retrograde.transport.collective.communicator import Communicator, Offer
 from tests.endings import run_to_the_end
 from tests.harness import WORKER_ENVIRONMENT
 from tests.small import batch, build, loss_of
@@ -67,6 +68,45 @@ def _groups_in_another_order(rank: int, world: int) -> None:
 def test_several_groups(tmp_path: Path) -> None:
     endings = run_to_the_end(_groups_in_another_order, 2)
     assert [(ending.code, ending.stderr) for ending in endings] == [(0, "")] * 2
+
+
+def _shutdowns_end_communicators() -> set[dist.ProcessGroup]:
+    """As in NCCL: a group that has been shut down carries no more calls. Returns those that have been."""
+    ended: set[dist.ProcessGroup] = set()
+    issue = Communicator.issue
+
+    def issue_if_open(self: Communicator, offer: Offer) -> list[dist.Work]:
+        if self._own.group in ended:
+            raise RuntimeError("the communicator has ended")
+        return issue(self, offer)
+
+    dist.ProcessGroup.shutdown = ended.add  # type: ignore[method-assign, assignment]
+    Communicator.issue = issue_if_open  # type: ignore[method-assign]
+    return ended
+
+
+def _evaluates_late(rank: int, world: int) -> None:
+    """By collectives, which ranks have foreseen; the others take part in them in destroy_process_group()."""
+    ended = _shutdowns_end_communicators()
+    model = build()
+    engine = rg.shard(model, 3, transport="collective", timeout=20.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for step in range(3):
+        loss_of(model, batch(rank, step)).backward()
+        optimizer.step()
+    if rank == 0:
+        time.sleep(LATE)
+        with torch.no_grad():
+            assert torch.equal(model(batch(0)), build()(batch(0)))
+    own = engine.transport._communicator._owners._own.group  # type: ignore[union-attr]
+    dist.destroy_process_group()
+    assert own in ended
+
+
+@WITH_OTHERS
+def test_ranks_that_have_finished_take_part_in_the_others_calls(world: int) -> None:
+    endings = run_to_the_end(_evaluates_late, world)
+    assert [(ending.code, ending.said, ending.stderr) for ending in endings] == [(0, "", "")] * world
 
 
 def _one_stays(rank: int, world: int) -> None:

@@ -72,9 +72,10 @@ class DeviceChannel:
         self._heads = ConnectedChannel(connections, HOST, patience, lambda src, head: came.append((src, head)))
 
     def _open(self, connections: Connections, patience: float, ways: Sequence[Way]) -> None:
-        ranks = dist.get_process_group_ranks(connections.group())
+        users = connections.group()
+        ranks, backend = dist.get_process_group_ranks(users), dist.get_backend(users)
         for together in dealt(ways):
-            group = new_group(ranks, patience, len(ranks))
+            group = new_group(ranks, backend, patience, len(ranks))
             assert group is not None  # this rank is in it
             for way in together:
                 if way.source == connections.rank:

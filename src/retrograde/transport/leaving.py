@@ -11,7 +11,8 @@ Ways to leave, and how each is noticed:
 - the program ends, or `sys.exit()`: `atexit`, when all other threads have been joined but for the service threads;
 - it ends because of an exception nobody caught: the same, and the interpreter keeps that exception (`sys.last_value`);
 - a process that was made by `multiprocessing` has finalizers of its own, and before Python 3.13 ends without `atexit`;
-- `dist.destroy_process_group()`: it shuts each group down, and `ProcessGroup.shutdown` is ours around torch's own;
+- `dist.destroy_process_group()`: it shuts each group down, and `ProcessGroup.shutdown` is ours around torch's own.
+  Before the first group of our own is shut all connections are left (own_groups.py, Rule 4);
 - `os._exit()` and signals: nothing runs here, and the others find the connection lost (connections.py).
 
 In a program that ends by `sys.exit(1)`, Python does not say so to `atexit`: such a rank says goodbye as if it had
@@ -32,6 +33,7 @@ import torch.distributed as dist
 
 from retrograde.errors import RetrogradeError
 from retrograde.torch_internals import before_group_shutdown, what_ends_this_process
+from retrograde.transport.own_groups import is_own
 
 logger = logging.getLogger("retrograde")
 
@@ -86,8 +88,7 @@ def _register_in(process: int) -> None:
 def _wrap_shutdown() -> None:
     def leave_group(group: dist.ProcessGroup) -> None:
         leaver = _of_group(group)
-        if leaver is not None and leaver in _open:
-            leave([leaver], sys.exc_info()[1])
+        leave([each for each in _open if each is leaver or is_own(group)], sys.exc_info()[1])
 
     before_group_shutdown(leave_group)
 

@@ -10,6 +10,8 @@ Rule 1  A rank puts a group back when nothing of its user is left and every call
 Rule 2  Whoever needs a group hears, at a meeting, what each rank has put back, and after how many calls. One that all
         its ranks have put back after as many is taken by all of them. Otherwise all make a new one.
 Rule 3  torch owns the group. What went with `destroy_process_group()` is not offered.
+Rule 4  torch shuts it together with all others, and mostly before the user's. Other ranks may still need calls on it,
+        so connections are left before that (leaving.py).
 """
 
 import threading
@@ -47,6 +49,7 @@ class Calls:
 
 class _Kind(NamedTuple):
     members: tuple[int, ...]  # ranks of the default group, in the order that they have in this one
+    backend: str
     timeout: float
 
 
@@ -55,6 +58,7 @@ class _Free(NamedTuple):
     calls: Calls
 
 
+_made: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
 _free: dict[_Kind, dict[str, _Free]] = {}  # by name and number of calls
 _lock = threading.RLock()  # memory may be collected in any thread, also in one that is here
 
@@ -69,27 +73,30 @@ class OwnGroup:
 
 
 def own_group(
-    rows: Sequence[Sequence[int]], rank: int, ranks: Sequence[int], timeout: float, tell_all: TellAll
+    rows: Sequence[Sequence[int]], rank: int, users: dist.ProcessGroup | None, timeout: float, tell_all: TellAll
 ) -> OwnGroup:
     """The group of this rank's row, one that was put back or a new one. All ranks of the meeting come here.
 
-    `rows`: who needs a group together, as ranks of the meeting, where this one is `rank`. `ranks`: what each of the
-    meeting is in the default group. `tell_all`: the meeting."""
-    kinds = [_Kind(tuple(ranks[each] for each in row), timeout) for row in rows]
+    `rows`: who needs a group together, as ranks of the meeting, where this one is `rank`. `users`: the user's group,
+    whose ranks meet and whose backends it has. `tell_all`: the meeting."""
+    ranks, backend = dist.get_process_group_ranks(users), dist.get_backend(users)
+    kinds = [_Kind(tuple(ranks[each] for each in row), backend, timeout) for row in rows]
     (place,) = (number for number, row in enumerate(rows) if rank in row)
     told = tell_all(_offered(kinds[place]))
     chosen = [_common([told[each] for each in row]) for row in rows]
     mine = chosen[place]
     if mine is not None and None not in chosen:
         return _take(kinds[place], mine)
-    made = [new_group(kind.members, timeout, len(ranks)) for kind in kinds]  # all rows', in one order
+    made = [new_group(kind.members, backend, timeout, len(ranks)) for kind in kinds]  # all rows', in one order
     group = made[place]
     assert group is not None  # this rank is in it
     return OwnGroup(kinds[place], group, Calls())
 
 
-def new_group(members: Sequence[int], timeout: float, together: int) -> dist.ProcessGroup | None:
-    """Make a new group; None where this rank is not among its members. `together`: how many ranks come here."""
+def new_group(members: Sequence[int], backend: str, timeout: float, together: int) -> dist.ProcessGroup | None:
+    """Make a new group; None where this rank is not among its members. `together`: how many ranks come here.
+
+    `backend`: that of the user's group; torch would take the default group's."""
     # Without the ranks outside of the group torch names a new one by how many groups each rank is in, so it is only
     # done where there are such ranks.
     apart = together < dist.get_world_size()
@@ -97,8 +104,15 @@ def new_group(members: Sequence[int], timeout: float, together: int) -> dist.Pro
     if apart and not inside:
         return None
     limit = timedelta(seconds=timeout)
-    made = dist.new_group(list(members), limit, use_local_synchronization=apart, sort_ranks=False)
-    return made if inside and isinstance(made, dist.ProcessGroup) else None
+    made = dist.new_group(list(members), limit, backend, use_local_synchronization=apart, sort_ranks=False)
+    if not inside or not isinstance(made, dist.ProcessGroup):
+        return None
+    _made.add(made)
+    return made
+
+
+def is_own(group: dist.ProcessGroup) -> bool:
+    return group in _made
 
 
 def _put_back(kind: _Kind, group: dist.ProcessGroup, calls: Calls) -> None:

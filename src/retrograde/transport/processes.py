@@ -30,7 +30,7 @@ class ProcessRanks:
         has a backend for the host's memory."""
         if not streams.on_host:
             return True
-        return self._connections.spans_hosts and "cpu:" in dist.get_backend_config()
+        return self._connections.spans_hosts and "cpu:" in dist.get_backend_config(self._connections.group())
 
     def transport(self, shards: ShardServer, streams: Streams, timeout: float) -> Transport:
         if streams.on_host:

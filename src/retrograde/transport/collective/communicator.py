@@ -210,8 +210,7 @@ class Communicator:
 
     def __init__(self, host: OneSidedTransport, streams: Streams, rows: Sequence[Sequence[int]]) -> None:
         """`rows`: the ranks of each group: of each replica, by shard, or of the holders of each shard."""
-        ranks = dist.get_process_group_ranks(host.connections.group())
-        self._own = own_group(rows, host.rank, ranks, host.timeout, host.tell_all)
+        self._own = own_group(rows, host.rank, host.connections.group(), host.timeout, host.tell_all)
         self.size = len(rows[0])
         self._host = host
         self._ends = None if streams.on_host else another_stream(streams.device)

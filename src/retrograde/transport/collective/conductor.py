@@ -62,7 +62,7 @@ class CallPatience(NamedTuple):
 
 
 class _Broken(NamedTuple):
-    """A call that could not be issued."""
+    """A call that could not be issued, or a watch that failed."""
 
     what: str
     error: Exception
@@ -204,7 +204,14 @@ class Conductor:
                 self._attend(call, role)
         except Exception as error:
             doing = "called" if role is Role.OWN else "was to take part, for the others, in"
-            self._broken = _Broken(f"rank {self._host.rank} {doing} {call.want}", error, time.monotonic())
+            self._break(f"rank {self._host.rank} {doing} {call.want}", error)
+
+    def _break(self, what: str, error: Exception) -> None:
+        """What went wrong first is kept for the program's thread."""
+        with self._changed:
+            if self._broken is None:
+                self._broken = _Broken(what, error, time.monotonic())
+                self._host.connections.notify()
 
     def _start_own(self, call: CollectiveCall) -> None:
         assert self._offered is not None
@@ -250,12 +257,22 @@ class Conductor:
 
     # ---- the watch
     def look(self) -> None:
-        """Issue what is due, fire alarms that have stood their time, and look for calls that are done or overdue."""
+        """The watch's thread has nobody to raise to: its errors are told as those of a call are."""
+        try:
+            self._look_around()
+        except Exception as error:
+            self._break(f"rank {self._host.rank}'s watch over calls ({type(error).__name__})", error)
+
+    def _look_around(self) -> None:
+        """Issue what is due, fire alarms that have stood their time, and look for calls that are done or overdue.
+
+        What is broken comes first: the rest may raise each time."""
+        with self._changed:
+            self._tell_if_broken(time.monotonic())
         self._communicator.line.advance()
         with self._changed:
             now = time.monotonic()
             self._look_at_alarms(now)
-            self._tell_if_broken(now)
             self._courtesies.collect()
             self._look_at_calls(now)
 
