@@ -210,6 +210,27 @@ def test_parcels_that_have_been_used_are_given_back_but_for_four() -> None:
     assert _blocks(arena) - empty == 4 * each
 
 
+class _SetAfterALook:
+    """A receiver's flag that is set as soon as the owner has seen that it is not."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def __getitem__(self, receiver: int) -> int:
+        self.looks += 1
+        return int(self.looks > 1)
+
+
+def test_a_parcel_whose_flag_is_set_meanwhile_is_used_the_next_time() -> None:
+    arena, _ = _arena()
+    place = arena.parcel([torch.ones(10)], 1)
+    ((stretch, _),) = arena._parcels
+    stretch.memory = _SetAfterALook()  # type: ignore[assignment]
+    arena.collect_parcels()
+    assert arena._parcels == [(stretch, 1)] and arena._spare == []
+    assert arena._for_parcel(place.nbytes) is stretch and arena._parcels == []
+
+
 def test_descriptors_are_few_however_much_is_shared() -> None:
     """A program may have a thousand of them, and may run for a million steps."""
 

@@ -172,9 +172,13 @@ class Arena:
 
     def collect_parcels(self) -> None:
         """Those that have been used: a few are kept, the memory of the others is given back."""
-        used = [stretch for stretch, receiver in self._parcels if stretch.memory[receiver]]
-        self._parcels = [(stretch, receiver) for stretch, receiver in self._parcels if not stretch.memory[receiver]]
-        self._spare += used
+        waiting = []
+        for stretch, receiver in self._parcels:
+            if stretch.memory[receiver]:  # read once: the receiver may set it at any moment
+                self._spare.append(stretch)
+            else:
+                waiting.append((stretch, receiver))
+        self._parcels = waiting
         while len(self._spare) > _SPARE:
             old = self._spare.pop(0)
             self._give_back(old.offset, old.nbytes)
