@@ -23,7 +23,7 @@ from retrograde.transport.mapped import neighbours as neighbourhood
 from retrograde.transport.mapped.arena import Arena, PeerArena, SharedWord
 from retrograde.transport.mapped.mailbox import Mailbox, Outbox, box_length, control_length
 from retrograde.transport.mapped.transport import MappedTransport
-from retrograde.transport.messages import SharedPlace
+from retrograde.transport.messages import Share, SharedPlace
 from retrograde.transport.wires import Sending
 from tests.harness import Ranks
 from tests.reference import play, same
@@ -107,7 +107,7 @@ def test_who_sleeps_is_woken_and_a_letter_before_it_is_not_missed() -> None:
 # ---- an arena
 def _arena() -> tuple[Arena, PeerArena]:
     arena = Arena(WORLD, control_length(WORLD))
-    return arena, PeerArena(os.getpid(), arena.descriptor, WORLD, control_length(WORLD))
+    return arena, PeerArena(arena.share(), WORLD, control_length(WORLD))
 
 
 def _nothing() -> None:
@@ -274,10 +274,19 @@ def test_a_machine_on_which_memory_is_not_shared_is_told(
 def test_what_is_not_an_arena_is_not_mapped(tmp_path: Any) -> None:
     with open(tmp_path / "file", "wb+") as file:
         file.truncate(control_length(WORLD))
+        found = os.fstat(file.fileno())
         with pytest.raises(OSError):
-            PeerArena(os.getpid(), file.fileno(), WORLD, control_length(WORLD))
+            PeerArena(Share(os.getpid(), file.fileno(), found.st_dev, found.st_ino), WORLD, control_length(WORLD))
     with pytest.raises(OSError):
-        PeerArena(os.getpid(), 10**6, WORLD, control_length(WORLD))
+        PeerArena(Share(os.getpid(), 10**6, found.st_dev, found.st_ino), WORLD, control_length(WORLD))
+
+
+def test_another_arena_at_the_same_place_is_not_mapped() -> None:
+    """As in another process namespace, where the same numbers are those of another process."""
+    one, other = Arena(WORLD, control_length(WORLD)), Arena(WORLD, control_length(WORLD))
+    mistaken = Share(os.getpid(), other.descriptor, one.share().device, one.share().inode)
+    with pytest.raises(OSError, match=f"descriptor {other.descriptor} of process {os.getpid()} is not its arena"):
+        PeerArena(mistaken, WORLD, control_length(WORLD))
 
 
 @pytest.mark.parametrize("place", (SharedPlace(4096, 2**40, 0), SharedPlace(100, 8, 0), SharedPlace(0, 8, 4)))
@@ -338,34 +347,46 @@ def test_a_step_sends_nothing_over_connections(ranks: Ranks, stage: int, world: 
     assert ranks(world).run(_messages, stage) == [([], [])] * world
 
 
-def _unmappable(rank: int, world: int, whose: str) -> tuple[list[str], list[str]]:
-    """Train where rank 0 cannot map others' memory, or can make none."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("retrograde").addHandler(handler)
-    kept = neighbourhood.PeerArena, neighbourhood.Arena
+def _hinder(patch: pytest.MonkeyPatch, world: int, whose: str) -> None:
+    """This rank cannot map others' memory, can make none, or finds another rank's where one's should be."""
 
     def refuse(*args: Any) -> Any:
         raise OSError("not here")
 
-    if rank == 0:
-        setattr(neighbourhood, whose, refuse)
+    if whose != "another":
+        patch.setattr(neighbourhood, whose, refuse)
+        return
+    other, plain_open = Arena(world, control_length(world)), os.open
+
+    def open_other(path: Any, *args: Any) -> int:
+        return os.dup(other.descriptor) if str(path).startswith("/proc/") else plain_open(path, *args)
+
+    patch.setattr(os, "open", open_other)
+
+
+def _unmappable(rank: int, world: int, whose: str) -> tuple[list[str], list[str]]:
+    """Train where rank 0 is hindered."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("retrograde").addHandler(handler)
     try:
-        group = dist.new_group()
-        model, plain = build(), build()
-        engine = rg.shard(model, 3, process_group=group)
-        backwards(0, 1)(model, rank)
-        grads = engine.full_grads()
-        play(plain, world, backwards(0, 1), 3)
-        dist.barrier()
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 0:
+                _hinder(patch, world, whose)
+            group = dist.new_group()
+            model, plain = build(), build()
+            engine = rg.shard(model, 3, process_group=group)
+            backwards(0, 1)(model, rank)
+            grads = engine.full_grads()
+            play(plain, world, backwards(0, 1), 3)
+            dist.barrier()
     finally:
-        neighbourhood.PeerArena, neighbourhood.Arena = kept  # type: ignore[misc]
         logging.getLogger("retrograde").removeHandler(handler)
     return said, [name for name, param in plain.named_parameters() if not same(grads[name], param.grad)]
 
 
-@pytest.mark.parametrize("whose", ("PeerArena", "Arena"))
+@pytest.mark.parametrize("whose", ("PeerArena", "Arena", "another"))
 def test_where_memory_cannot_be_shared_bytes_go_over_connections(ranks: Ranks, whose: str) -> None:
     (said, wrong), *others = ranks(3).run(_unmappable, whose)
     assert len(said) == 1 and said[0].startswith("rank 0") and "connections" in said[0] and wrong == []

@@ -131,7 +131,7 @@ class Connections:
             threading.Thread(target=self._serve, args=(wires,), name="retrograde-service", daemon=True).start()
         if neighbours is not None:
             for peer in self.peers:
-                self.tell(peer, Share(neighbours.process, neighbours.arena.descriptor))
+                self.tell(peer, neighbours.arena.share())
 
     def group(self) -> dist.ProcessGroup | None:
         return None if self._group is None else self._group()
@@ -437,7 +437,7 @@ class Connections:
             return  # this rank could not make shared memory, and the other is told nothing
         if isinstance(message, Mapped):
             self.neighbours.found_by.add(src)
-        elif self.neighbours.find(src, message.process, message.descriptor):
+        elif self.neighbours.find(src, message):
             self.tell(src, Mapped())
 
     def _hand_on(self, src: int, message: ToReceiver, data: Sequence[torch.Tensor]) -> None:
