@@ -9,6 +9,7 @@ import os
 import platform
 import stat
 import threading
+import time
 from collections import Counter
 from typing import Any
 
@@ -380,10 +381,32 @@ def _unmappable(rank: int, world: int, whose: str) -> tuple[list[str], list[str]
             backwards(0, 1)(model, rank)
             grads = engine.full_grads()
             play(plain, world, backwards(0, 1), 3)
+            _step_late(engine, rank)
+            torch.optim.SGD(plain.parameters(), lr=0.1).step()
+            weights = model.state_dict()
             dist.barrier()
     finally:
         logging.getLogger("retrograde").removeHandler(handler)
-    return said, [name for name, param in plain.named_parameters() if not same(grads[name], param.grad)]
+    wrong = [name for name, param in plain.named_parameters() if not same(grads[name], param.grad)]
+    return said, wrong + [name for name, param in plain.named_parameters() if not torch.equal(weights[name], param)]
+
+
+def _step_late(engine: rg.Engine, rank: int) -> None:
+    """Rank 0 stays in its step until another rank has said that it waits for rank 0's shards."""
+    end_step = engine.coordinator.end_step
+
+    def end_late() -> None:
+        if isinstance(engine.transport, MappedTransport):
+            deadline = time.monotonic() + 20.0
+            while not any(engine.transport._state._flags):
+                assert time.monotonic() < deadline, "nobody waits"
+                time.sleep(0.001)
+        end_step()
+
+    if rank == 0:
+        engine.coordinator.end_step = end_late  # type: ignore[method-assign]
+    torch.optim.SGD(engine.model.parameters(), lr=0.1).step()
+    loss_of(engine.model, batch(rank))
 
 
 @pytest.mark.parametrize("whose", ("PeerArena", "Arena", "another"))

@@ -67,12 +67,14 @@ class MappedTransport(OneSidedTransport):
         super().shards_changed()
 
     def _publish(self) -> None:
-        """Say whether the shards are at rest. Readers that wait for it are woken."""
+        """Say whether the shards are at rest. Readers that wait for it are woken, but for those whose memory this rank
+        cannot map: they look again by themselves."""
         clock, rest = self._shards.state()
         self._state.set(clock * _RESTS + rest.value)
         if rest is Rest.AT_REST:
             for rank in self._state.take_flags():
-                self._neighbours.found[rank].outbox.ring()
+                if rank in self._neighbours.found:
+                    self._neighbours.found[rank].outbox.ring()
 
     def _shard_data(self, unit: int, found: torch.Tensor) -> ShardData:
         """With the place where the reader finds it next time."""
