@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import mmap
@@ -90,6 +91,16 @@ def test_a_full_box_takes_no_more() -> None:
     assert not first.post(_letter(0, box_length(WORLD)))
     assert sum(src == 1 for src, _ in mailbox.letters()) == posted
     assert first.post(_letter(0, 1000))
+
+
+def test_counters_are_alone_in_their_cache_lines() -> None:
+    """So that each is stored at once, whatever the number of ranks."""
+    for world in range(2, 130):
+        memory = mmap.mmap(-1, control_length(world))
+        boxes = Mailbox(memory, 0, world)._boxes.values()
+        counters = [counter for box in boxes for counter in (box._written, box._taken)]
+        places = [ctypes.addressof(ctypes.c_uint64.from_buffer(counter)) for counter in counters]
+        assert len(set(places)) == 2 * (world - 1) and not any(place % 64 for place in places), world
 
 
 def test_who_sleeps_is_woken_and_a_letter_before_it_is_not_missed() -> None:

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from retrograde.transport.mapped.system import sleep_while, wake
 
 _WORD = 8
+_LINE = 64  # bytes of a cache line
 _HEAD = 64  # bytes before the first box: the bell, and whether the rank has finished
 _FINISHED = 8  # where that is
 _COUNTERS = 128  # bytes before a box: each counter has a cache line of its own
@@ -28,7 +29,8 @@ _SMALLEST, _LARGEST = 2**14, 2**17
 
 
 def box_length(world: int) -> int:
-    return min(max(_ALL_BOXES // world, _SMALLEST), _LARGEST)
+    """Whole cache lines, so that counters are aligned: only then is one stored at once."""
+    return min(max(_ALL_BOXES // world, _SMALLEST), _LARGEST) // _LINE * _LINE
 
 
 def control_length(world: int) -> int:
