@@ -244,12 +244,15 @@ class Connections:
         if self.neighbours is None:
             return
         with self.changed:
-            for src, letter in self.neighbours.mailbox.letters():
+            for src, letters in self.neighbours.mailbox.letters():
+                if src in self._refused:
+                    continue
                 try:
-                    came = opened(memoryview(letter))
-                    if isinstance(came.message, ToRank):
-                        raise MessageError(f"a {type(came.message).__name__} in a letter")
-                    take_whole(src, came, self)
+                    for letter in letters:
+                        came = opened(memoryview(letter))
+                        if isinstance(came.message, ToRank):
+                            raise MessageError(f"a {type(came.message).__name__} in a letter")
+                        take_whole(src, came, self)
                 except Exception as error:  # whatever it is: those who wait are told
                     self._refuse(src, error)
 

@@ -135,16 +135,16 @@ class Mailbox:
         """This rank reads no more letters in time, and waits only for as long as others ask for something."""
         self._memory[_FINISHED] = 1
 
-    def letters(self) -> Iterator[tuple[int, bytearray]]:
-        """What has come: from whom, and the letter. One thread at a time.
+    def letters(self) -> Iterator[tuple[int, Iterator[bytearray]]]:
+        """What has come: from whom, and the letters, which raise ValueError where there is something else in the box.
+        One thread at a time.
 
         Whoever leaves a letter rings after that. While the bell is what it was, nothing has been rung for."""
         heard = self.heard
         if heard == self._looked_at:
             return
         for peer, box in self._boxes.items():
-            while (letter := box.take()) is not None:
-                yield peer, letter
+            yield peer, iter(box.take, None)
         self._looked_at = heard
 
 
