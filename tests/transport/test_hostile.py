@@ -20,6 +20,8 @@ from retrograde.devices import Stream
 from retrograde.transport import Key, Position, Reason
 from retrograde.transport.connections import Connections
 from retrograde.transport.envelope import INLINE, LENGTHS, LIMIT, pieces
+from retrograde.transport.mapped.mailbox import Outbox
+from retrograde.transport.mapped.neighbours import Neighbours
 from retrograde.transport.messages import (
     Ask,
     Contact,
@@ -199,6 +201,53 @@ def test_what_is_not_a_message_closes_the_connection(pair: Pair, name: str) -> N
     assert said.startswith("rank 0: the connection to rank 1 was closed by rank 0, which could not take what came")
     assert reason in said, said
     assert torch.equal(into, torch.zeros(ELEMENTS))
+
+
+@pytest.fixture
+def shared() -> Iterator[tuple[Connections, Outbox]]:
+    """Rank 0 of 2, and the box in its memory to which rank 1 writes."""
+    here, there = Wires(0, None), Wires(1, None)
+    here.admit({1: there.contact})
+    there.admit({0: here.contact})
+    neighbours = Neighbours(0, 2)
+    connections = Connections(0, 2, here, neighbours=neighbours)
+    try:
+        yield connections, Outbox(neighbours.arena.control, 1, 2)
+    finally:
+        connections.abandon("the test has ended")
+        there.close()
+
+
+LETTERS = {
+    "of 2^60 bytes": ((2**60).to_bytes(8, "little"), f"a letter of {2**60} bytes in a box of "),
+    "longer than its box": ((2**17 + 1).to_bytes(8, "little"), f"a letter of {2**17 + 1} bytes in a box of {2**17}"),
+    "of no bytes": (bytes(8), "0 bytes came, which is less than two lengths"),
+}
+
+
+@pytest.mark.parametrize("somebody_waits", (True, False))
+@pytest.mark.parametrize("name", LETTERS)
+@pytest.mark.timeout(60)
+def test_what_is_not_a_letter_closes_the_connection(
+    shared: tuple[Connections, Outbox], name: str, somebody_waits: bool
+) -> None:
+    """Whether the main thread finds it or the service thread, which lives on."""
+    connections, outbox = shared
+    transport = OneSidedTransport(connections, Shards(ELEMENTS), 20.0)
+    waits = transport.read(0, "a unit", Stamp(0, 0, 0), {1: torch.zeros(ELEMENTS)})
+    sent, reason = LETTERS[name]
+    outbox._box._copy_in(0, memoryview(sent))
+    outbox._box._written[0] = 2**40  # so much more of it seems to have come
+    outbox.ring()
+    if not somebody_waits:
+        assert _cannot_be_reached(connections, 1)
+    with pytest.raises(rg.DivergenceError) as caught:
+        waits.wait(Stream())
+    said = str(caught.value)
+    assert said.startswith("rank 0: the connection to rank 1 was closed by rank 0, which could not take what came")
+    assert reason in said, said
+    outbox.ring()
+    connections.take_letters()  # nothing more is taken from there
 
 
 @pytest.mark.timeout(60)

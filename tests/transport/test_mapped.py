@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import mmap
@@ -9,6 +10,7 @@ import os
 import platform
 import stat
 import threading
+import time
 from collections import Counter
 from typing import Any
 
@@ -23,7 +25,7 @@ from retrograde.transport.mapped import neighbours as neighbourhood
 from retrograde.transport.mapped.arena import Arena, PeerArena, SharedWord
 from retrograde.transport.mapped.mailbox import Mailbox, Outbox, box_length, control_length
 from retrograde.transport.mapped.transport import MappedTransport
-from retrograde.transport.messages import SharedPlace
+from retrograde.transport.messages import Share, SharedPlace
 from retrograde.transport.wires import Sending
 from tests.harness import Ranks
 from tests.reference import play, same
@@ -43,6 +45,10 @@ def _letter(number: int, length: int) -> list[memoryview]:
     return [memoryview(number.to_bytes(4, "little")), memoryview(bytes([number % 251]) * length)]
 
 
+def _letters(mailbox: Mailbox) -> list[tuple[int, bytearray]]:
+    return [(src, letter) for src, letters in mailbox.letters() for letter in letters]
+
+
 def test_letters_come_whole_and_in_order() -> None:
     """Of every length, so that they wrap around the end of the box at every place."""
     mailbox, (first, second) = _boxes()
@@ -50,7 +56,7 @@ def test_letters_come_whole_and_in_order() -> None:
     for number in range(2000):
         length = (number * 37) % 1500
         assert first.post(_letter(number, length)) and second.post(_letter(number + 1, 7))
-        came += [(src, int.from_bytes(data[:4], "little"), bytes(data[4:])) for src, data in mailbox.letters()]
+        came += [(src, int.from_bytes(data[:4], "little"), bytes(data[4:])) for src, data in _letters(mailbox)]
     assert [each for each in came if each[0] == 1] == [
         (1, number, bytes([number % 251]) * ((number * 37) % 1500)) for number in range(2000)
     ]
@@ -62,9 +68,10 @@ def test_letters_that_a_look_has_left_are_found_by_the_next() -> None:
     for number in range(3):
         assert first.post(_letter(number, 1)) and second.post(_letter(number, 1))
     look = mailbox.letters()
-    next(look)
+    _, letters = next(look)
+    next(letters)
     look.close()  # interrupted, and nobody rings again
-    assert len(list(mailbox.letters())) == 5
+    assert len(_letters(mailbox)) == 5
 
 
 def test_boxes_are_looked_at_when_somebody_has_rung(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,10 +79,10 @@ def test_boxes_are_looked_at_when_somebody_has_rung(monkeypatch: pytest.MonkeyPa
     looks: list[int] = []
     for peer, box in mailbox._boxes.items():
         monkeypatch.setattr(box, "take", lambda peer=peer, take=box.take: looks.append(peer) or take())
-    assert list(mailbox.letters()) == list(mailbox.letters()) == []
+    assert _letters(mailbox) == _letters(mailbox) == []
     assert looks == [1, 2], "once, when nobody knows what the bell has been"
     assert first.post(_letter(7, 0))
-    assert [src for src, _ in mailbox.letters()] == [1] and list(mailbox.letters()) == []
+    assert [src for src, _ in _letters(mailbox)] == [1] and _letters(mailbox) == []
     assert looks == [1, 2, 1, 1, 2]
 
 
@@ -87,8 +94,18 @@ def test_a_full_box_takes_no_more() -> None:
     assert (box_length(WORLD) - 8) // 1016 <= posted <= box_length(WORLD) // 1012
     assert second.post(_letter(0, 1000))  # it has a box of its own
     assert not first.post(_letter(0, box_length(WORLD)))
-    assert sum(src == 1 for src, _ in mailbox.letters()) == posted
+    assert sum(src == 1 for src, _ in _letters(mailbox)) == posted
     assert first.post(_letter(0, 1000))
+
+
+def test_counters_are_alone_in_their_cache_lines() -> None:
+    """So that each is stored at once, whatever the number of ranks."""
+    for world in range(2, 130):
+        memory = mmap.mmap(-1, control_length(world))
+        boxes = Mailbox(memory, 0, world)._boxes.values()
+        counters = [counter for box in boxes for counter in (box._written, box._taken)]
+        places = [ctypes.addressof(ctypes.c_uint64.from_buffer(counter)) for counter in counters]
+        assert len(set(places)) == 2 * (world - 1) and not any(place % 64 for place in places), world
 
 
 def test_who_sleeps_is_woken_and_a_letter_before_it_is_not_missed() -> None:
@@ -107,7 +124,7 @@ def test_who_sleeps_is_woken_and_a_letter_before_it_is_not_missed() -> None:
 # ---- an arena
 def _arena() -> tuple[Arena, PeerArena]:
     arena = Arena(WORLD, control_length(WORLD))
-    return arena, PeerArena(os.getpid(), arena.descriptor, WORLD, control_length(WORLD))
+    return arena, PeerArena(arena.share(), WORLD, control_length(WORLD))
 
 
 def _nothing() -> None:
@@ -210,6 +227,27 @@ def test_parcels_that_have_been_used_are_given_back_but_for_four() -> None:
     assert _blocks(arena) - empty == 4 * each
 
 
+class _SetAfterALook:
+    """A receiver's flag that is set as soon as the owner has seen that it is not."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def __getitem__(self, receiver: int) -> int:
+        self.looks += 1
+        return int(self.looks > 1)
+
+
+def test_a_parcel_whose_flag_is_set_meanwhile_is_used_the_next_time() -> None:
+    arena, _ = _arena()
+    place = arena.parcel([torch.ones(10)], 1)
+    ((stretch, _),) = arena._parcels
+    stretch.memory = _SetAfterALook()  # type: ignore[assignment]
+    arena.collect_parcels()
+    assert arena._parcels == [(stretch, 1)] and arena._spare == []
+    assert arena._for_parcel(place.nbytes) is stretch and arena._parcels == []
+
+
 def test_descriptors_are_few_however_much_is_shared() -> None:
     """A program may have a thousand of them, and may run for a million steps."""
 
@@ -253,10 +291,19 @@ def test_a_machine_on_which_memory_is_not_shared_is_told(
 def test_what_is_not_an_arena_is_not_mapped(tmp_path: Any) -> None:
     with open(tmp_path / "file", "wb+") as file:
         file.truncate(control_length(WORLD))
+        found = os.fstat(file.fileno())
         with pytest.raises(OSError):
-            PeerArena(os.getpid(), file.fileno(), WORLD, control_length(WORLD))
+            PeerArena(Share(os.getpid(), file.fileno(), found.st_dev, found.st_ino), WORLD, control_length(WORLD))
     with pytest.raises(OSError):
-        PeerArena(os.getpid(), 10**6, WORLD, control_length(WORLD))
+        PeerArena(Share(os.getpid(), 10**6, found.st_dev, found.st_ino), WORLD, control_length(WORLD))
+
+
+def test_another_arena_at_the_same_place_is_not_mapped() -> None:
+    """As in another process namespace, where the same numbers are those of another process."""
+    one, other = Arena(WORLD, control_length(WORLD)), Arena(WORLD, control_length(WORLD))
+    mistaken = Share(os.getpid(), other.descriptor, one.share().device, one.share().inode)
+    with pytest.raises(OSError, match=f"descriptor {other.descriptor} of process {os.getpid()} is not its arena"):
+        PeerArena(mistaken, WORLD, control_length(WORLD))
 
 
 @pytest.mark.parametrize("place", (SharedPlace(4096, 2**40, 0), SharedPlace(100, 8, 0), SharedPlace(0, 8, 4)))
@@ -317,34 +364,68 @@ def test_a_step_sends_nothing_over_connections(ranks: Ranks, stage: int, world: 
     assert ranks(world).run(_messages, stage) == [([], [])] * world
 
 
-def _unmappable(rank: int, world: int, whose: str) -> tuple[list[str], list[str]]:
-    """Train where rank 0 cannot map others' memory, or can make none."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("retrograde").addHandler(handler)
-    kept = neighbourhood.PeerArena, neighbourhood.Arena
+def _hinder(patch: pytest.MonkeyPatch, world: int, whose: str) -> None:
+    """This rank cannot map others' memory, can make none, or finds another rank's where one's should be."""
 
     def refuse(*args: Any) -> Any:
         raise OSError("not here")
 
-    if rank == 0:
-        setattr(neighbourhood, whose, refuse)
+    if whose != "another":
+        patch.setattr(neighbourhood, whose, refuse)
+        return
+    other, plain_open = Arena(world, control_length(world)), os.open
+
+    def open_other(path: Any, *args: Any) -> int:
+        return os.dup(other.descriptor) if str(path).startswith("/proc/") else plain_open(path, *args)
+
+    patch.setattr(os, "open", open_other)
+
+
+def _unmappable(rank: int, world: int, whose: str) -> tuple[list[str], list[str]]:
+    """Train where rank 0 is hindered."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("retrograde").addHandler(handler)
     try:
-        group = dist.new_group()
-        model, plain = build(), build()
-        engine = rg.shard(model, 3, process_group=group)
-        backwards(0, 1)(model, rank)
-        grads = engine.full_grads()
-        play(plain, world, backwards(0, 1), 3)
-        dist.barrier()
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 0:
+                _hinder(patch, world, whose)
+            group = dist.new_group()
+            model, plain = build(), build()
+            engine = rg.shard(model, 3, process_group=group)
+            backwards(0, 1)(model, rank)
+            grads = engine.full_grads()
+            play(plain, world, backwards(0, 1), 3)
+            _step_late(engine, rank)
+            torch.optim.SGD(plain.parameters(), lr=0.1).step()
+            weights = model.state_dict()
+            dist.barrier()
     finally:
-        neighbourhood.PeerArena, neighbourhood.Arena = kept  # type: ignore[misc]
         logging.getLogger("retrograde").removeHandler(handler)
-    return said, [name for name, param in plain.named_parameters() if not same(grads[name], param.grad)]
+    wrong = [name for name, param in plain.named_parameters() if not same(grads[name], param.grad)]
+    return said, wrong + [name for name, param in plain.named_parameters() if not torch.equal(weights[name], param)]
 
 
-@pytest.mark.parametrize("whose", ("PeerArena", "Arena"))
+def _step_late(engine: rg.Engine, rank: int) -> None:
+    """Rank 0 stays in its step until another rank has said that it waits for rank 0's shards."""
+    end_step = engine.coordinator.end_step
+
+    def end_late() -> None:
+        if isinstance(engine.transport, MappedTransport):
+            deadline = time.monotonic() + 20.0
+            while not any(engine.transport._state._flags):
+                assert time.monotonic() < deadline, "nobody waits"
+                time.sleep(0.001)
+        end_step()
+
+    if rank == 0:
+        engine.coordinator.end_step = end_late  # type: ignore[method-assign]
+    torch.optim.SGD(engine.model.parameters(), lr=0.1).step()
+    loss_of(engine.model, batch(rank))
+
+
+@pytest.mark.parametrize("whose", ("PeerArena", "Arena", "another"))
 def test_where_memory_cannot_be_shared_bytes_go_over_connections(ranks: Ranks, whose: str) -> None:
     (said, wrong), *others = ranks(3).run(_unmappable, whose)
     assert len(said) == 1 and said[0].startswith("rank 0") and "connections" in said[0] and wrong == []

@@ -131,7 +131,7 @@ class Connections:
             threading.Thread(target=self._serve, args=(wires,), name="retrograde-service", daemon=True).start()
         if neighbours is not None:
             for peer in self.peers:
-                self.tell(peer, Share(neighbours.process, neighbours.arena.descriptor))
+                self.tell(peer, neighbours.arena.share())
 
     def group(self) -> dist.ProcessGroup | None:
         return None if self._group is None else self._group()
@@ -245,12 +245,15 @@ class Connections:
         if self.neighbours is None:
             return
         with self.changed:
-            for src, letter in self.neighbours.mailbox.letters():
+            for src, letters in self.neighbours.mailbox.letters():
+                if src in self._refused:
+                    continue
                 try:
-                    came = opened(memoryview(letter))
-                    if isinstance(came.message, ToRank):
-                        raise MessageError(f"a {type(came.message).__name__} in a letter")
-                    take_whole(src, came, self)
+                    for letter in letters:
+                        came = opened(memoryview(letter))
+                        if isinstance(came.message, ToRank):
+                            raise MessageError(f"a {type(came.message).__name__} in a letter")
+                        take_whole(src, came, self)
                 except Exception as error:  # whatever it is: those who wait are told
                     self._refuse(src, error)
 
@@ -439,7 +442,7 @@ class Connections:
             return  # this rank could not make shared memory, and the other is told nothing
         if isinstance(message, Mapped):
             self.neighbours.found_by.add(src)
-        elif self.neighbours.find(src, message.process, message.descriptor):
+        elif self.neighbours.find(src, message):
             self.tell(src, Mapped())
 
     def _hand_on(self, src: int, message: ToReceiver, data: Sequence[torch.Tensor]) -> None:

@@ -306,6 +306,8 @@ class Share(Record, frozen=True, tag="share"):
 
     process: Count
     descriptor: Count
+    device: Count  # this and the next say which file it is
+    inode: Count
 
 
 class Mapped(Record, frozen=True, tag="mapped"):

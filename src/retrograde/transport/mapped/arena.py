@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from retrograde.transport.mapped.system import address_of, copy_memory, punch_hole
-from retrograde.transport.messages import SharedPlace
+from retrograde.transport.messages import Share, SharedPlace
 
 _PAGE = mmap.PAGESIZE
 _FLAGS = 64  # bytes are a multiple of it, so that data are aligned as torch's allocator does it
@@ -94,6 +94,11 @@ class Arena:
         os.posix_fallocate(self.descriptor, 0, self._end)
         self.control = mmap.mmap(self.descriptor, self._end)
         self._mapping = Mapping(self.descriptor)
+
+    def share(self) -> Share:
+        """What others need to map it."""
+        file = os.fstat(self.descriptor)
+        return Share(self._process, self.descriptor, file.st_dev, file.st_ino)
 
     # ---- memory that lasts
     def allocate(self, numel: int, dtype: torch.dtype, before_it_goes: Callable[[], None]) -> torch.Tensor:
@@ -174,9 +179,13 @@ class Arena:
 
     def collect_parcels(self) -> None:
         """Collect the parcels that have been used: a few are kept, the memory of the others is given back."""
-        used = [stretch for stretch, receiver in self._parcels if stretch.memory[receiver]]
-        self._parcels = [(stretch, receiver) for stretch, receiver in self._parcels if not stretch.memory[receiver]]
-        self._spare += used
+        waiting = []
+        for stretch, receiver in self._parcels:
+            if stretch.memory[receiver]:  # read once: the receiver may set it at any moment
+                self._spare.append(stretch)
+            else:
+                waiting.append((stretch, receiver))
+        self._parcels = waiting
         while len(self._spare) > _SPARE:
             old = self._spare.pop(0)
             self._give_back(old.offset, old.nbytes)
@@ -217,14 +226,17 @@ class SharedWord:
 class PeerArena:
     """Another rank's arena, mapped into this process."""
 
-    def __init__(self, process: int, descriptor: int, world: int, control: int) -> None:
+    def __init__(self, share: Share, world: int, control: int) -> None:
         """Map the arena. Raises OSError where it cannot be mapped: in another namespace, or as another user."""
         self._flags = _flags_length(world)
-        self._descriptor = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        self._descriptor = os.open(f"/proc/{share.process}/fd/{share.descriptor}", os.O_RDWR | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._descriptor).atexit = False
         sealed = fcntl.fcntl(self._descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-        if not sealed or not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
-            raise OSError(f"descriptor {descriptor} of process {process} is not an arena")
+        file = os.fstat(self._descriptor)
+        # In another process namespace the numbers are those of another process, which may have an arena too.
+        is_shared = (file.st_dev, file.st_ino) == (share.device, share.inode)
+        if not sealed or not is_shared or not stat.S_ISREG(file.st_mode):
+            raise OSError(f"descriptor {share.descriptor} of process {share.process} is not its arena")
         self.control = mmap.mmap(self._descriptor, control)
         self._mapping = Mapping(self._descriptor)
 

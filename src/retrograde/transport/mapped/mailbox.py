@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from retrograde.transport.mapped.system import sleep_while, wake
 
 _WORD = 8
+_LINE = 64  # bytes of a cache line
 _HEAD = 64  # bytes before the first box: the bell, and whether the rank has finished
 _FINISHED = 8  # where that is
 _COUNTERS = 128  # bytes before a box: each counter has a cache line of its own
@@ -28,7 +29,8 @@ _SMALLEST, _LARGEST = 2**14, 2**17
 
 
 def box_length(world: int) -> int:
-    return min(max(_ALL_BOXES // world, _SMALLEST), _LARGEST)
+    """Whole cache lines, so that counters are aligned: only then is one stored at once."""
+    return min(max(_ALL_BOXES // world, _SMALLEST), _LARGEST) // _LINE * _LINE
 
 
 def control_length(world: int) -> int:
@@ -134,16 +136,16 @@ class Mailbox:
         for as long as others ask for something."""
         self._memory[_FINISHED] = 1
 
-    def letters(self) -> Iterator[tuple[int, bytearray]]:
-        """The letters that have come, each with its sender. For one thread at a time.
+    def letters(self) -> Iterator[tuple[int, Iterator[bytearray]]]:
+        """The letters that have come, by sender. To take one raises ValueError where something else is in the box.
+        One thread at a time may call this.
 
         Whoever leaves a letter rings after that. While the bell is what it was, nothing has been rung for."""
         heard = self.heard
         if heard == self._looked_at:
             return
         for peer, box in self._boxes.items():
-            while (letter := box.take()) is not None:
-                yield peer, letter
+            yield peer, iter(box.take, None)
         self._looked_at = heard
 
 

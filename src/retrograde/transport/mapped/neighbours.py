@@ -1,7 +1,6 @@
 """The ranks of this host: their arenas, as far as they could be mapped, and this rank's own."""
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -9,7 +8,7 @@ import torch
 
 from retrograde.transport.mapped.arena import Arena, PeerArena, supported
 from retrograde.transport.mapped.mailbox import Mailbox, Outbox, control_length
-from retrograde.transport.messages import SharedPlace
+from retrograde.transport.messages import Share, SharedPlace
 
 logger = logging.getLogger("retrograde")
 
@@ -31,15 +30,14 @@ class Neighbours:
         self._world = world
         self.arena = Arena(world, control_length(world))
         self.mailbox = Mailbox(self.arena.control, rank, world)
-        self.process = os.getpid()
         self.found: dict[int, Neighbour] = {}
         self.found_by: set[int] = set()  # those that have mapped this rank's arena
         self._told = False
 
-    def find(self, peer: int, process: int, descriptor: int) -> bool:
+    def find(self, peer: int, share: Share) -> bool:
         """Map another rank's arena. Returns whether that was possible."""
         try:
-            arena = PeerArena(process, descriptor, self._world, control_length(self._world))
+            arena = PeerArena(share, self._world, control_length(self._world))
         except OSError as error:
             self._say(f"rank {self._rank} cannot map the memory of rank {peer}: {error}")
             return False

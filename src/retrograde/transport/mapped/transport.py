@@ -70,12 +70,14 @@ class MappedTransport(OneSidedTransport):
         super().shards_changed()
 
     def _publish(self) -> None:
-        """Say whether the shards are at rest, and wake the readers that wait for it."""
+        """Say whether the shards are at rest, and wake the readers that wait for it. Readers whose memory this rank
+        cannot map look again by themselves."""
         clock, rest = self._shards.state()
         self._state.set(clock * _RESTS + rest.value)
         if rest is Rest.AT_REST:
             for rank in self._state.take_flags():
-                self._neighbours.found[rank].outbox.ring()
+                if rank in self._neighbours.found:
+                    self._neighbours.found[rank].outbox.ring()
 
     def _shard_data(self, unit: int, found: torch.Tensor) -> ShardData:
         """Tell the reader of a shard also where it finds the shard the next time."""
