@@ -172,8 +172,8 @@ class OneSidedTransport:
         """A method, called with the sender and the bytes of each, with `changed` held, as long as its object lives."""
         self._listener = weakref.WeakMethod(listener)
 
-    def tell_order(self, dst: int, data: bytes) -> None:
-        self.connections.tell(dst, Ordered(self.number, data))
+    def tell_order(self, dst: int, data: bytes, needs_answer: bool) -> None:
+        self.connections.tell(dst, Ordered(self.number, data, needs_answer))
 
     def give_up(self, text: str) -> None:
         """All ranks are told that this engine is of no further use; whoever waits raises."""
