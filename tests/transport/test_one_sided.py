@@ -199,6 +199,29 @@ def test_a_model_that_another_rank_has_let_go_of(ranks: Ranks) -> None:
     assert said.startswith("rank 1 has let go of this model, which rank 0 ") and "dist.barrier()" in said
 
 
+def _drops_the_order(rank: int, world: int) -> str:
+    """Rank 0, by way of which all verdicts come, lets go of the model between two steps."""
+    model: Any = build()
+    rg.shard(model, 3, transport="collective")
+    loss_of(model, batch(rank)).backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step()
+    if rank == 0:
+        del model, optimizer
+        gc.collect()
+    dist.barrier()
+    if rank == 1:
+        with pytest.raises(rg.DivergenceError) as told:
+            optimizer.step()
+        return str(told.value)
+    return ""
+
+
+def test_a_model_with_collectives_that_another_rank_has_let_go_of(ranks: Ranks) -> None:
+    said = ranks(2).run(_drops_the_order, timeout=20.0)[1]  # less than the engine's own time-out
+    assert said.startswith("rank 0 has let go of this model, which rank 1 ") and "dist.barrier()" in said
+
+
 def _forks(rank: int, world: int) -> list[str]:
     transport = _transport()
     if (child := os.fork()) == 0:

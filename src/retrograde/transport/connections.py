@@ -45,6 +45,7 @@ from retrograde.transport.messages import (
     Meet,
     Message,
     MessageError,
+    Ordered,
     Read,
     Share,
     ToRank,
@@ -453,6 +454,6 @@ class Connections:
             self._early[message.receiver].append((src, message))
         elif (receiver := self._receivers[message.receiver]()) is not None:
             receiver.on_message(src, message, data)
-        elif isinstance(message, Read | Meet | Ask):  # what needs an answer
+        elif isinstance(message, Read | Meet | Ask) or (isinstance(message, Ordered) and message.needs_answer):
             text = f"rank {self.rank} has let go of this model, which rank {src} needs; {KEEP}"
             self.tell(src, Fail(message.receiver, text))

@@ -239,6 +239,7 @@ class Ordered(Record, frozen=True, tag="ordered"):
 
     receiver: Count
     data: Annotated[bytes, Meta(max_length=2**20)]
+    needs_answer: bool = False  # somebody waits, in vain if the receiver is gone
 
 
 class Ask(Record, frozen=True, tag="ask"):

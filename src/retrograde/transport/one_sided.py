@@ -174,8 +174,8 @@ class OneSidedTransport:
         method's object lives."""
         self._listener = weakref.WeakMethod(listener)
 
-    def tell_order(self, dst: int, data: bytes) -> None:
-        self.connections.tell(dst, Ordered(self.number, data))
+    def tell_order(self, dst: int, data: bytes, needs_answer: bool) -> None:
+        self.connections.tell(dst, Ordered(self.number, data, needs_answer))
 
     def give_up(self, text: str) -> None:
         """Tell all ranks that this engine is of no further use; whoever waits raises."""

@@ -37,6 +37,7 @@ from retrograde.transport.order import (
     Effect,
     Gather,
     Issue,
+    NeedsAnswer,
     Participant,
     Passed,
     Role,
@@ -175,7 +176,8 @@ class Conductor:
         for effect in effects:
             match effect:
                 case Send():
-                    self._host.tell_order(effect.to, encode(effect.message))
+                    needs_answer = isinstance(effect.message, NeedsAnswer)
+                    self._host.tell_order(effect.to, encode(effect.message), needs_answer)
                 case Issue():
                     self._issue(effect.call, effect.role)
                 case Serve() if self._broken is None:

@@ -42,7 +42,7 @@ from retrograde.transport.order.effects import (
     Sleep,
     Timer,
 )
-from retrograde.transport.order.messages import MeetingPlace, OrderMessage, decode, encode
+from retrograde.transport.order.messages import MeetingPlace, NeedsAnswer, OrderMessage, decode, encode
 from retrograde.transport.order.participant import Participant
 from retrograde.transport.order.policy import OrderPolicy, Patience
 from retrograde.transport.order.sequence import CollectiveCall
@@ -61,6 +61,7 @@ __all__ = [
     "Gather",
     "Issue",
     "MeetingPlace",
+    "NeedsAnswer",
     "OrderMessage",
     "OrderPolicy",
     "Participant",

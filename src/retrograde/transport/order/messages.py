@@ -185,6 +185,8 @@ class OrderFailed(Record, frozen=True, tag="failed"):
 Up = Surprise | Nudge | Arrive | Invite | Withdraw | Overdue | Here | RankFailed
 Down = Grant | Close | Go | Invitation | Decline | RollCall | OrderFailed
 OrderMessage = Up | Down
+# Somebody waits, in vain if the receiver is gone. (A call that is nudged for it may have issued before.)
+NeedsAnswer = Surprise | Arrive | Overdue | RollCall
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[OrderMessage] = msgspec.msgpack.Decoder(OrderMessage)
