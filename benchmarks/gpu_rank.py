@@ -26,7 +26,6 @@ from benchmarks.overhead_rank import Model as SmallModel
 from benchmarks.stage_blocks import BATCH, TOKENS, WIDTH, stage
 
 MIB = 2**20
-_ROUNDING = 1e-4  # of sums that were added up in another order, after some steps
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ def matrix(place: Place, sizes: Sizes) -> Iterator[str]:
 
 
 def _differences(place: Place, name: str, stage: int, exact: bool) -> list[str]:
-    """Between a row here and what plain torch makes of it. Of two numbers the sum is the same in any order."""
+    """The differences between a row here and what plain torch makes of it."""
     from tests.patterns.driver import Player
     from tests.patterns.oracle import Oracle
     from tests.patterns.rows import CASES
@@ -119,7 +118,7 @@ def _differences(place: Place, name: str, stage: int, exact: bool) -> list[str]:
     want = Oracle(case, place.world, stage).play()[place.rank]
     got = Player(case, place.rank, place.world, stage, exact=exact, transport="collective").play()
     dist.barrier()  # a rank that drops its model takes its shards along
-    return differences(got, want, case.rtol if exact or place.world == 2 else max(case.rtol, _ROUNDING))
+    return differences(got, want, case.tolerance(place.world, exact))
 
 
 def overlap(place: Place, sizes: Sizes) -> Iterator[str]:

@@ -29,12 +29,13 @@ from tests.stages import STAGES
 def faults(pool: RankPool, case_id: str, stage: int, mode: str, seed: int, **options: object) -> list[str]:
     """What is wrong with a case: nothing, differences, or the end of what its ranks raised."""
     want = expected(case_id, pool.world, stage)
+    tolerance = CASES[case_id].tolerance(pool.world, exact=bool(options["exact"]))
     try:
         got = pool.run(play_late, case_id, stage, mode, seed, timeout=LIMIT, **options)
     except (RankError, RankTimeout) as error:
         return [str(error)[-600:]]
     each = zip(got, want, strict=True)
-    return [text for mine, theirs in each for text in differences(mine, theirs, CASES[case_id].rtol)]
+    return [text for mine, theirs in each for text in differences(mine, theirs, tolerance)]
 
 
 def main() -> int:
@@ -44,7 +45,7 @@ def main() -> int:
     parser.add_argument("--mode", default="lazy", choices=sorted({mode for mode, _ in device.MODES}))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--transport", default="collective", choices=("collective", "one-sided"))
-    parser.add_argument("--sums", default="exact", choices=("exact", "backend"), help="in rank order, or as by default")
+    parser.add_argument("--sums", default="exact", choices=("exact", "backend"), help="in rank order, or the backend's")
     parser.add_argument("--offload", choices=("optimizer", "parameters"))
     parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="every how-manieth case, from which on")
     parser.add_argument("rows", nargs="*", help="parts of names of cases; all by default")
@@ -68,7 +69,8 @@ def main() -> int:
             if found:
                 print(f"{case_id}, stage {stage}: " + "\n".join(found[:4]), flush=True)
     total = len(chosen) * len(asked.stages)
-    print(f"world {asked.world}, {asked.mode}, seed {asked.seed}: {exact} of {total} exact, without a race")
+    right = "exact" if options["exact"] else "right up to rounding (tests/patterns/registry.py, Case.tolerance)"
+    print(f"world {asked.world}, {asked.mode}, seed {asked.seed}: {exact} of {total} {right}, without a race")
     if refused:
         print(f"{refused} are refused: tensors of two devices (tests/accelerator/refused.py)")
     return 0 if exact + refused == total else 1
