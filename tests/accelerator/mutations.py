@@ -85,10 +85,10 @@ NOT_SHOWN: dict[tuple[str, str], str] = {
     ): "the host has seen that the call is done, and asks for its results only then",
     ("bucket.py", "stream.wait(other.event)"): IN_EVERY_ORDER,
     ("streams.py", "self.reducing.wait(current.record())  # what had the memory before"): IN_EVERY_ORDER,
-    ("fences.py", "self._written = current.record()  # what undoes it is there"): BY_THE_HOST,
+    ("fences.py", "self._written = current.record()  # after the copy that can undo the edit"): BY_THE_HOST,
     (
         "fences.py",
-        "current.wait(self._streams.serving.record())  # what others read of it has been read",
+        "current.wait(self._streams.serving.record())  # other ranks' reads of the piece come first",
     ): BY_THE_HOST,
     (
         "ties.py",
