@@ -373,12 +373,12 @@ def _hinder(patch: pytest.MonkeyPatch, world: int, whose: str) -> None:
     if whose != "another":
         patch.setattr(neighbourhood, whose, refuse)
         return
-    other, plain_open = Arena(world, control_length(world)), os.open
+    other, plain_stat = Arena(world, control_length(world)), os.stat
 
-    def open_other(path: Any, *args: Any) -> int:
-        return os.dup(other.descriptor) if str(path).startswith("/proc/") else plain_open(path, *args)
+    def stat_of_other(path: Any, **options: Any) -> os.stat_result:
+        return os.fstat(other.descriptor) if str(path).startswith("/proc/") else plain_stat(path, **options)
 
-    patch.setattr(os, "open", open_other)
+    patch.setattr(os, "stat", stat_of_other)
 
 
 def _unmappable(rank: int, world: int, whose: str) -> tuple[list[str], list[str]]:

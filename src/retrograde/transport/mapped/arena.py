@@ -9,7 +9,6 @@ import fcntl
 import mmap
 import os
 import platform
-import stat
 import sys
 import weakref
 from collections import defaultdict
@@ -229,14 +228,15 @@ class PeerArena:
     def __init__(self, share: Share, world: int, control: int) -> None:
         """Map the arena. Raises OSError where it cannot be mapped: in another namespace, or as another user."""
         self._flags = _flags_length(world)
-        self._descriptor = os.open(f"/proc/{share.process}/fd/{share.descriptor}", os.O_RDWR | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, self._descriptor).atexit = False
-        sealed = fcntl.fcntl(self._descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-        file = os.fstat(self._descriptor)
-        # In another process namespace the numbers are those of another process, which may have an arena too.
-        is_shared = (file.st_dev, file.st_ino) == (share.device, share.inode)
-        if not sealed or not is_shared or not stat.S_ISREG(file.st_mode):
+        path = f"/proc/{share.process}/fd/{share.descriptor}"
+        file = os.stat(path)
+        # In another process namespace this is a file of another process: a device, or that one's arena.
+        if (file.st_dev, file.st_ino) != (share.device, share.inode):
             raise OSError(f"descriptor {share.descriptor} of process {share.process} is not its arena")
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor).atexit = False
+        if not fcntl.fcntl(self._descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise OSError(f"descriptor {share.descriptor} of process {share.process} may be cut off: it is not sealed")
         self.control = mmap.mmap(self._descriptor, control)
         self._mapping = Mapping(self._descriptor)
 
