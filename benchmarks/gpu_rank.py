@@ -109,16 +109,16 @@ def matrix(place: Place, sizes: Sizes) -> Iterator[str]:
 
 def _differences(place: Place, name: str, stage: int, exact: bool) -> list[str]:
     """The differences between a row here and what plain torch makes of it."""
+    from tests.patterns.backend_sums import differences_of_sums
     from tests.patterns.driver import Player
     from tests.patterns.oracle import Oracle
     from tests.patterns.rows import CASES
-    from tests.patterns.trace import differences
 
     case = CASES[name]
     want = Oracle(case, place.world, stage).play()[place.rank]
     got = Player(case, place.rank, place.world, stage, exact=exact, transport="collective").play()
     dist.barrier()  # a rank that drops its model takes its shards along
-    return differences(got, want, case.tolerance(place.world, exact))
+    return differences_of_sums(case, place.world, exact, got, want)
 
 
 def overlap(place: Place, sizes: Sizes) -> Iterator[str]:

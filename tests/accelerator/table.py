@@ -19,23 +19,23 @@ from tests.accelerator import build, device
 from tests.accelerator.matrix import play_late
 from tests.accelerator.ranks import LateSeat
 from tests.accelerator.refused import is_refused
+from tests.patterns.backend_sums import differences_of_sums
 from tests.patterns.cells import LIMIT
 from tests.patterns.oracle import expected
 from tests.patterns.rows import CASES
-from tests.patterns.trace import differences
 from tests.stages import STAGES
 
 
 def faults(pool: RankPool, case_id: str, stage: int, mode: str, seed: int, **options: object) -> list[str]:
     """What is wrong with a case: nothing, differences, or the end of what its ranks raised."""
     want = expected(case_id, pool.world, stage)
-    tolerance = CASES[case_id].tolerance(pool.world, exact=bool(options["exact"]))
     try:
         got = pool.run(play_late, case_id, stage, mode, seed, timeout=LIMIT, **options)
     except (RankError, RankTimeout) as error:
         return [str(error)[-600:]]
     each = zip(got, want, strict=True)
-    return [text for mine, theirs in each for text in differences(mine, theirs, tolerance)]
+    how = (CASES[case_id], pool.world, bool(options["exact"]))
+    return [text for mine, theirs in each for text in differences_of_sums(*how, mine, theirs)]
 
 
 def main() -> int:
@@ -69,7 +69,7 @@ def main() -> int:
             if found:
                 print(f"{case_id}, stage {stage}: " + "\n".join(found[:4]), flush=True)
     total = len(chosen) * len(asked.stages)
-    right = "exact" if options["exact"] else "right up to rounding (tests/patterns/registry.py, Case.tolerance)"
+    right = "exact" if options["exact"] else "right up to rounding (tests/patterns/backend_sums.py)"
     print(f"world {asked.world}, {asked.mode}, seed {asked.seed}: {exact} of {total} {right}, without a race")
     if refused:
         print(f"{refused} are refused: tensors of two devices (tests/accelerator/refused.py)")

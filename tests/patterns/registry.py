@@ -74,15 +74,6 @@ class Case:
     def id(self) -> str:
         return f"{self.key}-{self.phases[0].run.__name__}-{self.model}"
 
-    def tolerance(self, world: int, exact: bool) -> float:
-        """How far a number may be off, as a part of the largest beside it. A backend rounds sums to the dtype that
-        travels, and adds up those of more than two ranks in an order of its own; later steps make more of it."""
-        if exact:
-            return self.rtol
-        if self.precision is not None:
-            return max(self.rtol, 2**-5)
-        return self.rtol if world == 2 else max(self.rtol, 1e-4)
-
     def replicas(self, world: int) -> int:
         return math.gcd(self.most_replicas, world)
 
