@@ -267,8 +267,28 @@ def norms_in_hooks_of_what_is_asked_for(model: nn.Module, loss: Loss) -> Tensor:
     return torch.stack([asked.abs().sum(), *seen])
 
 
+def views_in_hooks(model: nn.Module, loss: Loss) -> Tensor:
+    """Hooks that only look at rows of their gradient, and one that edits it by a view and by its name."""
+    seen, kept = [], []
+
+    def edit(grad: Tensor) -> None:
+        grad[0] = 0
+        grad[1].mul_(2)
+        grad.mul_(0.5)
+
+    weight(model).register_hook(lambda grad: seen.append(grad[0].sum() + grad.T[1].max()))
+    model[2].get_parameter("weight").register_hook(edit)
+    model[2].get_parameter("bias").register_hook(lambda grad: grad[:2].sum() * grad)
+    model[0][0].get_parameter("weight").register_hook(kept.append)
+    loss(0).backward()
+    loss(1).backward()
+    model[0][0].weight.grad.zero_()
+    return torch.stack([*seen, *(grad[1].sum() for grad in kept)])
+
+
 IDIOMS = [
     held_over_steps,
+    views_in_hooks,
     rows_of_gradients,
     edits_of_views,
     rows_of_parameters,

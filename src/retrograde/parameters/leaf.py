@@ -158,8 +158,10 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
         def run(grad: torch.Tensor | None) -> Any:
             if grad is None:
                 return None
+            # Not as something computed, which a view makes whole: it is autograd's own tensor, and goes on from here.
+            given = become(grad, ShardedTensor, self._owner, self.place, self._shape)
             with with_torch_function():
-                changed = hook(self.derive(grad))
+                changed = hook(given)
             return changed if changed is None else self._as_gradient(changed)
 
         with without_torch_function():
