@@ -286,8 +286,21 @@ def views_in_hooks(model: nn.Module, loss: Loss) -> Tensor:
     return torch.stack([*seen, *(grad[1].sum() for grad in kept)])
 
 
+def views_of_assigned_gradients(model: nn.Module, loss: Loss) -> Tensor:
+    """What was computed from a gradient and is the gradient now, held under a name of its own."""
+    loss().backward()
+    halved = weight(model).grad * 0.5
+    weight(model).grad = halved
+    found = [halved[0].sum(), halved.T[1].max()]
+    halved[2] = 0
+    halved[3].mul_(2)
+    sgd(model).step()
+    return torch.stack([*found, halved.norm()])
+
+
 IDIOMS = [
     held_over_steps,
+    views_of_assigned_gradients,
     views_in_hooks,
     rows_of_gradients,
     edits_of_views,
