@@ -298,9 +298,20 @@ def views_of_assigned_gradients(model: nn.Module, loss: Loss) -> Tensor:
     return torch.stack([*found, halved.norm()])
 
 
+def wider_numbers_beside_gradients(model: nn.Module, loss: Loss) -> list[torch.dtype]:
+    """One element in one dimension decides the dtype, one without dimensions does not."""
+    loss().backward()
+    grad = weight(model).grad
+    one = torch.ones(1, dtype=torch.float64)
+    listed = torch._foreach_mul([grad, model[2].weight.grad], [one, one[0]])
+    found = [grad * one, one + grad, grad * one[0], torch.lerp(grad.double(), grad.double(), one), *listed]
+    return [each.dtype for each in [*found, grad.bfloat16() * torch.ones(1), grad.mul_(one.reshape(1, 1))]]
+
+
 IDIOMS = [
     held_over_steps,
     views_of_assigned_gradients,
+    wider_numbers_beside_gradients,
     views_in_hooks,
     rows_of_gradients,
     edits_of_views,
