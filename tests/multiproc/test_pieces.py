@@ -267,8 +267,52 @@ def norms_in_hooks_of_what_is_asked_for(model: nn.Module, loss: Loss) -> Tensor:
     return torch.stack([asked.abs().sum(), *seen])
 
 
+def views_in_hooks(model: nn.Module, loss: Loss) -> Tensor:
+    """Hooks that only look at rows of their gradient, and one that edits it by a view and by its name."""
+    seen, kept = [], []
+
+    def edit(grad: Tensor) -> None:
+        grad[0] = 0
+        grad[1].mul_(2)
+        grad.mul_(0.5)
+
+    weight(model).register_hook(lambda grad: seen.append(grad[0].sum() + grad.T[1].max()))
+    model[2].get_parameter("weight").register_hook(edit)
+    model[2].get_parameter("bias").register_hook(lambda grad: grad[:2].sum() * grad)
+    model[0][0].get_parameter("weight").register_hook(kept.append)
+    loss(0).backward()
+    loss(1).backward()
+    model[0][0].weight.grad.zero_()
+    return torch.stack([*seen, *(grad[1].sum() for grad in kept)])
+
+
+def views_of_assigned_gradients(model: nn.Module, loss: Loss) -> Tensor:
+    """What was computed from a gradient and is the gradient now, held under a name of its own."""
+    loss().backward()
+    halved = weight(model).grad * 0.5
+    weight(model).grad = halved
+    found = [halved[0].sum(), halved.T[1].max()]
+    halved[2] = 0
+    halved[3].mul_(2)
+    sgd(model).step()
+    return torch.stack([*found, halved.norm()])
+
+
+def wider_numbers_beside_gradients(model: nn.Module, loss: Loss) -> list[torch.dtype]:
+    """One element in one dimension decides the dtype, one without dimensions does not."""
+    loss().backward()
+    grad = weight(model).grad
+    one = torch.ones(1, dtype=torch.float64)
+    listed = torch._foreach_mul([grad, model[2].weight.grad], [one, one[0]])
+    found = [grad * one, one + grad, grad * one[0], torch.lerp(grad.double(), grad.double(), one), *listed]
+    return [each.dtype for each in [*found, grad.bfloat16() * torch.ones(1), grad.mul_(one.reshape(1, 1))]]
+
+
 IDIOMS = [
     held_over_steps,
+    views_of_assigned_gradients,
+    wider_numbers_beside_gradients,
+    views_in_hooks,
     rows_of_gradients,
     edits_of_views,
     rows_of_parameters,

@@ -30,8 +30,8 @@ from retrograde.errors import CheckpointError
 from retrograde.parameters import ShardedParameter
 from retrograde.parameters.ownership import updated_elsewhere
 from retrograde.parameters.sharded_tensor import ShardedTensor
+from retrograde.parameters.state import is_number, numbers_in
 
-_COUNTER = "step"  # torch's name for a state that has no elements of the parameter
 NAMES_SHOWN = 5
 
 
@@ -199,12 +199,16 @@ def _plan_optimizers(plan: Plan, checkpoint: Checkpoint, subject: Subject) -> No
         names = numbered_names(optimizer, subject.names)
         params = [param for group in optimizer.param_groups for param in group["params"]]
         elsewhere = updated_elsewhere(optimizer)
+        found = [checkpoint.state.get(str(n) if checkpoint.numbered else name) for n, name in enumerate(names)]
+        numbers = numbers_in((param, saved) for param, saved in zip(params, found, strict=True) if saved is not None)
         state: dict[str, Any] = {}
-        for number, (name, param) in enumerate(zip(names, params, strict=True)):
-            saved = checkpoint.state.get(str(number) if checkpoint.numbered else name)
+        for name, param, saved in zip(names, params, found, strict=True):
             if saved is not None and param not in elsewhere:
                 kept = optimizer.state.get(param, {})
-                state[name] = {key: _target(plan, f"{key} of {name}", each, param, kept) for key, each in saved.items()}
+                state[name] = {
+                    key: _target(plan, f"{key} of {name}", each, param, kept.get(key), is_number(key, param, numbers))
+                    for key, each in saved.items()
+                }
         groups = _by_name(checkpoint.groups, names) if checkpoint.numbered else list(checkpoint.groups)
         named = {"state": state, "param_groups": groups}
         plan.optimizers.append((optimizer, numbered_state(named, optimizer, subject.names)))
@@ -216,22 +220,24 @@ def _by_name(groups: Any, names: list[str]) -> list[dict[str, Any]]:
     return [{**group, "params": [names[number] for number in group["params"]]} for group in groups]
 
 
-def _target(plan: Plan, what: str, saved: Any, param: nn.Parameter, kept: Mapping[str, Any]) -> Any:
-    """A tensor that is filled later from the saved one; a saved value that is no tensor is read at once."""
+def _target(plan: Plan, what: str, saved: Any, param: nn.Parameter, kept: Any, number: bool) -> Any:
+    """A tensor that is filled later from the saved one; a saved value that is no tensor is read at once.
+
+    `kept`: what the optimizer has there now. `number`: it has no elements of the parameter."""
     if not is_tensor(saved):
         return value_of(saved)
     if saved.shape != param.shape:
         saved.check(Extent.all_of(saved.shape))  # does the file have this much? Then memory is taken for it
-    key = what.partition(" ")[0]
-    into = _memory_for(saved.shape, saved.dtype, key, param, kept.get(key))
+    into = _memory_for(saved.shape, saved.dtype, None if number else param, kept)
     plan.states.append(Fill(what, saved, into))
     return into
 
 
-def _memory_for(shape: torch.Size, dtype: torch.dtype, key: str, param: nn.Parameter, kept: Any) -> torch.Tensor:
-    """Memory for a state: that of the present one if it fits. In the parameter's shape it is sharded as that is."""
+def _memory_for(shape: torch.Size, dtype: torch.dtype, param: nn.Parameter | None, kept: Any) -> torch.Tensor:
+    """Memory for a state: that of the present one if it fits. In the parameter's shape it is sharded as that is, but
+    not if it has nothing to do with its elements (`param` is None)."""
     there = isinstance(kept, torch.Tensor) and kept.shape == shape and kept.dtype == dtype
-    if isinstance(param, ShardedParameter) and shape == param.shape and key != _COUNTER:
+    if isinstance(param, ShardedParameter) and shape == param.shape:
         if there and isinstance(kept, ShardedTensor) and kept.cut_like(param):
             return kept
         return torch.empty_like(param.detach(), dtype=dtype)

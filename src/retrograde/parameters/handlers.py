@@ -98,7 +98,7 @@ def _beside(value: Any, part: Part) -> Any:
     if isinstance(value, Part) or not isinstance(value, torch.Tensor):
         return value
     if value.numel() == 1:
-        return value.detach().reshape(())  # for all elements
+        return value.detach().reshape((1,) if value.dim() else ())  # for all elements, with its say in the dtype
     return part.cut(value.detach().expand(part.shape))
 
 

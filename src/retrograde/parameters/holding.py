@@ -20,7 +20,7 @@ from retrograde.parameters.leaf import ShardedParameter
 from retrograde.parameters.ownership import is_whole
 from retrograde.parameters.plain import coordinators_of, leaves_in
 from retrograde.parameters.representatives import Representative, representatives_of
-from retrograde.parameters.state import OptimizerState, adopt_new, sharded_states
+from retrograde.parameters.state import OptimizerState, adopt_new, numbers_in, sharded_states
 
 T = TypeVar("T")
 _END = object()  # ends a row of objects; no optimizer has it
@@ -95,10 +95,9 @@ class Holding:
             self._look(optimizer)
 
     def _look(self, optimizer: Optimizer) -> None:
-        states = {}
-        for leaf in self.leaves:
-            kept = optimizer.state.get(leaf, {})  # not [leaf], which makes an entry
-            states[leaf] = list(sharded_states(kept, leaf))
+        kept = {leaf: optimizer.state.get(leaf, {}) for leaf in self.leaves}  # not [leaf], which makes an entry
+        numbers = numbers_in(kept.items())
+        states = {leaf: list(sharded_states(state, leaf, numbers)) for leaf, state in kept.items()}
         self._all = Selection(self._groups, self.leaves, _all_of(states.values()), [], [])
         representatives = representatives_of(optimizer)
         hidden = _all_of(representative.others for representative in representatives)

@@ -13,7 +13,7 @@ from retrograde.parameters.copies import StateDictCopies
 from retrograde.parameters.masters import with_values_of
 from retrograde.parameters.owner import Owner
 from retrograde.parameters.part import USED_TOGETHER
-from retrograde.parameters.sharded_tensor import ParameterView, ShardedGradient, ShardedTensor, become, turn
+from retrograde.parameters.sharded_tensor import Computed, ParameterView, ShardedGradient, ShardedTensor, become, turn
 from retrograde.torch_internals import (
     raw_grad,
     set_data,
@@ -134,7 +134,11 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
         if not self.orphaned:
             self.coordinator.catch_up_on_gradients(USED_TOGETHER)
             self.owner.forget_gradient(self.place)
-        set_raw_grad(self, value if value is None else self._as_gradient(value))
+        if value is not None:
+            value = self._as_gradient(value)
+            if isinstance(value, Computed):  # from now on a view must not make it whole: the update needs the piece
+                turn(value, ShardedGradient)
+        set_raw_grad(self, value)
 
     grad = grad.deleter(lambda self: setattr(self, "grad", None))  # type: ignore[attr-defined]
 
@@ -158,8 +162,10 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
         def run(grad: torch.Tensor | None) -> Any:
             if grad is None:
                 return None
+            # Not as something computed, which a view makes whole: it is autograd's own tensor, and goes on from here.
+            given = become(grad, ShardedTensor, self._owner, self.place, self._shape)
             with with_torch_function():
-                changed = hook(self.derive(grad))
+                changed = hook(given)
             return changed if changed is None else self._as_gradient(changed)
 
         with without_torch_function():

@@ -17,7 +17,7 @@ state before users' hooks when it is saved, and after them when it is loaded.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +39,7 @@ from retrograde.torch_internals import NO_TORCH_FUNCTION, raw_grad, set_data, wa
 
 _ELSEWHERE = "kept by its owner"  # key in a saved state: another rank updates the parameter
 _COUNTER = "step"  # torch's name for it, which its own load_state_dict treats apart as well
+_NUMBERS = {_COUNTER, "mu_product", "eta", "mu"}  # torch's names for numbers about a whole parameter
 
 
 class Origin(NamedTuple):
@@ -118,8 +119,26 @@ def watch_states() -> None:
     watch_optimizer_states(_allow_saving, _fit)
 
 
+# ---- numbers about whole parameters
+def numbers_in(states: Iterable[tuple[torch.Tensor, Mapping[str, Any]]]) -> set[str]:
+    """The names of what an optimizer keeps once for a parameter and not for each of its elements. A parameter without
+    dimensions does not tell them apart: those with dimensions do, and if there is none, torch's names."""
+    found = set(_NUMBERS)
+    for param, state in states:
+        for key, value in state.items() if param.dim() else ():
+            if (shape := getattr(value, "shape", None)) is not None:
+                (found.discard if len(shape) else found.add)(key)
+    return found
+
+
+def is_number(key: str, param: torch.Tensor, numbers: set[str]) -> bool:
+    """Is what an optimizer keeps in the parameter's shape under this name no element of it, but a number of the whole?
+    `numbers`: what `numbers_in` has found."""
+    return key in numbers and not param.dim()
+
+
 # ---- around an update of plain tensors
-def sharded_states(state: dict[str, Any], leaf: ShardedParameter) -> Iterator[OptimizerState]:
+def sharded_states(state: dict[str, Any], leaf: ShardedParameter, numbers: set[str]) -> Iterator[OptimizerState]:
     """Before an update, make the state of a parameter sharded and yield its sharded tensors. A tensor from before the
     parameter was sharded is whole, and is cut."""
     for key, value in state.items():
@@ -128,7 +147,7 @@ def sharded_states(state: dict[str, Any], leaf: ShardedParameter) -> Iterator[Op
         elif isinstance(value, ShardedTensor):
             value.__class__ = OptimizerState
             yield value  # type: ignore[misc]
-        elif _is_whole(value, key, leaf.shape):
+        elif _is_whole(value, key, leaf, numbers):
             state[key] = _piece(leaf, leaf.cut(value).clone())
             yield state[key]
 
@@ -144,7 +163,7 @@ def adopt_new(state: dict[str, Any], leaf: ShardedParameter) -> None:
 def adopt_whole(state: dict[str, Any], leaf: ShardedParameter) -> None:
     """After an update by a parameter's owner, make sharded what is kept in the parameter's shape."""
     for key, value in state.items():
-        if _is_whole(value, key, leaf.shape):
+        if _is_whole(value, key, leaf, _NUMBERS):
             set_data(value, leaf.slot.flatten(value))
             _piece(leaf, value)
 
@@ -153,9 +172,9 @@ def _piece(leaf: ShardedParameter, elements: torch.Tensor) -> OptimizerState:
     return become(elements, OptimizerState, leaf._owner, leaf.place, leaf.shape)
 
 
-def _is_whole(value: Any, key: str, shape: torch.Size) -> bool:
-    """Is it a plain tensor in the parameter's shape? A counter has no dimensions either, so it is told by its key."""
-    return type(value) is torch.Tensor and value.shape == shape and (len(shape) > 0 or key != _COUNTER)
+def _is_whole(value: Any, key: str, leaf: ShardedParameter, numbers: set[str]) -> bool:
+    """Is it a plain tensor with the parameter's elements, in its shape?"""
+    return type(value) is torch.Tensor and value.shape == leaf.shape and not is_number(key, leaf, numbers)
 
 
 # ---- saving
@@ -189,10 +208,11 @@ def _fit(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | N
         return None  # torch raises its own error
     fitted = dict(state_dict["state"])
     strict = is_elementwise(type(optimizer))  # other optimizers may keep tensors of any shape
+    numbers = numbers_in((param, fitted.get(index, {})) for index, param in zip(indices, params, strict=True))
     for index, param in zip(indices, params, strict=True):
         for key, value in fitted.get(index, {}).items():
             if isinstance(param, ShardedParameter):
-                fitted[index] = {**fitted[index], key: _own_part(value, key, param, strict)}
+                fitted[index] = {**fitted[index], key: _own_part(value, key, param, strict, numbers)}
             elif isinstance(value, SavedPiece):
                 fitted[index] = {**fitted[index], key: _whole(value, key, param)}
     if updates_by_owners(optimizer):
@@ -201,7 +221,7 @@ def _fit(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | N
     return {**state_dict, "state": fitted}
 
 
-def _own_part(value: Any, key: str, leaf: ShardedParameter, strict: bool) -> Any:
+def _own_part(value: Any, key: str, leaf: ShardedParameter, strict: bool, numbers: set[str]) -> Any:
     """This rank's elements of a saved tensor. `strict`: a plain one must have the parameter's shape or one element."""
     if not isinstance(value, torch.Tensor):
         return value
@@ -209,7 +229,7 @@ def _own_part(value: Any, key: str, leaf: ShardedParameter, strict: bool) -> Any
         return _piece(leaf, _cut_saved(value, key, leaf))
     if isinstance(value, ShardedTensor):
         return value if value.cut_like(leaf) else _piece(leaf, leaf.cut(value.full_tensor()).clone())
-    if _is_whole(value, key, leaf.shape):
+    if _is_whole(value, key, leaf, numbers):
         return _piece(leaf, leaf.cut(value).clone())
     if value.numel() == 1 or not strict:
         return value
