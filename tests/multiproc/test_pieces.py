@@ -319,8 +319,21 @@ def arguments_by_name(model: nn.Module, loss: Loss) -> list[Tensor]:
     return torch.stack([each.double() for each in found])
 
 
+def views_beside_other_gradients(model: nn.Module, loss: Loss) -> Tensor:
+    """A gradient does not change when that of another parameter of its module does."""
+    loss().backward()
+    row = weight(model).grad[0]
+    model[1][0].bias.grad.mul_(2)
+    found = [row.sum()]
+    row.mul_(2)
+    bias = model[1][0].bias.grad[2:]
+    weight(model).grad.mul_(0.5)
+    return torch.stack([*found, bias.sum()])
+
+
 IDIOMS = [
     held_over_steps,
+    views_beside_other_gradients,
     arguments_by_name,
     views_of_assigned_gradients,
     wider_numbers_beside_gradients,
