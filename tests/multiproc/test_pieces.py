@@ -308,8 +308,33 @@ def wider_numbers_beside_gradients(model: nn.Module, loss: Loss) -> list[torch.d
     return [each.dtype for each in [*found, grad.bfloat16() * torch.ones(1), grad.mul_(one.reshape(1, 1))]]
 
 
+def arguments_by_name(model: nn.Module, loss: Loss) -> list[Tensor]:
+    """The first argument is the first that the function has, not the first that is called `input`."""
+    loss().backward()
+    grad, bias = weight(model).grad, model[0][0].bias.grad
+    chosen = torch.where(input=grad, other=torch.zeros(()), condition=grad > 0)
+    assert isinstance(chosen, type(grad * 1))  # computed as any elementwise function's result is
+    found = [chosen.sum(), torch.where(condition=grad > 0)[0].sum(), torch.dot(tensor=bias, input=bias.abs())]
+    found.append(torch.searchsorted(input=grad, sorted_sequence=torch.tensor([-0.01, 0.0, 0.01])).sum())
+    return torch.stack([each.double() for each in found])
+
+
+def views_beside_other_gradients(model: nn.Module, loss: Loss) -> Tensor:
+    """A gradient does not change when that of another parameter of its module does."""
+    loss().backward()
+    row = weight(model).grad[0]
+    model[1][0].bias.grad.mul_(2)
+    found = [row.sum()]
+    row.mul_(2)
+    bias = model[1][0].bias.grad[2:]
+    weight(model).grad.mul_(0.5)
+    return torch.stack([*found, bias.sum()])
+
+
 IDIOMS = [
     held_over_steps,
+    views_beside_other_gradients,
+    arguments_by_name,
     views_of_assigned_gradients,
     wider_numbers_beside_gradients,
     views_in_hooks,

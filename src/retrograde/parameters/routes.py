@@ -207,8 +207,8 @@ class Call(NamedTuple):
     @staticmethod
     def of(func: Callable[..., Any], args: Any, kwargs: Any) -> "Call":
         kwargs = dict(kwargs or {})
-        if not args and (first := kwargs.keys() & _FIRST):
-            args = (kwargs.pop(first.pop()),)
+        if not args and (first := [name for name in _FIRST if name in kwargs]):
+            args = (kwargs.pop(first[0]),)
         if kwargs.pop("inplace", False):  # functions in torch.nn.functional have it
             kwargs["out"] = args[0]
         name = name_of(func)
@@ -231,7 +231,9 @@ class Call(NamedTuple):
         return torch.is_grad_enabled() and any(map(get_requires_grad, self.tensors))
 
 
-_FIRST = {"input", "self", "tensor", "tensors", "data", "obj"}  # names of a first argument
+# Names of a first argument. Of two that a function has (`where(condition, input)`, `dot(input, tensor)`), the first one
+# is before the other here.
+_FIRST = ("condition", "sorted_sequence", "input", "self", "tensor", "tensors", "data", "obj")
 _FIXED = {Route.MEMORY, Route.SHAPE, Route.LIKE, Route.REFUSED, Route.UNSCALED, Route.GRADIENTS}
 # Routes of calls whose first argument is plain: the sharded one only gives a shape or a dtype.
 _OF_THE_FIRST = {Route.RESHAPED: Route.SHAPE, Route.CONVERTED: Route.MEMORY}
@@ -277,7 +279,7 @@ def _everything(index: Any) -> bool:
 # ---- Rule 3
 def _fit_elements(call: Call) -> bool:
     """Have all tensors the shape of the first sharded one, or a shape that torch expands to it?"""
-    if call.name == "where" and len(call.args) == 1:
+    if call.name == "where" and len(call.args) + len(call.kwargs) == 1:
         return False  # `where(condition)` asks for positions
     shape = call.first.shape
     return all(_spreads(tensor, shape) for tensor in call.tensors)
