@@ -28,7 +28,8 @@ class Scaled(nn.Module):
         self.scale = nn.Parameter(torch.tensor(1.5))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.a(x) * self.scale
+        out: Tensor = self.a(x) * self.scale
+        return out
 
 
 def models(count: int) -> list[Scaled]:
@@ -122,6 +123,7 @@ def test_a_vector_of_a_world_of_one_is_whole() -> None:
 
     def program(ranks: ThreadRanks) -> Tensor:
         sharded(ranks, model)
-        return torch.func.grad(lambda bias: (bias * 2).sum())(model.get_parameter("a.bias").detach())
+        grad: Tensor = torch.func.grad(lambda bias: (bias * 2).sum())(model.get_parameter("a.bias").detach())
+        return grad
 
     assert threads.run(1, program)[0].tolist() == [2.0] * 4

@@ -119,12 +119,13 @@ class Coordinator:
             first = min([position.reason for position in positions], key=_URGENCY.__getitem__)
             if first in (Reason.STEP, Reason.VALUE):
                 require_same(self._transport, positions)
-            flow.sum_sent(positions)
-            concluded = self._conclude(first, positions)
-            if reason in concluded:
-                then(positions)
-            if Reason.STEP not in concluded:
-                self._transport.meeting_is_over()
+            with flow.deliveries_completed():
+                flow.sum_sent(positions)
+                concluded = self._conclude(first, positions)
+                if reason in concluded:
+                    then(positions)
+                if Reason.STEP not in concluded:
+                    self._transport.meeting_is_over()
             if reason in concluded:
                 if reason in (Reason.STEP, Reason.VALUE):
                     flow.note_same_place()
