@@ -45,7 +45,7 @@ from retrograde.gradients.reducer import Reducer
 from retrograde.gradients.strategy import Strategy
 from retrograde.layout import Grid
 from retrograde.pages import BufferPool, Unit
-from retrograde.transport import Offers, Position, Use, Uses
+from retrograde.transport import Offers, Position, Use, Uses, Value
 
 
 class GradientFlow:
@@ -189,6 +189,11 @@ class GradientFlow:
     def pending_offers(self) -> Offers:
         """This rank's offers of gradients that wait, for which the next meeting may ask."""
         return self._pending.offers()
+
+    def hooked_units(self) -> Value:
+        """What this rank says at a meeting for a step: its units with hooks. None: there are none, or nothing waits for
+        that meeting."""
+        return None if self.sends_pending else self._reducer.hooked_units() or None
 
     def take_in_sums(self) -> None:
         """Deliver the sums of calls in which this rank brought nothing: ranks have come together, and this one is about
