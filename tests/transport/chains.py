@@ -24,7 +24,7 @@ def chains(world: int) -> list[nn.Sequential]:
 
 
 def sharded(ranks: ThreadRanks, model: nn.Module, **options: Any) -> rg.Engine:
-    return shard_over(ranks, model, Options(units=[nn.Linear], timeout=20.0, **options))
+    return shard_over(ranks, model, Options(**{"units": [nn.Linear], "timeout": 20.0, **options}))
 
 
 class Stop(Exception):

@@ -204,6 +204,7 @@ BROKEN: dict[str, list[Break]] = {
         becomes(nn.utils.parametrize, "register_parametrization", lambda module, name, made: None)
     ],
     "what vmap is given": [becomes(torch.func, "vmap", lambda function: function)],
+    "what derivatives are given": [becomes(torch.func, "grad", lambda function: function)],
 }
 CASES = [(name, number) for name, breaks in BROKEN.items() for number in range(len(breaks))]
 
@@ -255,6 +256,7 @@ broken = {
     "tensors that are saved in chunks": (checkpoints.SavedInChunks, "__create_chunk_list__", lambda self: []),
     "how FSDP is made": (wrapping, "_FSDP", "torch.elsewhere"),
     "whether a profiler records": (backward, "profiling", lambda: False),
+    "what forward derivatives are given": (torch.func, "jvp", lambda *arguments: None),
 }
 for probe in PROBES:
     if probe.when is When.DOCTOR:
@@ -353,7 +355,7 @@ def test_another_version_is_told_in_one_line(imports: dict[str, Done]) -> None:
 
 def test_import_is_cheap_and_silent(imports: dict[str, Done]) -> None:
     """Counted, not timed: few probes, and none of what takes seconds."""
-    assert sum(probe.when is When.IMPORT for probe in PROBES) == 33
+    assert sum(probe.when is When.IMPORT for probe in PROBES) == 34
     assert imports["as it is"] == (0, "[]\n", "")
 
 
@@ -373,7 +375,7 @@ def test_import_runs_no_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     for where in (torch.autograd, torch.autograd.graph):
         monkeypatch.setattr(where, "_engine_run_backward", refuse)
     monkeypatch.setattr(backward, "_run", refuse)
-    assert check(When.IMPORT) == 33
+    assert check(When.IMPORT) == 34
     with pytest.raises(InternalsChanged, match="a backward was run"):
         check(When.FIRST_USE)
 
@@ -391,6 +393,8 @@ def test_probes_leave_torch_as_it_was() -> None:
             vars(wrapping.DistributedDataParallel)["__init__"],
             vars(wrapping.ParametrizationList)["__init__"],
             wrapping._vmap()._add_batch_dim,
+            wrapping._transforms()._wrap_for_grad,
+            wrapping._forward()._make_dual_impl,
             backward.top_saved_tensor_hooks(),
             torch.get_rng_state().tolist(),
         ]

@@ -20,6 +20,8 @@ Rule 1: reading `.grad` waits for nobody. Ranks meet before something is compute
         when `.grad` is read; that does wait.)
 Rule 2: an edit and a flush are concluded at one meeting. Otherwise the rank that edits could go on to read a page whose
         owner has yet to make the same edit, while the owner waits for it at another meeting.
+Rule 3: hooks may read weights. If a meeting for a step brings gradients to a unit that has hooks on any rank, it counts
+        as a flush, and ranks meet for the step again: then all hooks have run, and weights may be written.
 """
 
 import contextlib
@@ -30,7 +32,7 @@ import torch
 
 from retrograde.coordination.fences import MASTERS, WriteFence, WritePhase
 from retrograde.coordination.meetings import Meetings
-from retrograde.gradients import GradientFlow
+from retrograde.gradients import GradientFlow, runs_hooks
 from retrograde.layout import Grid
 from retrograde.pages import PageGathering, Pager, Unit
 from retrograde.torch_internals import NO_BACKWARD, current_backward
@@ -119,12 +121,13 @@ class Coordinator:
             first = min([position.reason for position in positions], key=_URGENCY.__getitem__)
             if first in (Reason.STEP, Reason.VALUE):
                 require_same(self._transport, positions)
-            flow.sum_sent(positions)
-            concluded = self._conclude(first, positions)
-            if reason in concluded:
-                then(positions)
-            if Reason.STEP not in concluded:
-                self._transport.meeting_is_over()
+            with flow.deliveries_completed():
+                flow.sum_sent(positions)
+                concluded = self._conclude(first, positions)
+                if reason in concluded:
+                    then(positions)
+                if Reason.STEP not in concluded:
+                    self._transport.meeting_is_over()
             if reason in concluded:
                 if reason in (Reason.STEP, Reason.VALUE):
                     flow.note_same_place()
@@ -146,6 +149,8 @@ class Coordinator:
                 self._flow.flush(pending)
             case Reason.STEP:
                 self._flow.flush(pending)
+                if runs_hooks(positions):
+                    return {Reason.FLUSH}  # Rule 3
                 self._flow.pass_step()
                 self._advance(WritePhase.STEPPED)
         return concluded
@@ -259,7 +264,7 @@ class Coordinator:
         self._flow.send_pending()
         self._pager.end_forecast()
         self._steps += 1
-        self.attend(Reason.STEP, f"step {self._steps}")
+        self.attend(Reason.STEP, f"step {self._steps}", self._flow.hooked_units)
         self._pager.release()
 
     def serve_during_step(self) -> None:

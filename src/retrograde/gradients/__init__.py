@@ -7,6 +7,7 @@ from retrograde.gradients.deliveries import Deliveries
 from retrograde.gradients.flow import GradientFlow
 from retrograde.gradients.graph import UnitGraph
 from retrograde.gradients.keys import Keys
+from retrograde.gradients.offers import runs_hooks
 from retrograde.gradients.pending import PendingGradients
 from retrograde.gradients.reducer import Reducer
 from retrograde.gradients.replica_calls import ExchangeOfSums
@@ -29,4 +30,5 @@ __all__ = [
     "Strategy",
     "UnitGraph",
     "Windows",
+    "runs_hooks",
 ]

@@ -87,9 +87,9 @@ class Backwards:
             self._reducer.launch(gradient, self._keys.next(gradient.unit), uses_of(gradient.bucket))
         if waited:
             self._keys.end_backward()
-        for gradient in waited:
-            self._deliveries.deliver_all(self._orphan(gradient))
-        self._strategy.finish_sending()
+        with self._deliveries.completed():
+            self._deliveries.deliver_all(delivery for gradient in waited for delivery in self._orphan(gradient))
+            self._strategy.finish_sending()
 
     def sum_known(self, backward: Backward) -> None:
         """Add up what needs no meeting: gradients that all ranks are known to have sent, for the same uses."""

@@ -29,14 +29,15 @@ deliveries.py.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
 from retrograde.gradients.backwards import Backwards
 from retrograde.gradients.bucket import Grads, Lone
 from retrograde.gradients.deliveries import Deliveries
-from retrograde.gradients.gradient import Gradient, GradientState, uses_of
+from retrograde.gradients.gradient import Delivery, Gradient, GradientState, uses_of
 from retrograde.gradients.keys import by_key
 from retrograde.gradients.landing import land_together
 from retrograde.gradients.pending import PendingGradients
@@ -44,7 +45,7 @@ from retrograde.gradients.reducer import Reducer
 from retrograde.gradients.strategy import Strategy
 from retrograde.layout import Grid
 from retrograde.pages import BufferPool, Unit
-from retrograde.transport import Offers, Position, Use, Uses
+from retrograde.transport import Offers, Position, Use, Uses, Value
 
 
 class GradientFlow:
@@ -189,10 +190,19 @@ class GradientFlow:
         """This rank's offers of gradients that wait, for which the next meeting may ask."""
         return self._pending.offers()
 
+    def hooked_units(self) -> Value:
+        """What this rank says at a meeting for a step: its units with hooks. None: there are none, or nothing waits for
+        that meeting."""
+        return None if self.sends_pending else self._reducer.hooked_units() or None
+
     def take_in_sums(self) -> None:
         """Deliver the sums of calls in which this rank brought nothing: ranks have come together, and this one is about
         to say something that depends on its gradients."""
         self._backwards.take_in_sums()
+
+    def deliveries_completed(self) -> AbstractContextManager[None]:
+        """A span in which all deliveries are made, whatever hooks raise: the first error is raised at its end."""
+        return self._deliveries.completed()
 
     def sum_sent(self, positions: Sequence[Position]) -> None:
         """After a meeting: add up and deliver what any rank has sent before it."""
@@ -212,24 +222,27 @@ class GradientFlow:
         """After a meeting that asks for it: send and add up what is pending here, and take part in sums of what is
         pending only elsewhere. While one gradient is added up the next is under way; before a sum to which this rank
         brings nothing, all its own are finished."""
+        self._deliveries.deliver_all(self._flushed(offers))
+        self._strategy.finish_sending()
+
+    def _flushed(self, offers: Mapping[int, Offers]) -> Iterator[Delivery]:
         under_way: deque[tuple[Gradient, Mapping[int, Uses]]] = deque()
         for key, ranks in by_key(offers).items():
             mine = ranks.get(self._grid.rank)
             if mine is None:
-                self._finish_flushed(under_way, left=0)
-                self._deliveries.deliver(self._reducer.sum_of_others(key, ranks))
+                yield from self._finish_flushed(under_way, left=0)
+                yield self._reducer.sum_of_others(key, ranks)
                 continue
             gradient = self._pending.take(key.unit)
             self._reducer.launch(gradient, key, mine)
             under_way.append((gradient, ranks))
-            self._finish_flushed(under_way, left=1)
-        self._finish_flushed(under_way, left=0)
-        self._strategy.finish_sending()
+            yield from self._finish_flushed(under_way, left=1)
+        yield from self._finish_flushed(under_way, left=0)
 
-    def _finish_flushed(self, under_way: deque[tuple[Gradient, Mapping[int, Uses]]], left: int) -> None:
+    def _finish_flushed(self, under_way: deque[tuple[Gradient, Mapping[int, Uses]]], left: int) -> Iterator[Delivery]:
         while len(under_way) > left:
             gradient, ranks = under_way.popleft()
-            self._deliveries.deliver(self._reducer.sum_without_pack(gradient, ranks))
+            yield self._reducer.sum_without_pack(gradient, ranks)
 
     def pass_step(self) -> None:
         """Forget what belongs to the step that ends: all ranks are at it, and everything has been added up."""

@@ -60,6 +60,12 @@ def _ended(positions: Sequence[Position]) -> Iterator[tuple[int, frozenset[Key] 
             yield number, None if keys is None else frozenset(Key(*key) for key in keys)  # type: ignore[union-attr, misc]
 
 
+def runs_hooks(positions: Sequence[Position]) -> bool:
+    """Do the gradients that a meeting for a step adds up come to a unit that has hooks on any rank?"""
+    hooked = {unit for position in positions for unit in position.value or ()}  # type: ignore[union-attr]
+    return any(key.unit in hooked for position in positions for key in (*position.sent, *position.pending))
+
+
 def due_offers(positions: Sequence[Position]) -> dict[int, Offers]:
     """By rank, the offers that a meeting adds up, and those that were withdrawn, which have no uses."""
     due = Due.at(positions)

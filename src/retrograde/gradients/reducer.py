@@ -39,6 +39,10 @@ class Reducer:
         several = self._strategy.comes_later and self._grid.replicas > 1
         self._any_hooked = several and any(unit.hooked for unit in self._units)
 
+    def hooked_units(self) -> list[int]:
+        """The units for whose gradients somebody on this rank waits, by index."""
+        return [unit.index for unit in self._units if unit.hooked]
+
     # ---- to the other ranks
     def first(self, unit: Unit, dtype: torch.dtype, grads: Grads, lone: Lone) -> Gradient:
         """Make a gradient whose bucket has room for `grads`,

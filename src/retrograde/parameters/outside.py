@@ -7,6 +7,7 @@ the whole.
 |---------------------------------------|---------------------------------------------------------|
 | torch.distributed's collectives       | add up or overwrite other ranks' elements with these    |
 | `torch.vmap`                          | map over this rank's elements as if they were rows      |
+| `torch.func.grad`, `vjp`, `jvp`, ...  | differentiate by this rank's elements, as a vector      |
 | `module.register_buffer(name, piece)` | save this rank's elements with the model                |
 
 torch has a hook for buffers. For the others its own modules are changed, once for the process (torch_internals).
@@ -19,7 +20,7 @@ from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from retrograde.errors import UnsupportedError
 from retrograde.parameters.part import Part
-from retrograde.torch_internals import ask_in_constructors, before_collectives, before_vmap
+from retrograde.torch_internals import ask_in_constructors, before_collectives, before_derivatives, before_vmap
 
 
 @functools.cache
@@ -35,7 +36,8 @@ def refuse_pieces_outside() -> None:
 
     before_collectives(collective)
     ask_in_constructors(Part)
-    before_vmap(lambda given: _refuse(given, "torch.vmap", _VMAP))
+    before_vmap(lambda given: _refuse_to_transform(given, "torch.vmap", _VMAP))
+    before_derivatives(lambda given: _refuse_to_transform(given, _DERIVATIVES, _DERIVATIVE))
     register_module_buffer_registration_hook(buffer)
 
 
@@ -45,13 +47,28 @@ _COLLECTIVE = (
     "tensor p.grad.local"
 )
 _VMAP = "its rows are not those of the parameter: use p.full_tensor(), p.grad.full_tensor() or module.weight"
+_DERIVATIVES = "torch.func (grad, vjp, jvp or what is made of them)"
+_DERIVATIVE = (
+    "it would be a vector of these elements: use p.full_tensor(), p.grad.full_tensor() or module.weight, for all "
+    "parameters those of engine.full_params()"
+)
 _BUFFER = "it would be saved with the model as if it were all of it: use module.weight.detach().clone()"
 
 
 def _refuse(tensor: Any, who: str, why: str) -> None:
     """Raise if the tensor is sharded, unless this rank has all of it."""
-    if not isinstance(tensor, Part) or tensor.unit.layout.world == 1:
-        return
-    raise UnsupportedError(
+    if isinstance(tensor, Part) and tensor.unit.layout.world > 1:
+        raise _refusal(tensor, who, why)
+
+
+def _refuse_to_transform(tensor: Any, who: str, why: str) -> None:
+    """Raise if the tensor is sharded. A transform sees its memory, which has one dimension: what is all of a parameter
+    passes only if that is a vector."""
+    if isinstance(tensor, Part) and (tensor.unit.layout.world > 1 or tensor.dim() != 1):
+        raise _refusal(tensor, who, why)
+
+
+def _refusal(tensor: Part, who: str, why: str) -> UnsupportedError:
+    return UnsupportedError(
         f"rank {tensor.unit.grid.rank}: {who} was given this rank's piece of parameter {tensor.slot.name}: {why}"
     )

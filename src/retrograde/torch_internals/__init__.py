@@ -125,6 +125,7 @@ from retrograde.torch_internals.trees import (
 )
 from retrograde.torch_internals.wrapping import (
     before_ddp_and_fsdp,
+    before_derivatives,
     before_parametrizing,
     before_vmap,
     data_parallel_classes,
@@ -159,6 +160,7 @@ __all__ = [
     "base_of",
     "before_collectives",
     "before_ddp_and_fsdp",
+    "before_derivatives",
     "before_group_shutdown",
     "before_parametrizing",
     "before_vmap",

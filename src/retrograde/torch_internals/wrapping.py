@@ -1,4 +1,4 @@
-"""Runs code before DDP, FSDP, parametrizations and vmap take a model, a parameter or a tensor.
+"""Runs code before DDP, FSDP, parametrizations and transforms of torch.func take a model, a parameter or a tensor.
 
 torch has no hooks for these. A class is changed, not a name in a module, so that names imported before and subclasses
 come here as well. FSDP takes seconds to import, so it is changed only where it is imported already.
@@ -167,7 +167,7 @@ def _parametrizations_are_lists() -> None:
     expect(type(module) is nn.Module and module.weight is weight, True, "whether the module is as it was")
 
 
-# ---- vmap
+# ---- transforms of torch.func
 def before_vmap(look: Callable[[Any], None]) -> None:
     """Have `look(input)` run before vmap makes a batch of it."""
     vmap = _vmap()
@@ -178,11 +178,11 @@ def _vmap() -> Any:
     return import_module("torch._functorch.vmap")
 
 
-def _looking(make_batch: Callable[..., Any], look: Callable[[Any], None]) -> Callable[..., Any]:
-    @functools.wraps(make_batch)
+def _looking(take: Callable[..., Any], look: Callable[[Any], None]) -> Callable[..., Any]:
+    @functools.wraps(take)
     def look_first(given: Any, *args: Any, **kwargs: Any) -> Any:
         look(given)
-        return make_batch(given, *args, **kwargs)
+        return take(given, *args, **kwargs)
 
     return look_first
 
@@ -204,3 +204,76 @@ def _vmap_makes_batches() -> None:
     finally:
         _vmap()._add_batch_dim = original
     expect(len(seen) == 1 and seen[0] is given, True, "whether its input was seen")
+
+
+def before_derivatives(look: Callable[[Any], None]) -> None:
+    """Have `look(input)` run before grad, vjp, jvp or what is made of them takes an input or a tangent.
+
+    Dynamo traces through them and knows their functions by name, so what is changed is below those."""
+    transforms, forward = _transforms(), _forward()
+    transforms._wrap_for_grad = _looking(transforms._wrap_for_grad, look)
+    make_dual = forward._make_dual_impl
+
+    @functools.wraps(make_dual)
+    def look_first(tensor: Any, tangent: Any, **kwargs: Any) -> Any:
+        look(tensor)
+        look(tangent)
+        return make_dual(tensor, tangent, **kwargs)
+
+    forward._make_dual_impl = look_first
+
+
+def _transforms() -> Any:
+    return import_module("torch._functorch.eager_transforms")
+
+
+def _forward() -> Any:
+    return import_module("torch._functorch.predispatch")
+
+
+def _seen_before(run: Callable[[], Any]) -> list[Any]:
+    """What is seen before `run` takes it. It gets no further: there is no backward, for which torch starts threads."""
+    before = _transforms()._wrap_for_grad, _forward()._make_dual_impl
+    seen: list[Any] = []
+
+    def look(taken: Any) -> None:
+        seen.append(taken)
+        raise _Seen
+
+    before_derivatives(look)
+    try:
+        _seen_by(run)
+    finally:
+        _transforms()._wrap_for_grad, _forward()._make_dual_impl = before
+    return seen
+
+
+@probe(
+    "what derivatives are given",
+    "before_derivatives",
+    needed_for="refusing a rank's piece of a parameter in torch.func.grad, vjp and what is made of them",
+    otherwise="derivatives are those of a rank's elements, in another shape and with other values on each rank",
+)
+def _derivatives_wrap_their_inputs() -> None:
+    """Assumes: torch.func.grad and vjp look `_wrap_for_grad` up in their module when they run, and call it on each
+    input."""
+    given = tiny()
+    seen = _seen_before(lambda: torch.func.grad(torch.sum)(given)) + _seen_before(
+        lambda: torch.func.vjp(torch.sum, given)
+    )
+    expect([each is given for each in seen], [True, True], "whether the inputs of grad and vjp were seen")
+
+
+@probe(
+    "what forward derivatives are given",
+    "before_derivatives",
+    needed_for="refusing a rank's piece of a parameter in torch.func.jvp and what is made of it",
+    otherwise="errors that speak of storages",
+    when=When.DOCTOR,  # the first forward derivative compiles decompositions
+)
+def _forward_derivatives_make_duals() -> None:
+    """Assumes: forward derivatives look `_make_dual_impl` up in the module `predispatch` when they run, and call it on
+    each input with its tangent."""
+    given = tiny()
+    seen = _seen_before(lambda: torch.func.jvp(torch.sum, (given,), (tiny(),)))
+    expect([each is given for each in seen], [True], "whether the input of jvp was seen")

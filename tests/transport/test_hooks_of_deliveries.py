@@ -1,0 +1,75 @@
+"""Hooks that run in deliveries of gradients that waited: what they may read, and what is left when one raises."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from retrograde.transport import ThreadRanks
+from tests import threads
+from tests.transport.chains import BLOCKS, Stop, chains, sharded, stop
+
+
+@pytest.mark.parametrize("hooked", ((), (1,), (0, 1)))
+def test_a_hook_reads_weights_at_the_step(hooked: tuple[int, ...]) -> None:
+    """Rank 1 is slow in it: rank 0 must not write its weights before. Without hooks the step is one meeting."""
+    models = chains(2)
+
+    def program(ranks: ThreadRanks) -> tuple[Tensor, list[str]]:
+        model = models[ranks.rank]
+        engine = sharded(ranks, model, timeout=5.0)
+
+        def read(param: Tensor) -> None:
+            time.sleep(0.3 * ranks.rank)
+            seen.append(model[0].weight.detach().clone())
+
+        seen = [torch.zeros(())]
+        if ranks.rank in hooked:
+            model.get_parameter(f"{BLOCKS - 1}.weight").register_post_accumulate_grad_hook(read)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with engine.no_sync():
+            model(torch.ones(2, 4)).sum().backward()
+        engine.ledger.clear()
+        optimizer.step()
+        return seen[-1], [event.unit for event in engine.ledger.entries if event.kind == "agree"]
+
+    before = chains(1)[0][0].weight.detach()
+    for rank, (seen, met) in enumerate(threads.run(2, program)):
+        assert met == (["step", "step"] if hooked else ["step"])
+        assert rank not in hooked or torch.equal(seen, before)
+
+
+@pytest.mark.parametrize("raises", ((0, 1), (1,)))
+@pytest.mark.parametrize("place", range(BLOCKS))
+def test_a_hook_that_raises_leaves_the_other_gradients(place: int, raises: tuple[int, ...]) -> None:
+    """At the end of a window: all units but its own have their gradients, and the next window is as any other."""
+    models = chains(3)
+    plain = models.pop()
+    plain(torch.ones(2, 4)).sum().backward()
+
+    def program(ranks: ThreadRanks) -> list[tuple[Tensor | None, Tensor | None]]:
+        model = models[ranks.rank]
+        engine = sharded(ranks, model, timeout=5.0)
+        handle = model.get_parameter(f"{place}.weight").register_post_accumulate_grad_hook(stop)
+        if ranks.rank in raises:
+            with pytest.raises(Stop), engine.coalesce():
+                model(torch.ones(2, 4)).sum().backward()
+        handle.remove()
+        if ranks.rank not in raises:
+            with engine.coalesce():
+                model(torch.ones(2, 4)).sum().backward()
+        first = engine.full_grads()
+        model.zero_grad()
+        with engine.coalesce():
+            model(torch.ones(2, 4)).sum().backward()
+        again = engine.full_grads()
+        assert not engine._strategy._sums and not engine._strategy._waiting  # type: ignore[attr-defined]
+        return [(first[name], again[name]) for name in first]
+
+    for grads in threads.run(2, program):
+        for (first, again), param in zip(grads, plain.parameters(), strict=True):
+            assert first is not None and torch.equal(first, param.grad)  # type: ignore[arg-type]
+            assert again is not None and torch.equal(again, param.grad)  # type: ignore[arg-type]
