@@ -82,6 +82,16 @@ def inner_backward(m: Any, x: Tensor) -> Tensor:
     return m.b(m.a(x))
 
 
+def added_in_checkpoints(m: Any, x: Tensor) -> Tensor:
+    """Reentrant ones, each of which adds to the parameter's gradient by itself; the last use is outside."""
+
+    def add(part: nn.Module, x: Tensor) -> Tensor:
+        return part(x) + m.pos[None]
+
+    y = add(m.b, checkpoint(add, m.a, x, use_reentrant=True))
+    return checkpoint(add, m.c, y, use_reentrant=True).tanh()
+
+
 def last_hidden(m: Any, x: Tensor) -> Tensor:
     return m.lstm(x)[0]
 
@@ -127,6 +137,21 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], int]] = {
     ),
     "einsum is torch's": (lambda: Apply(lambda m, x: torch.einsum("bti,io->bto", x, m.w), w=rand(8, 5)), tokens, 0),
     "two parameters": (lambda: Apply(lambda m, x: x @ (m.a @ m.b), a=rand(8, 2), b=rand(2, 8)), tokens, 0),
+    "a view of a parameter added, the gradient of both": (
+        lambda: Apply(lambda m, x: (m.a(x) + m.pos[None]).tanh(), a=lin(), pos=rand(5, 8)),
+        lambda: rand(1, 5, 8),
+        1,
+    ),
+    "a flat parameter added": (
+        lambda: Apply(lambda m, x: (m.a(x) + m.pos.view(5, 8)).tanh(), a=lin(), pos=rand(40)),
+        lambda: rand(5, 8),
+        1,
+    ),
+    "a view of a parameter added in checkpoints": (
+        lambda: Apply(added_in_checkpoints, a=lin(), b=lin(), c=lin(), pos=rand(5, 8)),
+        lambda: rand(1, 5, 8),
+        3,
+    ),
     "low rank": (
         lambda: Apply(lambda m, x: m.l(x) + x @ m.a @ m.b, l=frozen(lin(), ""), a=rand(8, 2), b=rand(2, 8)),
         tokens,

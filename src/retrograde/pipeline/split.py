@@ -34,7 +34,7 @@ from retrograde.pipeline.casts import Casts
 from retrograde.pipeline.deferrable import DeferrableCall, parameter_of, recognise
 from retrograde.pipeline.formulas import GradientFormulas
 from retrograde.pipeline.inlined import ANCHOR, RecordingMode
-from retrograde.pipeline.pairs import Pair, add_to_gradients, bytes_of, compact
+from retrograde.pipeline.pairs import Pair, add_to_gradients, bytes_of, compact, part_from
 from retrograde.pipeline.targets import Target, may_be_target
 from retrograde.pipeline.traced import StageParameters, collecting, keep_graphs_out
 from retrograde.torch_internals import (
@@ -91,9 +91,15 @@ class SplitBackward:
             self._run(outputs, grads)
         finally:
             self._deferring = False
+        self._part_from_gradients()
         compact(self._pairs)
         if before is not None and self._account is not None:
             self._account.note_gradients(before, {key for key, gradient in before.items() if gradient.has_grown})
+
+    def _part_from_gradients(self) -> None:
+        if self._parameters is not None and self._pairs:
+            gradients = self._parameters.gradients().values()
+            part_from(self._pairs, (g.value for g in gradients if g.value is not None))
 
     @property
     def in_backward(self) -> bool:
@@ -152,6 +158,13 @@ class SplitBackward:
         return bytes_of(self._pairs)
 
     # ---- the mode and the nodes call these
+    def run_nested(self, run: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run a backward inside the forward or I, which may add to what I has made a leaf's `.grad`, or I to its."""
+        self.repeatable = False
+        self._part_from_gradients()
+        run(self._mode, *args, **kwargs)
+        self._part_from_gradients()
+
     def note_use(self, parameter: Tensor) -> None:
         self._elsewhere.add(id(parameter))
 
@@ -229,8 +242,7 @@ class _Recorder:
         if in_transform():
             return func(*args, **kwargs)
         if func in _NESTED:
-            self._split.repeatable = False
-            return _NESTED[func](self._split._mode, *args, **kwargs)
+            return self._split.run_nested(_NESTED[func], args, kwargs)
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
         if func in _BODIES:
