@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
@@ -36,7 +36,7 @@ from retrograde.pipeline.formulas import GradientFormulas
 from retrograde.pipeline.inlined import ANCHOR, RecordingMode
 from retrograde.pipeline.pairs import Pair, add_to_gradients, bytes_of, compact, part_from
 from retrograde.pipeline.targets import Target, may_be_target
-from retrograde.pipeline.traced import StageParameters, collecting, keep_graphs_out
+from retrograde.pipeline.traced import PlainGradient, StageParameters, collecting, keep_graphs_out
 from retrograde.torch_internals import (
     Fate,
     alias_without_base,
@@ -53,10 +53,12 @@ from retrograde.torch_internals import (
 
 
 class Waited(NamedTuple):
-    """The parameters whose gradients waited in an I. Full tensors are known by id, since holding one holds its page."""
+    """The parameters whose gradients waited in an I, as a repeat needs them (again.py).
+
+    `paired`: those whose gradients wait as pairs again, known by id, since holding a full tensor holds its page."""
 
     plain: tuple[Tensor, ...] = ()
-    full: frozenset[int] = frozenset()
+    paired: frozenset[int] = frozenset()
 
 
 class SplitBackward:
@@ -68,6 +70,8 @@ class SplitBackward:
         self._pairs: list[Pair] = []
         self._elsewhere: set[int] = set()  # parameters that something else than a deferrable call uses (Rule 2)
         self._deferring = False
+        self._before: dict[int, PlainGradient] = {}  # the gradients of plain parameters when I began, by id
+        self._grown: set[int] = set()  # those to which I has added
         self._repeating: Waited | None = None  # in a repeated I, what waited in the first
         self.repeatable = True  # false once a backward has run inside the forward or I
         self.recomputed = False  # was a part of the forward run again in I, as checkpoints do?
@@ -86,15 +90,17 @@ class SplitBackward:
     def run_inputs(self, outputs: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor | None]) -> None:
         """Do I: accumulate gradients into the leaves of the graph, except for those that wait for W."""
         self._deferring = True
-        before = None if self._account is None or self._parameters is None else self._parameters.gradients()
+        self._before = {} if self._parameters is None else self._parameters.gradients()
         try:
             self._run(outputs, grads)
         finally:
             self._deferring = False
         self._part_from_gradients()
         compact(self._pairs)
-        if before is not None and self._account is not None:
-            self._account.note_gradients(before, {key for key, gradient in before.items() if gradient.has_grown})
+        before, self._before = self._before, {}
+        self._grown = {key for key, gradient in before.items() if gradient.has_grown}
+        if self._account is not None:
+            self._account.note_gradients(before, self._grown)
 
     def _part_from_gradients(self) -> None:
         if self._parameters is not None and self._pairs:
@@ -144,8 +150,10 @@ class SplitBackward:
         """Forget the pairs. Returns the parameters whose gradients waited."""
         parameters = {id(t.parameter): t.parameter for pair in self._pairs for t in pair.targets}
         self._pairs.clear()
-        plain = [parameter for parameter in parameters.values() if not isinstance(parameter, FullTensor)]
-        return Waited(tuple(plain), frozenset(parameters) - frozenset(map(id, plain)))
+        # A call's gradients wait together, so either none is paired or all are.
+        if any(isinstance(p, FullTensor) or key in self._grown for key, p in parameters.items()):
+            return Waited(paired=frozenset(parameters))
+        return Waited(plain=tuple(parameters.values()))
 
     @property
     def waiting(self) -> int:
@@ -174,7 +182,7 @@ class SplitBackward:
         if not parameter.requires_grad or not self._deferring or torch.is_grad_enabled():
             return False
         if self._repeating is not None:
-            return id(parameter) in self._repeating.full
+            return id(parameter) in self._repeating.paired
         if id(parameter) in self._elsewhere:
             return False
         if isinstance(parameter, FullTensor):
@@ -183,6 +191,10 @@ class SplitBackward:
 
     def defer(self, pair: Pair) -> None:
         self._pairs.append(pair)
+        for target in pair.targets if self._deferring and self._repeating is None else ():
+            parameter = target.parameter  # not the stage's own: the loss's. Autograd adds to a leaf after all its uses
+            if isinstance(parameter, nn.Parameter) and not isinstance(parameter, FullTensor):
+                self._before.setdefault(id(parameter), PlainGradient.of(parameter))
         if self._account is not None:
             self._account.note_pair(pair, waits=True)
 
