@@ -368,6 +368,28 @@ def test_compiled(whole: bool) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_in_place_on_the_output(backend: str) -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        y = F.relu(m.a(x), inplace=True)
+        z = m.b(y)
+        z += y
+        return m.c(z)
+
+    torch._dynamo.reset()
+    theirs = Apply(run, a=lin(), b=lin(), c=lin())
+    ours = copy.deepcopy(theirs)
+    a, b = leaves(tokens)
+    grads = [tokens() for _ in a]
+    wanted = plain(theirs, a, grads)
+    found, waiting = split(torch.compile(ours, backend=backend), b, grads)
+    assert waiting == 3
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close([p.grad for p in ours.parameters()], [p.grad for p in theirs.parameters()])
+    torch._dynamo.reset()
+
+
 def test_blocks_count_their_runs() -> None:
     """The counter that the checkpoint test reads does count."""
     block = Block()
