@@ -1,6 +1,7 @@
 """Split backward against plain torch: the same bits in every gradient, whatever the stage is made of."""
 
 import copy
+import io
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.stage_blocks import BATCH, TOKENS, WIDTH, Block, stage
 from retrograde.errors import PipelineError
 from retrograde.pipeline.split import SplitBackward
+from retrograde.pipeline.traced import StageParameters
 from tests.pipeline.halves import (
     MICROBATCHES,
     Apply,
@@ -387,6 +389,25 @@ def test_compiled_in_place_on_the_output(backend: str) -> None:
     assert waiting == 3
     torch.testing.assert_close(found, wanted)
     torch.testing.assert_close([p.grad for p in ours.parameters()], [p.grad for p in theirs.parameters()])
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_after_it_was_saved_and_loaded() -> None:
+    """A pickled parameter has the number by which graphs know the one that was saved."""
+    torch._dynamo.reset()
+    saved = nn.Sequential(lin(), nn.GELU(), lin())
+    StageParameters(saved)
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    ours = torch.load(file, weights_only=False)
+    a, b = leaves(tokens)
+    grads = [tokens() for _ in a]
+    split(torch.compile(ours, backend="aot_eager"), b, grads)
+    assert all(p.grad is None for p in saved.parameters())
+    plain(saved, a, grads)
+    assert_same(saved, ours)
     torch._dynamo.reset()
 
 
