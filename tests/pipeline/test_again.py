@@ -116,6 +116,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], bool]] = {
         True,
     ),
     "vmap": (lambda: used_unseen(lambda m, x: torch.func.vmap(lambda row: row @ m.a.weight)(x)), True),
+    "hook of a view": (lambda: used_unseen(through_a_hook), True),
     "gradient penalty": (lambda: used_unseen(slope), True),
     "compiled": (compiled_twice, True),
 }
@@ -221,12 +222,19 @@ def test_between_ranks(ranks: Ranks, schedule: str) -> None:
     assert ranks(2).run(steps, schedule) == [[], []]
 
 
+def through_a_hook(m: Any, x: Tensor) -> Tensor:
+    part = m.a.weight[: WIDTH // 2]
+    part.register_hook(lambda grad: grad * 2)
+    return x * F.linear(x, part).sum(-1, keepdim=True)
+
+
 def sharded_and_unseen(rank: int, world: int) -> bool:
     """Do weights that a Function of the user has too get the same gradients from repeats and from pairs?"""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     found = []
     for pending in ("0B", math.inf):
-        blocks = [used_unseen(lambda m, x: x * Same.apply(m.a.weight).sum(0)) for _ in range(4)]
+        uses = [through_a_hook, lambda m, x: x * Same.apply(m.a.weight).sum(0)] * 2
+        blocks = [used_unseen(use) for use in uses]
         pipe = rg.Pipeline(
             blocks,
             schedule="zb-h1",

@@ -411,6 +411,33 @@ def test_compiled_after_it_was_saved_and_loaded() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_hooks_of_a_view_of_a_weight(late: bool) -> None:
+    """One sees the gradient of its view; what waits in another use is added apart from it."""
+    seen: list[Tensor] = []
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        view = m.w[:5]
+        if not late:
+            view.register_hook(lambda g: seen.append(g.clone()) or g * 2)
+        view.retain_grad()
+        y = F.linear(x, view)
+        if late:
+            view.register_hook(lambda g: seen.append(g.clone()) or g * 2)
+        return F.linear(y, m.w[5:, :5]).tanh()
+
+    theirs = Apply(run, w=rand(8, 8))
+    ours = copy.deepcopy(theirs)
+    a, b = leaves(tokens)
+    grads = [tokens()[..., :3] for _ in a]
+    plain(theirs, a, grads)
+    wanted = list(seen)
+    seen.clear()
+    assert split(ours, b, grads)[1] == 1
+    assert len(wanted) == MICROBATCHES == len(seen) and all(map(torch.equal, wanted, seen))
+    torch.testing.assert_close(theirs.w.grad, ours.w.grad)
+
+
 def test_blocks_count_their_runs() -> None:
     """The counter that the checkpoint test reads does count."""
     block = Block()

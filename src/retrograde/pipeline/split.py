@@ -10,7 +10,8 @@ sums over several uses, hooks of the leaf, the layout of `.grad` and accumulatio
 Rule 1: a weight gradient waits only while I runs, and only if I would add it to the leaf's `.grad`. A gradient
         that a nested `autograd.grad` asks for, or that a backward inside the forward makes, is computed at once.
 Rule 2: a parameter that is also used by something that is not deferrable does not wait: its gradient is one sum,
-        made once, in torch's order. Nor does one with a hook, of any kind: autograd would call it in I, with nothing.
+        made once, in torch's order. Nor does one with a hook, of any kind, itself or on the view that is used: autograd
+        would call it in I, with nothing.
 Rule 3: pairs refer to no graph (pairs.py), and their targets to no page (targets.py).
 Rule 4: the mode is active in I as well: a recompute of checkpointed blocks must save what the forward saved.
 Rule 5: under autocast the casts are part of the graph, where torch has them (casts.py).
@@ -179,7 +180,7 @@ class SplitBackward:
     def waits(self, target: Target) -> bool:
         """May the gradient of this target wait (Rules 1 and 2)? Asked in the backward of a deferrable call."""
         parameter = target.parameter
-        if not parameter.requires_grad or not self._deferring or torch.is_grad_enabled():
+        if not parameter.requires_grad or not self._deferring or torch.is_grad_enabled() or target.through_hooks:
             return False
         if self._repeating is not None:
             return id(parameter) in self._repeating.paired
