@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import retrograde as rg
@@ -19,6 +20,7 @@ from retrograde.pipeline.stage import Stage
 from tests.harness import Ranks
 from tests.pipeline.bytes_of_blocks import BLOCKS, PAIRS, TOKEN_WISE
 from tests.pipeline.cases import CASES, backward_order, compare, plain_step
+from tests.pipeline.halves import Apply
 
 MICROBATCHES = 3
 NAMES = (
@@ -67,6 +69,38 @@ class InPlace(nn.Module):
         return self.a(self.a(x))
 
 
+class Same(torch.autograd.Function):
+    """A Function of the user, which the mode does not see."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def slope(m: Any, x: Tensor) -> Tensor:
+    (found,) = torch.autograd.grad(m.a(x).tanh().sum(), x, create_graph=True)
+    return m.b(m.a(x)) + found
+
+
+def used_unseen(use: Callable[[Any, Tensor], Tensor]) -> nn.Module:
+    """A stage with a weight `a` that waits in one use and has another one, of which its part is added in I."""
+    torch.manual_seed(0)
+    parts = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+    return Apply(lambda m, x: m.b(m.a(x)) + use(m, x), a=parts[0], b=parts[1])
+
+
+def compiled_twice() -> nn.Module:
+    """In one graph the weight is tapped once, and used as a view once."""
+    torch._dynamo.reset()
+    block = used_unseen(lambda m, x: x @ m.a.weight.t())
+    block.compile(backend="aot_eager")
+    return nn.Sequential(block)
+
+
 MODULES: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "plain": (stage, True),
     "checkpoint": (lambda: stage("plain", "other"), True),
@@ -74,9 +108,21 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "dropout": (dropouts, True),
     "batch norm": (normed, False),
     "in place": (InPlace, False),
+    "a Function of the user": (lambda: used_unseen(lambda m, x: x * Same.apply(m.a.weight).sum(0)), True),
+    "a Function of the user, checkpoint": (
+        lambda: used_unseen(
+            lambda m, x: checkpoint(lambda x: m.a(x) * Same.apply(m.a.weight).sum(0), x, use_reentrant=False)
+        ),
+        True,
+    ),
+    "vmap": (lambda: used_unseen(lambda m, x: torch.func.vmap(lambda row: row @ m.a.weight)(x)), True),
+    "hook of a view": (lambda: used_unseen(through_a_hook), True),
+    "gradient penalty": (lambda: used_unseen(slope), True),
+    "compiled": (compiled_twice, True),
 }
 
 
+@pytest.mark.filterwarnings("ignore")  # Dynamo uses what torch deprecates
 @pytest.mark.parametrize("name", MODULES)
 def test_the_same_gradients(name: str) -> None:
     make, repeated = MODULES[name]
@@ -174,6 +220,38 @@ def steps(rank: int, world: int, schedule: str) -> list[str]:
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
 def test_between_ranks(ranks: Ranks, schedule: str) -> None:
     assert ranks(2).run(steps, schedule) == [[], []]
+
+
+def through_a_hook(m: Any, x: Tensor) -> Tensor:
+    part = m.a.weight[: WIDTH // 2]
+    part.register_hook(lambda grad: grad * 2)
+    return x * F.linear(x, part).sum(-1, keepdim=True)
+
+
+def sharded_and_unseen(rank: int, world: int) -> bool:
+    """Do weights that a Function of the user has too get the same gradients from repeats and from pairs?"""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    found = []
+    for pending in ("0B", math.inf):
+        uses = [through_a_hook, lambda m, x: x * Same.apply(m.a.weight).sum(0)] * 2
+        blocks = [used_unseen(use) for use in uses]
+        pipe = rg.Pipeline(
+            blocks,
+            schedule="zb-h1",
+            microbatches=4,
+            loss=F.mse_loss,
+            mesh=mesh["pp"],
+            zero=rg.Zero(stage=3, mesh=mesh["dp"]),
+            pending=pending,
+        )
+        torch.manual_seed(rank)
+        pipe.step(torch.randn(8, WIDTH), target=torch.randn(8, WIDTH))
+        found.append([pipe.engine.full_grad(p) for p in pipe.parameters()])
+    return len(found[0]) > 0 and all(map(torch.equal, *found))
+
+
+def test_sharded_weights_with_uses_that_no_mode_sees(ranks: Ranks) -> None:
+    assert all(ranks(4).run(sharded_and_unseen))
 
 
 def refused(rank: int, world: int) -> str:

@@ -1,6 +1,7 @@
 """Split backward against plain torch: the same bits in every gradient, whatever the stage is made of."""
 
 import copy
+import io
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.stage_blocks import BATCH, TOKENS, WIDTH, Block, stage
 from retrograde.errors import PipelineError
 from retrograde.pipeline.split import SplitBackward
+from retrograde.pipeline.traced import StageParameters
 from tests.pipeline.halves import (
     MICROBATCHES,
     Apply,
@@ -82,6 +84,16 @@ def inner_backward(m: Any, x: Tensor) -> Tensor:
     return m.b(m.a(x))
 
 
+def added_in_checkpoints(m: Any, x: Tensor) -> Tensor:
+    """Reentrant ones, each of which adds to the parameter's gradient by itself; the last use is outside."""
+
+    def add(part: nn.Module, x: Tensor) -> Tensor:
+        return part(x) + m.pos[None]
+
+    y = add(m.b, checkpoint(add, m.a, x, use_reentrant=True))
+    return checkpoint(add, m.c, y, use_reentrant=True).tanh()
+
+
 def last_hidden(m: Any, x: Tensor) -> Tensor:
     return m.lstm(x)[0]
 
@@ -127,6 +139,21 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], int]] = {
     ),
     "einsum is torch's": (lambda: Apply(lambda m, x: torch.einsum("bti,io->bto", x, m.w), w=rand(8, 5)), tokens, 0),
     "two parameters": (lambda: Apply(lambda m, x: x @ (m.a @ m.b), a=rand(8, 2), b=rand(2, 8)), tokens, 0),
+    "a view of a parameter added, the gradient of both": (
+        lambda: Apply(lambda m, x: (m.a(x) + m.pos[None]).tanh(), a=lin(), pos=rand(5, 8)),
+        lambda: rand(1, 5, 8),
+        1,
+    ),
+    "a flat parameter added": (
+        lambda: Apply(lambda m, x: (m.a(x) + m.pos.view(5, 8)).tanh(), a=lin(), pos=rand(40)),
+        lambda: rand(5, 8),
+        1,
+    ),
+    "a view of a parameter added in checkpoints": (
+        lambda: Apply(added_in_checkpoints, a=lin(), b=lin(), c=lin(), pos=rand(5, 8)),
+        lambda: rand(1, 5, 8),
+        3,
+    ),
     "low rank": (
         lambda: Apply(lambda m, x: m.l(x) + x @ m.a @ m.b, l=frozen(lin(), ""), a=rand(8, 2), b=rand(2, 8)),
         tokens,
@@ -341,6 +368,74 @@ def test_compiled(whole: bool) -> None:
     assert_same(theirs, ours)
     assert all(torch.equal(x, y) for x, y in zip(wanted, found, strict=True))
     torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_in_place_on_the_output(backend: str) -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        y = F.relu(m.a(x), inplace=True)
+        z = m.b(y)
+        z += y
+        return m.c(z)
+
+    torch._dynamo.reset()
+    theirs = Apply(run, a=lin(), b=lin(), c=lin())
+    ours = copy.deepcopy(theirs)
+    a, b = leaves(tokens)
+    grads = [tokens() for _ in a]
+    wanted = plain(theirs, a, grads)
+    found, waiting = split(torch.compile(ours, backend=backend), b, grads)
+    assert waiting == 3
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close([p.grad for p in ours.parameters()], [p.grad for p in theirs.parameters()])
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_after_it_was_saved_and_loaded() -> None:
+    """A pickled parameter has the number by which graphs know the one that was saved."""
+    torch._dynamo.reset()
+    saved = nn.Sequential(lin(), nn.GELU(), lin())
+    StageParameters(saved)
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    ours = torch.load(file, weights_only=False)
+    a, b = leaves(tokens)
+    grads = [tokens() for _ in a]
+    split(torch.compile(ours, backend="aot_eager"), b, grads)
+    assert all(p.grad is None for p in saved.parameters())
+    plain(saved, a, grads)
+    assert_same(saved, ours)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_hooks_of_a_view_of_a_weight(late: bool) -> None:
+    """One sees the gradient of its view; what waits in another use is added apart from it."""
+    seen: list[Tensor] = []
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        view = m.w[:5]
+        if not late:
+            view.register_hook(lambda g: seen.append(g.clone()) or g * 2)
+        view.retain_grad()
+        y = F.linear(x, view)
+        if late:
+            view.register_hook(lambda g: seen.append(g.clone()) or g * 2)
+        return F.linear(y, m.w[5:, :5]).tanh()
+
+    theirs = Apply(run, w=rand(8, 8))
+    ours = copy.deepcopy(theirs)
+    a, b = leaves(tokens)
+    grads = [tokens()[..., :3] for _ in a]
+    plain(theirs, a, grads)
+    wanted = list(seen)
+    seen.clear()
+    assert split(ours, b, grads)[1] == 1
+    assert len(wanted) == MICROBATCHES == len(seen) and all(map(torch.equal, wanted, seen))
+    torch.testing.assert_close(theirs.w.grad, ours.w.grad)
 
 
 def test_blocks_count_their_runs() -> None:

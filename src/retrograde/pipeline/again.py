@@ -6,7 +6,8 @@ In the second case W runs F of the microbatch once more, and a backward in which
 
 Rule 1: that backward adds to the gradients that waited the first time and to no others, which have theirs already. To
         plain parameters it adds as an unsplit backward would. A full tensor is no leaf, and its parameter shares a node
-        with others that may not have waited: its gradients wait as pairs until that backward has ended.
+        with others that may not have waited: its gradients wait as pairs until that backward has ended. So do all of
+        them if I has added to one that waited, for a use that no mode sees: that part would be added once more.
 Rule 2: the same numbers come out: random numbers and autocast are those of F, and the stage's input is unchanged.
 Rule 3: a stage keeps its pairs if its forward cannot be repeated: it changes its input or buffers, its input needs no
         gradient (the first stage), or a backward runs inside it (reentrant checkpoints do that).

@@ -1,9 +1,12 @@
 """Pairs of an input and an output's gradient, which wait between I and W, and the nodes that W makes of them.
 
-Pairs refer to no graph. Inputs are kept detached, with their version, which W checks as autograd would.
+Pairs refer to no graph. Their tensors are kept detached, with their versions, which W checks as autograd would.
+
+Autograd makes a gradient that nobody else refers to a leaf's `.grad` as it is, and adds the next one to it in place. It
+counts references to the tensor, not to its memory, so what a pair holds may share memory with a `.grad`: it is copied.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,23 +25,27 @@ class Pair:
 
     formulas: GradientFormulas
     x: Tensor
-    version: int
     grad: Tensor
+    versions: tuple[int, int]  # of both
     targets: tuple[Target, ...]
 
     @staticmethod
     def of(formulas: GradientFormulas, x: Tensor, grad: Tensor, targets: tuple[Target, ...]) -> "Pair":
-        return Pair(formulas, x.detach(), version_of(x), grad.detach(), targets)
+        return Pair(formulas, x.detach(), grad.detach(), (version_of(x), version_of(grad)), targets)
 
     def compute(self) -> ParamGrads:
-        version = version_of(self.x)
-        if version != self.version:
+        self._check("input", self.x, self.versions[0])
+        self._check("output gradient", self.grad, self.versions[1])
+        return self.formulas.param_grads(self.grad, self.x, len(self.targets) > 1)
+
+    def _check(self, what: str, tensor: Tensor, seen: int) -> None:
+        version = version_of(tensor)
+        if version != seen:
             raise PipelineError(
-                f"the input of a {type(self.formulas).__name__.lower()} ({list(self.x.shape)}) was changed in place "
-                f"between I and W: it is at version {version}, I saw version {self.version}; do not "
+                f"the {what} of a {type(self.formulas).__name__.lower()} ({list(tensor.shape)}) was changed in place "
+                f"between I and W: it is at version {version}, I saw version {seen}; do not "
                 f"write to tensors that a stage computed before the step has ended"
             )
-        return self.formulas.param_grads(self.grad, self.x, len(self.targets) > 1)
 
 
 def bytes_of(pairs: Sequence[Pair]) -> int:
@@ -82,19 +89,28 @@ class _Waiting(torch.autograd.Function):
         return (None, weight, bias) if len(pair.targets) > 1 else (None, weight)
 
 
-# ---- keeping no more memory than W reads
+# ---- keeping no more memory than W reads, and none that is written to
+def part_from(pairs: Sequence[Pair], gradients: Iterable[Tensor]) -> None:
+    """Copy output gradients that share memory with the gradient of a parameter."""
+    if pairs:
+        _copy_from(pairs, {storage_id(gradient) for gradient in gradients if gradient.layout is torch.strided})
+
+
 def compact(pairs: Sequence[Pair]) -> None:
     """Copy views out of a larger storage that they keep alive, unless something else keeps it alive too."""
-    loose = _loose(pairs)
-    if not loose:
-        return
+    _copy_from(pairs, _loose(pairs))
+
+
+def _copy_from(pairs: Sequence[Pair], storages: set[int]) -> None:
+    """Copy the tensors of pairs that are in these storages."""
     copies: dict[Any, Tensor] = {}
-    for pair in pairs:
-        if storage_id(pair.x) in loose:
+    for pair in pairs if storages else ():
+        if storage_id(pair.x) in storages:
             pair.x = _copied(pair.x, copies)
-            pair.version = 0
-        if storage_id(pair.grad) in loose:
+            pair.versions = 0, pair.versions[1]
+        if storage_id(pair.grad) in storages:
             pair.grad = _copied(pair.grad, copies)
+            pair.versions = pair.versions[0], 0
 
 
 def _loose(pairs: Sequence[Pair]) -> set[int]:

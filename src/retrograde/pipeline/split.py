@@ -10,7 +10,8 @@ sums over several uses, hooks of the leaf, the layout of `.grad` and accumulatio
 Rule 1: a weight gradient waits only while I runs, and only if I would add it to the leaf's `.grad`. A gradient
         that a nested `autograd.grad` asks for, or that a backward inside the forward makes, is computed at once.
 Rule 2: a parameter that is also used by something that is not deferrable does not wait: its gradient is one sum,
-        made once, in torch's order. Nor does one with a hook, of any kind: autograd would call it in I, with nothing.
+        made once, in torch's order. Nor does one with a hook, of any kind, itself or on the view that is used: autograd
+        would call it in I, with nothing.
 Rule 3: pairs refer to no graph (pairs.py), and their targets to no page (targets.py).
 Rule 4: the mode is active in I as well: a recompute of checkpointed blocks must save what the forward saved.
 Rule 5: under autocast the casts are part of the graph, where torch has them (casts.py).
@@ -24,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
@@ -34,9 +35,9 @@ from retrograde.pipeline.casts import Casts
 from retrograde.pipeline.deferrable import DeferrableCall, parameter_of, recognise
 from retrograde.pipeline.formulas import GradientFormulas
 from retrograde.pipeline.inlined import ANCHOR, RecordingMode
-from retrograde.pipeline.pairs import Pair, add_to_gradients, bytes_of, compact
+from retrograde.pipeline.pairs import Pair, add_to_gradients, bytes_of, compact, part_from
 from retrograde.pipeline.targets import Target, may_be_target
-from retrograde.pipeline.traced import StageParameters, collecting, keep_graphs_out
+from retrograde.pipeline.traced import PlainGradient, StageParameters, collecting, keep_graphs_out
 from retrograde.torch_internals import (
     Fate,
     alias_without_base,
@@ -53,10 +54,12 @@ from retrograde.torch_internals import (
 
 
 class Waited(NamedTuple):
-    """The parameters whose gradients waited in an I. Full tensors are known by id, since holding one holds its page."""
+    """The parameters whose gradients waited in an I, as a repeat needs them (again.py).
+
+    `paired`: those whose gradients wait as pairs again, known by id, since holding a full tensor holds its page."""
 
     plain: tuple[Tensor, ...] = ()
-    full: frozenset[int] = frozenset()
+    paired: frozenset[int] = frozenset()
 
 
 class SplitBackward:
@@ -68,6 +71,8 @@ class SplitBackward:
         self._pairs: list[Pair] = []
         self._elsewhere: set[int] = set()  # parameters that something else than a deferrable call uses (Rule 2)
         self._deferring = False
+        self._before: dict[int, PlainGradient] = {}  # the gradients of plain parameters when I began, by id
+        self._grown: set[int] = set()  # those to which I has added
         self._repeating: Waited | None = None  # in a repeated I, what waited in the first
         self.repeatable = True  # false once a backward has run inside the forward or I
         self.recomputed = False  # was a part of the forward run again in I, as checkpoints do?
@@ -86,14 +91,22 @@ class SplitBackward:
     def run_inputs(self, outputs: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor | None]) -> None:
         """Do I: accumulate gradients into the leaves of the graph, except for those that wait for W."""
         self._deferring = True
-        before = None if self._account is None or self._parameters is None else self._parameters.gradients()
+        self._before = {} if self._parameters is None else self._parameters.gradients()
         try:
             self._run(outputs, grads)
         finally:
             self._deferring = False
+        self._part_from_gradients()
         compact(self._pairs)
-        if before is not None and self._account is not None:
-            self._account.note_gradients(before, {key for key, gradient in before.items() if gradient.has_grown})
+        before, self._before = self._before, {}
+        self._grown = {key for key, gradient in before.items() if gradient.has_grown}
+        if self._account is not None:
+            self._account.note_gradients(before, self._grown)
+
+    def _part_from_gradients(self) -> None:
+        if self._parameters is not None and self._pairs:
+            gradients = self._parameters.gradients().values()
+            part_from(self._pairs, (g.value for g in gradients if g.value is not None))
 
     @property
     def in_backward(self) -> bool:
@@ -138,8 +151,10 @@ class SplitBackward:
         """Forget the pairs. Returns the parameters whose gradients waited."""
         parameters = {id(t.parameter): t.parameter for pair in self._pairs for t in pair.targets}
         self._pairs.clear()
-        plain = [parameter for parameter in parameters.values() if not isinstance(parameter, FullTensor)]
-        return Waited(tuple(plain), frozenset(parameters) - frozenset(map(id, plain)))
+        # A call's gradients wait together, so either none is paired or all are.
+        if any(isinstance(p, FullTensor) or key in self._grown for key, p in parameters.items()):
+            return Waited(paired=frozenset(parameters))
+        return Waited(plain=tuple(parameters.values()))
 
     @property
     def waiting(self) -> int:
@@ -152,16 +167,23 @@ class SplitBackward:
         return bytes_of(self._pairs)
 
     # ---- the mode and the nodes call these
+    def run_nested(self, run: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run a backward inside the forward or I, which may add to what I has made a leaf's `.grad`, or I to its."""
+        self.repeatable = False
+        self._part_from_gradients()
+        run(self._mode, *args, **kwargs)
+        self._part_from_gradients()
+
     def note_use(self, parameter: Tensor) -> None:
         self._elsewhere.add(id(parameter))
 
     def waits(self, target: Target) -> bool:
         """May the gradient of this target wait (Rules 1 and 2)? Asked in the backward of a deferrable call."""
         parameter = target.parameter
-        if not parameter.requires_grad or not self._deferring or torch.is_grad_enabled():
+        if not parameter.requires_grad or not self._deferring or torch.is_grad_enabled() or target.through_hooks:
             return False
         if self._repeating is not None:
-            return id(parameter) in self._repeating.full
+            return id(parameter) in self._repeating.paired
         if id(parameter) in self._elsewhere:
             return False
         if isinstance(parameter, FullTensor):
@@ -170,6 +192,10 @@ class SplitBackward:
 
     def defer(self, pair: Pair) -> None:
         self._pairs.append(pair)
+        for target in pair.targets if self._deferring and self._repeating is None else ():
+            parameter = target.parameter  # not the stage's own: the loss's. Autograd adds to a leaf after all its uses
+            if isinstance(parameter, nn.Parameter) and not isinstance(parameter, FullTensor):
+                self._before.setdefault(id(parameter), PlainGradient.of(parameter))
         if self._account is not None:
             self._account.note_pair(pair, waits=True)
 
@@ -229,8 +255,7 @@ class _Recorder:
         if in_transform():
             return func(*args, **kwargs)
         if func in _NESTED:
-            self._split.repeatable = False
-            return _NESTED[func](self._split._mode, *args, **kwargs)
+            return self._split.run_nested(_NESTED[func], args, kwargs)
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
         if func in _BODIES:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from retrograde.errors import PipelineError
 from retrograde.pages import FullTensor, Unit
 from retrograde.pipeline.deferrable import parameter_of
+from retrograde.torch_internals import has_hooks
 
 
 class SharedCast:
@@ -36,7 +37,7 @@ class View:
 class Target:
     """A parameter whose gradient waits. It finds a full tensor by its place, since holding it would hold its page."""
 
-    __slots__ = ("_slot", "_tensor", "_unit", "_view", "cast", "dtype")
+    __slots__ = ("_slot", "_tensor", "_unit", "_view", "_view_hooked", "cast", "dtype")
 
     def __init__(self, tensor: Tensor, dtype: torch.dtype | None = None, cast: SharedCast | None = None) -> None:
         whole = parameter_of(tensor)
@@ -50,6 +51,7 @@ class Target:
             self._view = None if whole is tensor else View.of(tensor, whole)
         else:
             self._tensor = tensor
+        self._view_hooked = self._view is not None and _is_looked_at(tensor)
         self.dtype = dtype
         self.cast = cast
 
@@ -64,6 +66,12 @@ class Target:
             raise PipelineError("W of a stage whose sharded model is gone; keep the model until the step has ended")
         return unit.page.full_tensors[self._slot]
 
+    @property
+    def through_hooks(self) -> bool:
+        """Has the view hooks, which autograd would call in I without a gradient? Of a page's: when used?"""
+        tensor = self._tensor
+        return self._view_hooked or (tensor is not None and not tensor.is_leaf and _is_looked_at(tensor))
+
     def reached(self, casts: dict[SharedCast, Tensor]) -> Tensor:
         """The tensor to which a node of W hands its gradient. `casts`: the shared casts that this W has made so far."""
         tensor = self.parameter if self._tensor is None else self._tensor
@@ -76,6 +84,10 @@ class Target:
         if self.cast not in casts:
             casts[self.cast] = cast_without_data(tensor, self.dtype)
         return casts[self.cast]
+
+
+def _is_looked_at(view: Tensor) -> bool:
+    return has_hooks(view) or view.retains_grad
 
 
 def overlaps(view: Tensor) -> bool:

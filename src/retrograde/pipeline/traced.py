@@ -71,7 +71,9 @@ class StageParameters:
         own = list(module.parameters())
         self._plain = [weakref.ref(parameter) for parameter in own if not isinstance(parameter, ShardedParameter)]
         for parameter in own:
-            if getattr(parameter, KEY, None) is None:
+            key = getattr(parameter, KEY, None)
+            # A pickled parameter has the key of the one that was saved.
+            if key is None or _parameters.get(int(key)) is not parameter:
                 number = next(_numbers)
                 setattr(parameter, KEY, torch.tensor([number]))
                 _parameters[number] = parameter
