@@ -2,9 +2,11 @@
 
 import copy
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,7 +18,7 @@ import retrograde as rg
 from benchmarks.stage_blocks import BATCH, TOKENS, WIDTH, stage
 from retrograde.pipeline.again import Pending, Surroundings
 from retrograde.pipeline.parcel import Parcel
-from retrograde.pipeline.stage import Stage
+from retrograde.pipeline.stage import Stage, WeightedTarget
 from tests.harness import Ranks
 from tests.pipeline.bytes_of_blocks import BLOCKS, PAIRS, TOKEN_WISE
 from tests.pipeline.cases import CASES, backward_order, compare, plain_step
@@ -56,6 +58,22 @@ def dropouts() -> nn.Module:
 def normed() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(TOKENS), nn.Linear(WIDTH, WIDTH))
+
+
+class LayerDrop(nn.Module):
+    """Leaves out layers at random, by Python's generator or NumPy's."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if self.draw() < 0.5:
+                x = layer(x)
+        return x
 
 
 class InPlace(nn.Module):
@@ -106,6 +124,8 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "checkpoint": (lambda: stage("plain", "other"), True),
     "reentrant checkpoint": (lambda: stage("plain", "reentrant"), False),
     "dropout": (dropouts, True),
+    "layers left out by Python": (lambda: LayerDrop(random.random), True),
+    "layers left out by NumPy": (lambda: LayerDrop(np.random.rand), True),
     "batch norm": (normed, False),
     "in place": (InPlace, False),
     "a Function of the user": (lambda: used_unseen(lambda m, x: x * Same.apply(m.a.weight).sum(0)), True),
@@ -131,6 +151,8 @@ def test_the_same_gradients(name: str) -> None:
     for limit in (math.inf, 0):
         module = make()
         torch.manual_seed(1)
+        random.seed(1)
+        np.random.seed(1)
         one, input_grads = play(module, limit, [x.clone() for x in inputs], grads)
         assert [flight.repeat is not None for flight in one.flights.values()] == [
             limit == 0 and repeated
@@ -138,8 +160,39 @@ def test_the_same_gradients(name: str) -> None:
         for number in range(MICROBATCHES):
             one.backward_weights(number)
         assert one.pending.held == 0 and not one.flights
-        found.append([*input_grads, *(p.grad for p in module.parameters()), *module.buffers()])
+        weight_grads = [torch.zeros(0) if p.grad is None else p.grad for p in module.parameters()]
+        drawn = torch.tensor([random.random(), np.random.rand(), torch.rand(())])
+        found.append([*input_grads, *weight_grads, *module.buffers(), drawn])
     assert len(found[0]) == len(found[1]) and all(map(torch.equal, *found))
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(WIDTH, WIDTH)
+        self.b = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, masks: list[Tensor]) -> Tensor:
+        masks[0].mul_(2)
+        return self.b(self.a(x) * masks[0])
+
+
+@pytest.mark.parametrize("where", ["option", "target"])
+def test_a_stage_that_changes_what_it_is_given_keeps_its_pairs(where: str) -> None:
+    """Rule 3, for keyword arguments and targets."""
+
+    def loss(y: Tensor, target: Tensor) -> Tensor:
+        return (y * target.add_(1)).sum()
+
+    module = Masked() if where == "option" else stage()
+    one = Stage(0, module, loss if where == "target" else None, split={0}, pending=Pending(0))
+    arrived = Parcel.of(batch().requires_grad_()).apart()
+    if where == "option":
+        one.forward(0, arrived, {"masks": [torch.ones(WIDTH)]})
+    else:
+        one.forward_last(0, arrived, {}, WeightedTarget(batch(), 1.0))
+    one.backward_inputs(0, [batch()])
+    assert one.flights[0].repeat is None and one.flights[0].held > 0
 
 
 def test_as_many_pairs_as_there_is_room_for() -> None:

@@ -9,24 +9,26 @@ Rule 1: that backward adds to the gradients that waited the first time and to no
         with others that may not have waited: its gradients wait as pairs until that backward has ended. So do all of
         them if I has added to one that waited, for a use that no mode sees: that part would be added once more.
 Rule 2: the same numbers come out: random numbers and autocast are those of F, and the stage's input is unchanged.
-Rule 3: a stage keeps its pairs if its forward cannot be repeated: it changes its input or buffers, its input needs no
-        gradient (the first stage), or a backward runs inside it (reentrant checkpoints do that).
+Rule 3: a stage keeps its pairs if its forward cannot be repeated: it changes what it is given or buffers, its input
+        needs no gradient (the first stage), or a backward runs inside it (reentrant checkpoints do that).
 Rule 4: without a limit, F prepares no repeat if the stage's last I has computed no activations again. If the next I
         does, since checkpoints were switched on, microbatches whose F came before it keep their pairs.
 """
 
 import math
+import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from retrograde.pipeline.split import SplitBackward, Waited
-from retrograde.torch_internals import version_of
+from retrograde.torch_internals import tree_flatten, version_of
 
 
 @dataclass
@@ -50,6 +52,33 @@ class Pending:
         return recomputes is not False if self.limit is None else self.limit < math.inf
 
 
+class OtherGenerators(NamedTuple):
+    """The states of Python's generator and of NumPy's, if that is imported, by which stages may leave out layers."""
+
+    of_python: Any
+    of_numpy: Any
+
+    @staticmethod
+    def now() -> "OtherGenerators":
+        numpy = sys.modules.get("numpy.random")
+        return OtherGenerators(random.getstate(), None if numpy is None else numpy.get_state())
+
+    def set(self) -> None:
+        random.setstate(self.of_python)
+        if self.of_numpy is not None:
+            sys.modules["numpy.random"].set_state(self.of_numpy)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, restore the states as they were; afterwards, as they are now."""
+        now = OtherGenerators.now()
+        self.set()
+        try:
+            yield
+        finally:
+            now.set()
+
+
 @dataclass(frozen=True)
 class Surroundings:
     """What a forward depends on beside its arguments, as it was when the forward began."""
@@ -57,6 +86,7 @@ class Surroundings:
     device: torch.device
     random: Tensor  # the state of the host's generator
     random_of_device: Tensor | None
+    random_of_others: "OtherGenerators"
     lower: bool
     dtype: torch.dtype
 
@@ -66,15 +96,14 @@ class Surroundings:
         if device.type != "cpu":
             of_device = torch.get_device_module(device).get_rng_state(device)
         kind = device.type
-        return Surroundings(
-            device, torch.get_rng_state(), of_device, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        )
+        lower, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        return Surroundings(device, torch.get_rng_state(), of_device, OtherGenerators.now(), lower, dtype)
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Inside, restore random numbers and autocast as they were; afterwards, as they are now."""
         devices = [] if self.random_of_device is None else [self.device]
-        with torch.random.fork_rng(devices, device_type=self.device.type):
+        with self.random_of_others.again(), torch.random.fork_rng(devices, device_type=self.device.type):
             torch.set_rng_state(self.random)
             if self.random_of_device is not None:
                 torch.get_device_module(self.device).set_rng_state(self.random_of_device, self.device)
@@ -114,15 +143,16 @@ class Repeat:
 
 
 class Writes:
-    """Finds out whether a forward writes to its inputs or to a buffer, as batch norms do."""
+    """Finds out whether a forward writes to what it is given or to a buffer, as batch norms do."""
 
     def __init__(self, watched: list[Tensor]) -> None:
         self._watched = watched
         self._before = list(map(version_of, watched))
 
     @staticmethod
-    def watch(module: nn.Module, inputs: Sequence[Tensor | None]) -> "Writes":
-        return Writes([*module.buffers(), *(t for t in inputs if t is not None)])
+    def watch(module: nn.Module, *given: Any) -> "Writes":
+        """Watch the buffers of a module, and the tensors in these trees."""
+        return Writes([*module.buffers(), *(leaf for leaf in tree_flatten(given)[0] if isinstance(leaf, Tensor))])
 
     @property
     def happened(self) -> bool:

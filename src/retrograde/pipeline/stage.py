@@ -71,7 +71,7 @@ class _Made(NamedTuple):
 
 
 class _Computed(NamedTuple):
-    """What a forward has made, in its graph. `wrote`: it was watched, and has changed its input or a buffer."""
+    """What a forward has made, in its graph. `wrote`: it was watched, and has changed what it was given or a buffer."""
 
     leaves: list[Tensor | None]
     output: Any
@@ -215,7 +215,7 @@ class Stage:
         split: SplitBackward | None,
         watched: bool = False,
     ) -> _Computed:
-        """Run the forward; if `watched`, find out whether it writes to its input or to buffers."""
+        """Run the forward; if `watched`, find out whether it writes to what it is given or to buffers."""
         leaves: list[Tensor | None] = [None] * len(arrived.tensors)
         if torch.is_grad_enabled():
             leaves = [_leaf(*pair) for pair in zip(arrived.tensors, arrived.layout.tensors, strict=True)]
@@ -223,15 +223,16 @@ class Stage:
         pairs = zip(arrived.tensors, leaves, strict=True)
         entered = [t if leaf is None else alias_without_base(leaf) for t, leaf in pairs]
         args = arrived.tree(entered)
-        written = Writes.watch(self.module, entered) if watched else None
+        kwargs = {k: v for k, v in options.items() if self._accepts_all or k in self._accepts}
+        value = None if target is None else target.value
+        written = Writes.watch(self.module, entered, kwargs, value) if watched else None
         del entered, arrived  # the graph and the leaves hold what is needed
         args = args if isinstance(args, tuple) else (args,)
-        kwargs = {k: v for k, v in options.items() if self._accepts_all or k in self._accepts}
         with nullcontext() if split is None else split.recording():
             output = self.module(*args, **kwargs)
             loss = None
             if self.loss is not None and target is not None:
-                given = () if target.value is None else (target.value,)
+                given = () if value is None else (value,)
                 loss = self.loss(output, *given)
         return _Computed(leaves, output, loss, written is not None and written.happened)
 

@@ -68,7 +68,9 @@ class Target:
 
     @property
     def through_hooks(self) -> bool:
-        """Has the view hooks, which autograd would call in I without a gradient? Of a page's: when used?"""
+        """Has the view hooks, which autograd would call in I without a gradient?
+
+        A view of a page is not kept: those count that it had when it was used."""
         tensor = self._tensor
         return self._view_hooked or (tensor is not None and not tensor.is_leaf and _is_looked_at(tensor))
 
