@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -93,11 +94,8 @@ def test_a_reduction_too_many_is_seen() -> None:
 
 def _forgetful(rank: int, world: int, case: Recipe) -> Trace:
     """An engine that loses the gradients that only other ranks have."""
-    whole, Deliveries.deliver = Deliveries.deliver, lambda self, joined: None  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(Deliveries, "_deliver", lambda self, joined: None):
         return play(case, rank)
-    finally:
-        Deliveries.deliver = whole  # type: ignore[method-assign]
 
 
 def test_a_fault_of_the_engine_is_found(ranks: Ranks) -> None:

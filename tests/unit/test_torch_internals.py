@@ -133,7 +133,7 @@ BROKEN: dict[str, list[Break]] = {
         becomes(memory, "_ALONE", memory._ALONE - 1),  # one that is alone passes for held
     ],
     "the version of a tensor": [becomes(memory, "version_of", lambda tensor: 0)],
-    "views and what they are of": [becomes(memory, "_unsafe_view", lambda tensor, shape: tensor.view(shape))],
+    "views and what they are of": [becomes(memory, "unsafe_view", lambda tensor, shape: tensor.view(shape))],
     "tables of a module": [becomes(modules, "own_parameters", lambda module: dict(module.named_parameters()))],
     "how modules are reset": [becomes(modules, "_RESETS", ("reset_parameters",))],
     "weights of recurrent modules": [becomes(modules, "ReadsWeightsAnew", type("Nothing", (), {}))],

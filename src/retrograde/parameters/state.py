@@ -120,7 +120,7 @@ def watch_states() -> None:
 
 
 # ---- numbers about whole parameters
-def numbers_in(states: Iterable[tuple[torch.Tensor, Mapping[str, Any]]]) -> set[str]:
+def numbers_in(states: Iterable[tuple[torch.Tensor, Mapping[str, object]]]) -> set[str]:
     """The names of what an optimizer keeps once for a parameter and not for each of its elements. A parameter without
     dimensions does not tell them apart: those with dimensions do, and if there is none, torch's names."""
     found = set(_NUMBERS)

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from retrograde.compiling.inlined import KEY
+from retrograde.torch_internals import unsafe_view
 
 ANCHOR = torch.zeros(1, requires_grad=True)
 Function = Callable[..., Any]
@@ -71,8 +72,7 @@ class _Tap(torch.autograd.Function):
         ctx.call = call
         ctx.shape = shape
         ctx.numbers = numbers
-        # No view to autograd: an output of a Function that is a view could not be changed in place.
-        same: Tensor = torch.ops.aten._unsafe_view.default(y, y.shape)
+        same: Tensor = unsafe_view(y, y.shape)  # an output of a Function that is a view could not be changed in place
         return same
 
     @staticmethod

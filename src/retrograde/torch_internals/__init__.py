@@ -71,6 +71,7 @@ from retrograde.torch_internals.memory import (
     lone_gradients,
     storage_id,
     storage_users,
+    unsafe_view,
     version_of,
 )
 from retrograde.torch_internals.modules import (
@@ -230,6 +231,7 @@ __all__ = [
     "tree_leaves",
     "tree_map_only",
     "tree_unflatten",
+    "unsafe_view",
     "version_of",
     "watch_optimizer_states",
     "what_ends_this_process",

@@ -298,11 +298,12 @@ def is_view(tensor: torch.Tensor) -> bool:
 
 def alias_without_base(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor on the same memory that is no view to autograd: it has a node and a version counter of its own."""
-    alias: torch.Tensor = _unsafe_view(tensor, tensor.shape)
+    alias: torch.Tensor = unsafe_view(tensor, tensor.shape)
     return alias
 
 
-_unsafe_view: Callable[..., Any] = find("torch:ops.aten._unsafe_view")
+unsafe_view: Callable[..., Any] = find("torch:ops.aten._unsafe_view")
+"""The operator that makes it, for code that Dynamo follows: it does not look into functions of this package."""
 
 
 @probe(
@@ -310,6 +311,7 @@ _unsafe_view: Callable[..., Any] = find("torch:ops.aten._unsafe_view")
     "base_of",
     "is_view",
     "alias_without_base",
+    "unsafe_view",
     needed_for="weight gradients of a pipeline that wait for W, its microbatches, and buffers filled from gradients",
     otherwise="edits in place of a microbatch or of a routed product's result are refused by autograd",
 )
