@@ -18,7 +18,9 @@ from tests.transport.chains import sharded
 Params = dict[str, Tensor]
 INPUT = torch.arange(12.0).view(3, 4)
 # What torch's own jvp and linearize warn of.
-QUIETLY = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated", "ignore:Attempted to insert a get_attr")
+QUIETLY = pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script. is (deprecated|not supported)", "ignore:Attempted to insert a get_attr"
+)
 
 
 class Scaled(nn.Module):
