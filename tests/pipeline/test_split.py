@@ -387,8 +387,11 @@ def test_compiled_in_place_on_the_output(backend: str) -> None:
     wanted = plain(theirs, a, grads)
     found, waiting = split(torch.compile(ours, backend=backend), b, grads)
     assert waiting == 3
-    torch.testing.assert_close(found, wanted)
-    torch.testing.assert_close([p.grad for p in ours.parameters()], [p.grad for p in theirs.parameters()])
+    rounding = 2e-6 if backend == "inductor" else 0  # inductor fuses operations, which rounds otherwise
+    pairs = [*zip(found, wanted, strict=True)]
+    pairs += [(mine.grad, its.grad) for mine, its in zip(ours.parameters(), theirs.parameters(), strict=True)]
+    for mine, its in pairs:
+        torch.testing.assert_close(mine, its, rtol=rounding, atol=rounding)
     torch._dynamo.reset()
 
 
@@ -435,7 +438,7 @@ def test_hooks_of_a_view_of_a_weight(late: bool) -> None:
     seen.clear()
     assert split(ours, b, grads)[1] == 1
     assert len(wanted) == MICROBATCHES == len(seen) and all(map(torch.equal, wanted, seen))
-    torch.testing.assert_close(theirs.w.grad, ours.w.grad)
+    torch.testing.assert_close(theirs.w.grad, ours.w.grad, rtol=0, atol=0)
 
 
 def test_blocks_count_their_runs() -> None:
