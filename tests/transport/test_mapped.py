@@ -24,6 +24,7 @@ from retrograde.transport.connections import Connections
 from retrograde.transport.mapped import neighbours as neighbourhood
 from retrograde.transport.mapped.arena import Arena, PeerArena, SharedWord
 from retrograde.transport.mapped.mailbox import Mailbox, Outbox, box_length, control_length
+from retrograde.transport.mapped.parcels import Parcels
 from retrograde.transport.mapped.transport import MappedTransport
 from retrograde.transport.messages import Share, SharedPlace
 from retrograde.transport.wires import Sending
@@ -177,77 +178,6 @@ def test_a_forked_process_gives_nothing_back() -> None:
     assert torch.equal(mine, torch.full((1000,), 3.0))
 
 
-def test_a_parcel_is_the_receivers_until_nobody_refers_to_it() -> None:
-    arena, peer = _arena()
-    pieces = [torch.arange(3.0), torch.arange(5.0)]
-    first = arena.parcel(pieces, 1)
-    part = peer.unpack(first, 8, torch.float32, 1)
-    assert torch.equal(part, torch.cat(pieces))
-    second = arena.parcel(pieces, 1)
-    assert second != first
-    view = part[2:]
-    del part
-    assert arena.parcel(pieces, 1) not in (first, second), "a view keeps it"
-    del view
-    assert arena.parcel(pieces, 2) == first
-
-
-@pytest.mark.parametrize("numel", (0, 3, 2**16, 2**17))  # copied in one call, at its limit, and by torch
-def test_a_parcel_of_any_tensors_is_copied_out_again(numel: int) -> None:
-    arena, peer = _arena()
-    plain = torch.arange(float(numel), requires_grad=True)
-    conjugated = torch.complex(plain, -plain).detach().conj()
-    odd = torch.arange(3, dtype=torch.uint8)  # what comes after it is not aligned
-    sent = [odd, plain, conjugated, conjugated.imag, plain.detach().repeat(2)[::2], plain.detach().bfloat16()]
-    place = arena.parcel(sent, 1)
-    at = 0
-    for each in sent:
-        made = torch.empty(each.shape, dtype=each.dtype)
-        peer.copy_out(place, at, made)
-        assert torch.equal(made, each) and not made.requires_grad
-        at += each.nbytes
-    assert at == place.nbytes
-    with pytest.raises(OSError, match=r"1 bytes at .* are not in"):
-        peer.copy_out(place, at, torch.empty(1, dtype=torch.uint8))
-    peer.give_back(place, 1)
-    assert arena.parcel(sent, 1) == place
-
-
-def test_parcels_that_have_been_used_are_given_back_but_for_four() -> None:
-    arena, peer = _arena()
-    empty = _blocks(arena)
-    places = [arena.parcel([torch.ones(10**5)], 1) for _ in range(10)]
-    each, rest = divmod(_blocks(arena) - empty, len(places))
-    assert rest == 0
-    parts = [peer.unpack(place, 10**5, torch.float32, 1) for place in places]
-    arena.collect_parcels()
-    assert _blocks(arena) - empty == 10 * each, "all of them are referred to"
-    del parts
-    arena.collect_parcels()
-    assert _blocks(arena) - empty == 4 * each
-
-
-class _SetAfterALook:
-    """A receiver's flag that is set as soon as the owner has seen that it is not."""
-
-    def __init__(self) -> None:
-        self.looks = 0
-
-    def __getitem__(self, receiver: int) -> int:
-        self.looks += 1
-        return int(self.looks > 1)
-
-
-def test_a_parcel_whose_flag_is_set_meanwhile_is_used_the_next_time() -> None:
-    arena, _ = _arena()
-    place = arena.parcel([torch.ones(10)], 1)
-    ((stretch, _),) = arena._parcels
-    stretch.memory = _SetAfterALook()  # type: ignore[assignment]
-    arena.collect_parcels()
-    assert arena._parcels == [(stretch, 1)] and arena._spare == []
-    assert arena._for_parcel(place.nbytes) is stretch and arena._parcels == []
-
-
 def test_descriptors_are_few_however_much_is_shared() -> None:
     """A program may have a thousand of them, and may run for a million steps."""
 
@@ -255,6 +185,7 @@ def test_descriptors_are_few_however_much_is_shared() -> None:
         return len(os.listdir("/proc/self/fd"))
 
     arena, peer = _arena()
+    parcels = Parcels(arena, WORLD)
     before = descriptors()
     shards = [arena.allocate(1000 + number, torch.float32, _nothing) for number in range(200)]
     places = [arena.place_of(shard) for shard in shards]
@@ -262,7 +193,7 @@ def test_descriptors_are_few_however_much_is_shared() -> None:
     assert len(seen) == len(shards)
     assert descriptors() - before <= 2
     for number in range(500):  # of other lengths, in the same places
-        parcel = peer.unpack(arena.parcel([torch.ones(1 + number)], 1), 1 + number, torch.float32, 1)
+        parcel = peer.unpack(parcels.make([torch.ones(1 + number)], 1), 1 + number, torch.float32, 1)
         assert torch.equal(parcel, torch.ones(1 + number))
     assert descriptors() - before <= 2
     large = arena.allocate(2**25, torch.float32, _nothing)  # more than the arena has grown to

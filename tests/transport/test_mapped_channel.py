@@ -135,8 +135,8 @@ def _parcels(rank: int, world: int) -> int:
         else:
             channel.receive(0, ADDRESS).wait(streams_of(HOST).current())
         dist.barrier()
-    channel._neighbours.arena.collect_parcels()
-    return len(channel._neighbours.arena._parcels)
+    channel._neighbours.parcels.collect()
+    return len(channel._neighbours.parcels._out)
 
 
 def test_memory_is_used_again(ranks: Ranks) -> None:

@@ -12,7 +12,7 @@ import platform
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -21,10 +21,9 @@ from retrograde.transport.messages import Share, SharedPlace
 
 _PAGE = mmap.PAGESIZE
 _FLAGS = 64  # bytes are a multiple of it, so that data are aligned as torch's allocator does it
-_SPARE = 4  # parcels that are kept for the next ones: fresh memory costs page faults
 _WORD = 8
 _GROWTH = 2**26  # bytes by which an arena grows at least
-_SMALL = 2**18  # bytes up to which a copy is one call; larger ones torch may divide among threads
+SMALL = 2**18  # bytes up to which a copy is one call; larger ones torch may divide among threads
 
 
 def supported() -> bool:
@@ -42,13 +41,11 @@ class Stretch:
 
     No named tuple: those have code in no file, which Dynamo would look at where a compiled model reads a page."""
 
-    __slots__ = ("address", "memory", "nbytes", "offset")
+    __slots__ = ("address", "memory", "offset")
 
-    def __init__(self, offset: int, nbytes: int, memory: memoryview, address: int) -> None:
-        """`nbytes`: of its data. `memory`: its bytes, with the flags before the data;
-        it lives as long as tensors that lie in it."""
+    def __init__(self, offset: int, memory: memoryview, address: int) -> None:
+        """`memory`: its bytes, with the flags before the data; it lives as long as tensors that lie in it."""
         self.offset = offset
-        self.nbytes = nbytes
         self.memory = memory
         self.address = address
 
@@ -63,15 +60,15 @@ class Mapping:
         self._whole = mmap.mmap(descriptor, 0)
         self._address = address_of(self._whole)
 
-    def stretch(self, offset: int, nbytes: int, length: int) -> Stretch:
-        """A stretch of this arena. `length`: of its data and the flags before them."""
+    def stretch(self, offset: int, length: int) -> Stretch:
+        """A stretch of this arena. `length`: in bytes, of its data and the flags before them."""
         end = offset + length
         if end > len(self._whole):
             self._whole = mmap.mmap(self._descriptor, 0)
             self._address = address_of(self._whole)
         if offset % _PAGE or end > len(self._whole):
-            raise OSError(f"there is nothing at {offset}, {nbytes} bytes")
-        return Stretch(offset, nbytes, memoryview(self._whole)[offset:end], self._address + offset)
+            raise OSError(f"there is nothing at {offset}, {length} bytes")
+        return Stretch(offset, memoryview(self._whole)[offset:end], self._address + offset)
 
 
 class Arena:
@@ -84,8 +81,6 @@ class Arena:
         self._end = -(-control // _PAGE) * _PAGE  # of what has been handed out
         self._free: defaultdict[int, list[int]] = defaultdict(list)  # places in the file, by length
         self._tensors: dict[int, SharedPlace] = {}  # by the address of their memory
-        self._parcels: list[tuple[Stretch, int]] = []  # that were given out, with their receivers
-        self._spare: list[Stretch] = []
         self.descriptor = os.memfd_create("retrograde", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.fchmod(self.descriptor, 0o600)  # other users do not get it by /proc either
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
@@ -123,12 +118,13 @@ class Arena:
         return found._replace(start=int(tensor.storage_offset()) * tensor.element_size())
 
     def reserve(self, nbytes: int) -> Stretch:
-        length = self._length(nbytes)
+        """A stretch that nobody has, for so many bytes of data. Raises OSError where there is no memory."""
+        length = self.length(nbytes)
         offset = self._free[length].pop() if self._free[length] else self._end
         self._grow(offset + length)
         os.posix_fallocate(self.descriptor, offset, length)  # memory for it there is, or an error
         self._end = max(self._end, offset + length)
-        return self._mapping.stretch(offset, nbytes, length)
+        return self._mapping.stretch(offset, length)
 
     def _grow(self, end: int) -> None:
         """Make the file longer, in few steps. What nobody has reserved takes no memory."""
@@ -136,58 +132,20 @@ class Arena:
             self._size = max(_GROWTH, 2 * self._size, -(-end // _PAGE) * _PAGE)
             os.ftruncate(self.descriptor, self._size)
 
-    def _length(self, nbytes: int) -> int:
+    def length(self, nbytes: int) -> int:
+        """The bytes of a stretch with so many bytes of data: flags, data, and what fills the last page."""
         return -(-(self.flags + nbytes) // _PAGE) * _PAGE
 
     def _forget(self, address: int, before_it_goes: Callable[[], None]) -> None:
         place = self._tensors.pop(address)
         if os.getpid() == self._process:  # one that was forked has no memory to give
             before_it_goes()
-            self._give_back(place.offset, place.nbytes)
+            self.give_back(place.offset, self.length(place.nbytes))
 
-    def _give_back(self, offset: int, nbytes: int) -> None:
-        length = self._length(nbytes)
+    def give_back(self, offset: int, length: int) -> None:
+        """Give the memory of a stretch back to the system."""
         punch_hole(self.descriptor, offset, length)
         self._free[length].append(offset)
-
-    # ---- memory until it has been used
-    def parcel(self, pieces: Sequence[torch.Tensor], receiver: int) -> SharedPlace:
-        """Copy these pieces, one after the other, into a parcel, which is the receiver's until that sets its flag."""
-        nbytes = sum(piece.nbytes for piece in pieces)
-        stretch = self._for_parcel(nbytes)
-        at = self.flags
-        for piece in pieces:
-            _copy_in(stretch, at, piece)
-            at += piece.nbytes
-        stretch.memory[receiver] = 0
-        self._parcels.append((stretch, receiver))
-        return SharedPlace(stretch.offset, nbytes, 0)
-
-    def _for_parcel(self, nbytes: int) -> Stretch:
-        self.collect_parcels()
-        for number, spare in enumerate(self._spare):
-            if spare.nbytes == nbytes:
-                return self._spare.pop(number)
-        return self.reserve(nbytes)
-
-    def take_back(self, place: SharedPlace) -> None:
-        """Take back a parcel of which its receiver was not told."""
-        stretch = next(stretch for stretch, _ in self._parcels if stretch.offset == place.offset)
-        self._parcels = [each for each in self._parcels if each[0] is not stretch]
-        self._spare.append(stretch)
-
-    def collect_parcels(self) -> None:
-        """Collect the parcels that have been used: a few are kept, the memory of the others is given back."""
-        waiting = []
-        for stretch, receiver in self._parcels:
-            if stretch.memory[receiver]:  # read once: the receiver may set it at any moment
-                self._spare.append(stretch)
-            else:
-                waiting.append((stretch, receiver))
-        self._parcels = waiting
-        while len(self._spare) > _SPARE:
-            old = self._spare.pop(0)
-            self._give_back(old.offset, old.nbytes)
 
 
 class SharedWord:
@@ -270,7 +228,7 @@ class PeerArena:
         nbytes = tensor.nbytes
         if at + nbytes > place.nbytes:
             raise OSError(f"{nbytes} bytes at {at} are not in {place}")
-        if nbytes <= _SMALL:
+        if nbytes <= SMALL:
             copy_memory(tensor.data_ptr(), self._stretch(place).address + self._flags + at, nbytes)
         else:
             there = torch.frombuffer(
@@ -279,19 +237,7 @@ class PeerArena:
             tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).copy_(there)
 
     def _stretch(self, place: SharedPlace) -> Stretch:
-        return self._mapping.stretch(place.offset, place.nbytes, self._flags + place.nbytes)
-
-
-def _copy_in(stretch: Stretch, at: int, piece: torch.Tensor) -> None:
-    nbytes = piece.nbytes
-    if nbytes <= _SMALL and piece.is_contiguous() and not piece.is_conj() and not piece.is_neg():
-        copy_memory(stretch.address + at, piece.data_ptr(), nbytes)
-        return
-    if not nbytes:
-        return
-    # Torch may have left a conjugation to be done when it is read.
-    plain = piece.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-    torch.frombuffer(stretch.memory, dtype=torch.uint8, count=nbytes, offset=at).copy_(plain)
+        return self._mapping.stretch(place.offset, self._flags + place.nbytes)
 
 
 def _set_flag(memory: memoryview, rank: int) -> None:

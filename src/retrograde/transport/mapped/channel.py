@@ -40,7 +40,7 @@ class MappedChannel(ConnectedChannel):
         if self._connections.post(peer, message):
             return True
         self._lent_layouts.not_sent(address)
-        self._neighbours.arena.take_back(place)
+        self._neighbours.parcels.take_back(place)
         return False
 
     def on_message(self, src: int, message: ToReceiver, data: Sequence[Tensor]) -> None:

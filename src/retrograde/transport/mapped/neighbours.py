@@ -8,6 +8,7 @@ import torch
 
 from retrograde.transport.mapped.arena import Arena, PeerArena, supported
 from retrograde.transport.mapped.mailbox import Mailbox, Outbox, control_length
+from retrograde.transport.mapped.parcels import Parcels
 from retrograde.transport.messages import Share, SharedPlace
 
 logger = logging.getLogger("retrograde")
@@ -29,6 +30,7 @@ class Neighbours:
         self._rank = rank
         self._world = world
         self.arena = Arena(world, control_length(world))
+        self.parcels = Parcels(self.arena, world)
         self.mailbox = Mailbox(self.arena.control, rank, world)
         self.found: dict[int, Neighbour] = {}
         self.found_by: set[int] = set()  # those that have mapped this rank's arena
@@ -57,7 +59,7 @@ class Neighbours:
         if receiver not in self.found_by:
             return None
         try:
-            return self.arena.parcel(pieces, receiver)
+            return self.parcels.make(pieces, receiver)
         except OSError as error:
             self._say(f"rank {self._rank}: no shared memory for a gradient: {error}")
             return None

@@ -111,7 +111,7 @@ class MappedTransport(OneSidedTransport):
 
     def discard_parts(self) -> None:
         super().discard_parts()
-        self._neighbours.arena.collect_parcels()  # the next ones come with the next backward, if there is one
+        self._neighbours.parcels.collect()  # the next ones come with the next backward, if there is one
 
     # ---- agreement
     def _send_positions(self, dst: int, message: Meet, data: Sequence[torch.Tensor]) -> None:
