@@ -51,6 +51,7 @@ from retrograde.transport.messages import (
     ToRank,
     ToReceiver,
 )
+from retrograde.transport.pauses import Pauses
 from retrograde.transport.wires import Came, Lost, Sending, Wires
 
 KEEP = "keep the model until all ranks have read it: delete it after a dist.barrier(), or leave it to the program's end"
@@ -219,22 +220,24 @@ class Connections:
             self.neighbours.mailbox.ring()
 
     def wait_until(self, over: Callable[[], bool], timeout: float, look_again: float | None = None) -> None:
-        """Wait, with `changed` held once, until `over()` or for `timeout` seconds."""
-        end = time.monotonic() + timeout
+        """Wait, with `changed` held once, until `over()` or for `timeout` seconds.
+
+        `look_again`: seconds after which something may have changed that nobody tells (pauses.py)."""
+        pauses = Pauses(timeout, look_again)
         if self.neighbours is None:
-            while not over() and (left := end - time.monotonic()) > 0:
-                self.changed.wait(left if look_again is None else min(left, look_again))
+            while not over() and (seconds := pauses.next()) > 0:
+                self.changed.wait(seconds)
             return
         mailbox = self.neighbours.mailbox
         while True:
             heard = mailbox.heard  # before anything is looked at: what changes after that rings again
             self.take_letters()
-            if over() or (left := end - time.monotonic()) <= 0:
+            if over() or (seconds := pauses.next()) <= 0:
                 break
             self._sleepers += 1
             self.changed.release()
             try:
-                mailbox.sleep(heard, left if look_again is None else min(left, look_again))
+                mailbox.sleep(heard, seconds)
             finally:
                 self.changed.acquire()
                 self._sleepers -= 1
