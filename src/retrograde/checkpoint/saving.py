@@ -94,8 +94,8 @@ _background = _Background()
 
 def start_saving(path: Path, model: Saveable, optimizer: Optimizers, options: SaveOptions) -> Saving:
     ranks = Together(options.group)
-    _background.finish()
     with ranks.one_fate("rg.save()"):
+        _background.finish()
         _check(path, options)
         subject = subject_of(model, optimizer)
         extra = _extra(options.extra)

@@ -1,0 +1,71 @@
+"""What one rank has otherwise than the others: an error, another folder, buffers of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import retrograde as rg
+from tests.checkpoint.runs import new
+from tests.harness import Ranks
+
+
+# ---- errors
+class _Loader:
+    """Has a state that one rank cannot tell."""
+
+    def __init__(self, broken: bool) -> None:
+        self._broken = broken
+
+    def state_dict(self) -> dict[str, int]:
+        if self._broken:
+            raise ValueError("the loader has not begun")
+        return {"at": 3}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise AssertionError("nothing of it was saved")
+
+
+def _users_code_fails(rank: int, world: int, path: str) -> tuple[str, str]:
+    model = new(3)
+    rg.shard(model, 3)
+    with pytest.raises((rg.CheckpointError, ValueError)) as caught:
+        rg.save(path, model, extra={"loader": _Loader(rank == 1)})
+    dist.barrier()
+    return type(caught.value).__name__, str(caught.value)
+
+
+def test_an_error_of_users_code_is_told_to_all(ranks: Ranks, tmp_path: Path) -> None:
+    """Its rank raises it as it is; the others do not wait for that rank until the time-out."""
+    told, own = ranks(2).run(_users_code_fails, str(tmp_path / "a"), timeout=20)
+    assert told == ("CheckpointError", "rg.save() failed on rank 1: ValueError: the loader has not begun")
+    assert own == ("ValueError", "the loader has not begun")
+    assert not (tmp_path / "a").exists()
+
+
+def _one_rank_has_waited(rank: int, world: int, folder: str) -> str:
+    model = new(3)
+    rg.shard(model, 3)
+    saving = rg.save(f"{folder}/papers", model, async_=True)
+    if rank == 0:
+        with pytest.raises(rg.CheckpointError):
+            saving.wait()
+    with pytest.raises(rg.CheckpointError) as caught:
+        rg.save(f"{folder}/next", model)
+    rg.save(f"{folder}/next", model)
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_a_failed_save_of_which_one_rank_knows(ranks: Ranks, tmp_path: Path) -> None:
+    """The next save tells the ranks that have not waited for it, and the rank that has does not save alone."""
+    (tmp_path / "papers").mkdir()
+    (tmp_path / "papers" / "thesis").touch()
+    knows, learns = ranks(2).run(_one_rank_has_waited, str(tmp_path), timeout=20)
+    assert knows.startswith("rg.save() failed on rank 1: rg.save() failed: rank 0: path=")
+    assert learns.startswith("rg.save() failed: rank 0: path=")
+    assert (tmp_path / "next").is_dir()
