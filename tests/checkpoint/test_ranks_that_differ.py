@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -69,3 +70,40 @@ def test_a_failed_save_of_which_one_rank_knows(ranks: Ranks, tmp_path: Path) -> 
     assert knows.startswith("rg.save() failed on rank 1: rg.save() failed: rank 0: path=")
     assert learns.startswith("rg.save() failed: rank 0: path=")
     assert (tmp_path / "next").is_dir()
+
+
+# ---- folders
+def _each_its_own(rank: int, world: int, folder: str) -> tuple[str, list[float]]:
+    model = new(3)
+    rg.shard(model, 3)
+    for step in range(world):
+        rg.save(f"{folder}/step-{step}", model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(9.0)
+    with pytest.raises(rg.CheckpointError) as caught:
+        rg.load(f"{folder}/step-{rank}", model)
+    left = {float(value) for param in model.parameters() for value in param.full_tensor().unique()}
+    dist.barrier()
+    return str(caught.value), sorted(left)
+
+
+def test_ranks_load_the_same_save(ranks: Ranks, tmp_path: Path) -> None:
+    """A model of which each rank has taken its part from another step would be nobody's."""
+    for message, left in ranks(2).run(_each_its_own, str(tmp_path)):
+        assert message.startswith(f"rg.load(): rank 0 has {tmp_path}/step-0 and rank 1 {tmp_path}/step-1, which were")
+        assert left == [9.0]
+
+
+def _from_a_copy(rank: int, world: int, folder: str) -> None:
+    model = new(3)
+    rg.shard(model, 3)
+    rg.save(f"{folder}/rank-0", model)
+    if rank == 1:
+        shutil.copytree(f"{folder}/rank-0", f"{folder}/rank-1")
+    rg.load(f"{folder}/rank-{rank}", model)
+    dist.barrier()
+
+
+def test_each_rank_may_have_a_copy(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(_from_a_copy, str(tmp_path))

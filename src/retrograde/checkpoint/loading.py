@@ -102,6 +102,7 @@ def load_checkpoint(
             plan = _plan(checkpoint, subject, options, ranks)
             for fill in (*plan.weights, *plan.states):
                 fill.check()
+        _check_same(checkpoint, ranks)
         with ProgressBar(f"loading {path.name}", ranks.rank == 0 and options.progress, plan.bytes) as progress:
             with leave_to_write(subject.engines):
                 for fill in (*distinct(plan.weights), *plan.states):
@@ -114,6 +115,17 @@ def load_checkpoint(
         set_generator_states(plan.rng)
     extra = _into_objects(plan.extra, options.extra or {})
     return _report(checkpoint, plan, extra)
+
+
+def _check_same(checkpoint: Checkpoint, ranks: Together) -> None:
+    """Raise on all ranks unless all have opened the same save. (Each may have a copy of it, in a folder of its own.)"""
+    first, *others = ranks.everybody((checkpoint.saved_at, str(checkpoint.folder)))
+    for rank, other in enumerate(others, 1):
+        if other[0] != first[0]:
+            raise CheckpointError(
+                f"rg.load(): rank 0 has {first[1]} and rank {rank} {other[1]}, which were not saved together; give all "
+                f"ranks the same checkpoint"
+            )
 
 
 def _plan(checkpoint: Checkpoint, subject: Subject, options: LoadOptions, ranks: Together) -> Plan:

@@ -64,6 +64,7 @@ class Checkpoint:
     extra_by_rank: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     rng: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # states of random generators, by rank
     notes: Sequence[str] = ()  # what was not taken, for the report
+    saved_at: float | None = None  # when it was complete, by which one save is known from another; None: not written
     close: Callable[[], None] = lambda: None  # closes its files
 
     def __enter__(self) -> "Checkpoint":
