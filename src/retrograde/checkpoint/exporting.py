@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from retrograde.checkpoint.formats.opening import open_checkpoint
-from retrograde.checkpoint.formats.weights import Weight, plan_files, write_file, write_index
+from retrograde.checkpoint.formats.weights import Weight, forget_index, plan_files, write_file, write_index
 from retrograde.checkpoint.ranks import Together
 from retrograde.checkpoint.stored import Stored, is_tensor, whole
 from retrograde.checkpoint.subject import Saveable, Subject, subject_of
@@ -32,6 +32,8 @@ def export_model(
         subject = subject_of(model, None)
         tensors = _weights(subject)
         path.mkdir(parents=True, exist_ok=True)
+        if ranks.rank == 0:
+            forget_index(path)
     mine = [Weight(name, tuple(each.shape), _exported(each.dtype, dtype)) for name, each in tensors.items()]
     runs = _runs(ranks.everybody(mine))
     planned = plan_files(list(runs.values()), limit)
@@ -97,6 +99,7 @@ def export_checkpoint(path: Path, out: Path, file_size: Sizes, dtype: torch.dtyp
             raise CheckpointError(f"{checkpoint.folder} has no weights in it")
         weights = [Weight(name, tuple(each.shape), _exported(each.dtype, dtype)) for name, each in stored.items()]
         out.mkdir(parents=True, exist_ok=True)
+        forget_index(out)
         files = plan_files([weights], limit)[0]
         for file in files:
             write_file(out, file, lambda weight: whole(stored[weight.name]))
