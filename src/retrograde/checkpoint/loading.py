@@ -7,7 +7,7 @@ state that does not exist yet takes memory.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +149,7 @@ def _plan(checkpoint: Checkpoint, subject: Subject, options: LoadOptions, ranks:
 # ---- weights
 def _plan_weights(plan: Plan, checkpoint: Checkpoint, subject: Subject, strict: bool) -> None:
     here = subject.model_state()
-    memory = _names_of_memory(subject)
+    memory = _memory(subject)
     tied = _tied(here, checkpoint)
     missing = [name for name in here if name not in checkpoint.model and name not in tied]
     left = [] if subject.is_part else [name for name in checkpoint.model if name not in here]
@@ -163,7 +163,7 @@ def _plan_weights(plan: Plan, checkpoint: Checkpoint, subject: Subject, strict: 
             continue  # the checkpoint has the parameter under its other name
         if name in missing:
             plan.notes.append(f"{name}: the checkpoint has none")
-        elif name in memory and is_tensor(checkpoint.model[name]):
+        elif _is_own(value, memory) and is_tensor(checkpoint.model[name]):
             check_shape(name, checkpoint.model[name], value.shape)
             plan.weights.append(Fill(name, checkpoint.model[name], leaf_of(value)))
         else:
@@ -185,13 +185,19 @@ def _listed(words: str, names: list[str]) -> str:
     return f"{words} {', '.join(names[:NAMES_SHOWN])}{more}; "
 
 
-def _names_of_memory(subject: Subject) -> set[str]:
-    """The names of parameters and buffers. (Modules may put other things into a state dict.)"""
-    names: set[str] = set()
-    for prefix, module in subject.modules:
+def _memory(subject: Subject) -> set[Hashable]:
+    """The memory of parameters and buffers. (Modules may put other things into a state dict: objects, and copies.)"""
+    found: set[Hashable] = set()
+    for _, module in subject.modules:
         for own in (module.named_parameters, module.named_buffers):
-            names |= {prefix + name for name, _ in own(remove_duplicate=False)}
-    return names
+            found |= {memory_of(tensor) for _, tensor in own(remove_duplicate=False)}
+    return found
+
+
+def _is_own(value: Any, memory: set[Hashable]) -> bool:
+    """Is an entry of a state dict a parameter or a buffer itself? What a hook has made of one is not: filling it would
+    leave the model as it is."""
+    return isinstance(value, torch.Tensor) and (value.numel() == 0 or memory_of(value) in memory)
 
 
 def _load_objects(subject: Subject, objects: dict[str, Any]) -> None:
@@ -221,9 +227,21 @@ def _plan_optimizers(plan: Plan, checkpoint: Checkpoint, subject: Subject) -> No
                     key: _target(plan, f"{key} of {name}", each, param, kept.get(key), is_number(key, param, numbers))
                     for key, each in saved.items()
                 }
+        state |= _of_no_parameter(plan, checkpoint, subject)
         groups = _by_name(checkpoint.groups, names) if checkpoint.numbered else list(checkpoint.groups)
         named = {"state": state, "param_groups": groups}
         plan.optimizers.append((optimizer, numbered_state(named, optimizer, subject.names)))
+
+
+def _of_no_parameter(plan: Plan, checkpoint: Checkpoint, subject: Subject) -> dict[str, Any]:
+    """What an optimizer has kept under keys of its own, such as a counter for all parameters."""
+    params = {str(param) for group in checkpoint.groups for param in group["params"]} | set(subject.names.values())
+    kept = {key: value for key, value in checkpoint.state.items() if key not in params}
+    if len(subject.optimizers) > 1:
+        note = "optimizer: {} is of no parameter, and which of the optimizers has kept it is not known"
+        plan.notes += [note.format(key) for key in kept if note.format(key) not in plan.notes]
+        return {}
+    return {key: value_of(value) for key, value in kept.items()}
 
 
 def _by_name(groups: Any, names: list[str]) -> list[dict[str, Any]]:

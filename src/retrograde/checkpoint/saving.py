@@ -29,7 +29,7 @@ from retrograde.checkpoint.folders import check_keep
 from retrograde.checkpoint.generators import generator_states
 from retrograde.checkpoint.progress import ProgressBar
 from retrograde.checkpoint.ranks import Together
-from retrograde.checkpoint.snapshot import Serialized, deserialized, serialized, snapshot
+from retrograde.checkpoint.snapshot import Serialized, deserialized, serialized, snapshot, snapshots
 from retrograde.checkpoint.subject import Optimizers, Saveable, Subject, subject_of
 from retrograde.checkpoint.writing import CheckpointWriter, SnapshotPlanner, without_torchs_checksums
 from retrograde.engine.named_state import merged_groups
@@ -184,12 +184,19 @@ def _with_all_groups(optimizer: dict[str, Any] | None, ranks: Together) -> dict[
 
 def _state(subject: Subject, optimizer: dict[str, Any] | None, rank: int, *, copy: bool) -> dict[str, Any]:
     state: dict[str, Any] = {
-        "model": snapshot(subject.model_state(), "model", copy=copy),
+        "model": snapshots(subject.model_state(), "model", copy=copy),
         "rng": {str(rank): snapshot(generator_states(), "rng", copy=copy)},
     }
     if optimizer is not None:
-        state["optimizer"] = snapshot(optimizer, "optimizer", copy=copy)
+        groups = snapshot(optimizer["param_groups"], "optimizer.param_groups", copy=copy)
+        kept = {name: _kept(each, f"optimizer.state.{name}", copy) for name, each in optimizer["state"].items()}
+        state["optimizer"] = {"state": kept, "param_groups": groups}
     return state
+
+
+def _kept(value: Any, name: str, copy: bool) -> Any:
+    """What an optimizer keeps for a parameter, or under a key of its own."""
+    return snapshots(value, name, copy=copy) if isinstance(value, Mapping) else snapshot(value, name, copy=copy)
 
 
 def _sorted_by_rank(extra: dict[str, Serialized], meanings: list[dict[str, int]], rank: int) -> dict[str, Any]:

@@ -50,6 +50,8 @@ def named_state(optimizers: Sequence[Optimizer], names: Mapping[nn.Parameter, st
         elsewhere = {names[param] for param in updated_elsewhere(optimizer)}
         for number, kept in numbered["state"].items():
             name = own[number] if isinstance(number, int) else number
+            if name in state:
+                raise CheckpointError(f"optimizer: two of them keep something under {name!r}; save them as extra")
             if name not in elsewhere:
                 state[name] = kept
         for group in numbered["param_groups"]:
