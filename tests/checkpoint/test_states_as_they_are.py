@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import retrograde as rg
+from retrograde.engine.named_state import merged_groups
 from tests.harness import Ranks
 from tests.stages import OPPOSITE_STAGES
 
@@ -139,3 +140,35 @@ def test_what_two_optimizers_keep_for_all_parameters(tmp_path: Path) -> None:
     second.step()
     with pytest.raises(rg.CheckpointError, match="two of them keep something under 'common'; save them as extra"):
         rg.save(tmp_path / "a", model, [first, second])
+
+
+# ---- groups with names
+def _named(*parts: nn.Module) -> torch.optim.Optimizer:
+    """As torch has it: `optimizer(model.named_parameters())`. A group for each part."""
+    return torch.optim.AdamW([{"params": list(part.named_parameters("its"))} for part in parts], lr=0.5)
+
+
+@pytest.mark.parametrize("split", (False, True), ids=("joined", "split"))
+def test_groups_with_names(tmp_path: Path, split: bool) -> None:
+    """Groups with the same options may be joined and split; the names are those of the parameters here."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+    parts = list(model)
+    saved, loaded = _named(*parts), _named(model)
+    if split:
+        saved, loaded = loaded, saved
+    model(torch.ones(1, 2)).sum().backward()
+    saved.step()
+    names = [group["param_names"] for group in loaded.param_groups]
+    for group in loaded.param_groups:
+        group["lr"] = 0.25
+    rg.save(tmp_path / "a", model, saved)
+    rg.load(tmp_path / "a", model, loaded)
+    assert [group["param_names"] for group in loaded.param_groups] == names
+    assert {group["lr"] for group in loaded.param_groups} == {0.5}
+    assert all(_same(saved.state[param], loaded.state[param]) for param in model.parameters())
+
+
+def test_groups_with_names_of_several_ranks() -> None:
+    """Ranks of a pipeline have other parameters, under other names, in the same group."""
+    by_rank = [[{"params": [name], "param_names": [name], "lr": 0.5}] for name in ("a", "b")]
+    assert merged_groups(by_rank) == [{"params": ["a", "b"], "lr": 0.5}]
