@@ -4,14 +4,14 @@ All ranks plan the same files. Each file is written by one rank, which reads the
 they write theirs: no rank ever has more than the pages of two units, and no tensor is gathered for nothing.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from retrograde.checkpoint.formats.opening import open_checkpoint
-from retrograde.checkpoint.formats.weights import Weight, forget_index, plan_files, write_file, write_index
+from retrograde.checkpoint.formats.weights import Weight, WeightFile, forget_index, plan_files, write_file, write_index
 from retrograde.checkpoint.ranks import Together
 from retrograde.checkpoint.stored import Stored, is_tensor, whole
 from retrograde.checkpoint.subject import Saveable, Subject, subject_of
@@ -37,10 +37,11 @@ def export_model(
     mine = [Weight(name, tuple(each.shape), _exported(each.dtype, dtype)) for name, each in tensors.items()]
     runs = _runs(ranks.everybody(mine))
     planned = plan_files(list(runs.values()), limit)
+    buffers = subject.names_of_buffers()
     with ranks.one_fate("rg.export()"), torch.no_grad():
         for having, files in zip(runs, planned, strict=True):
             for number, file in enumerate(files):
-                if having[number % len(having)] == ranks.rank:
+                if _writer(file, number, having, buffers) == ranks.rank:
                     write_file(path, file, lambda weight: _full(tensors[weight.name]))
         for engine in subject.engines:
             engine.pager.release()
@@ -49,6 +50,11 @@ def export_model(
         if ranks.rank == 0:
             write_index(path, files)
     return [path / file.name for file in files]
+
+
+def _writer(file: WeightFile, number: int, having: Sequence[int], buffers: Collection[str]) -> int:
+    """The rank that writes a file: ranks take turns, but for buffers, of which each may have its own: the first's."""
+    return having[0 if any(weight.name in buffers for weight in file.weights) else number % len(having)]
 
 
 def _weights(subject: Subject) -> dict[str, torch.Tensor]:

@@ -130,16 +130,18 @@ def _check_same(checkpoint: Checkpoint, ranks: Together) -> None:
 
 def _plan(checkpoint: Checkpoint, subject: Subject, options: LoadOptions, ranks: Together) -> Plan:
     plan = Plan([], {}, [], [], value_of(checkpoint.extra), [], None, list(checkpoint.notes))
-    _plan_weights(plan, checkpoint, subject, options.strict)
-    if subject.optimizers:
-        _plan_optimizers(plan, checkpoint, subject)
     saved_by = len(checkpoint.rng)
     own = str(ranks.rank)
+    _plan_weights(plan, _as_own(checkpoint, own, saved_by == ranks.world), subject, options.strict)
+    if subject.optimizers:
+        _plan_optimizers(plan, checkpoint, subject)
     if saved_by == ranks.world and own in checkpoint.rng:
         plan.rng = value_of(checkpoint.rng[own])
         plan.extra |= value_of(checkpoint.extra_by_rank.get(own, {}))
     elif saved_by:
         plan.notes.append(f"random generators: saved by {saved_by} ranks, here are {ranks.world}")
+        names = sorted({name for each in checkpoint.model_by_rank.values() for name in each})
+        plan.notes += [f"{name}: each of {saved_by} ranks had its own, and here are {ranks.world}" for name in names]
     if checkpoint.extra_by_rank:
         plan.extra_by_rank = [value_of(checkpoint.extra_by_rank.get(str(rank), {})) for rank in range(saved_by)]
     _check_extra(plan, options.extra, saved_by, ranks.world)
@@ -147,6 +149,12 @@ def _plan(checkpoint: Checkpoint, subject: Subject, options: LoadOptions, ranks:
 
 
 # ---- weights
+def _as_own(checkpoint: Checkpoint, rank: str, as_many: bool) -> Checkpoint:
+    """The checkpoint with this rank's own buffers, where ranks had each their own and here are as many."""
+    own = checkpoint.model_by_rank.get(rank, {}) if as_many else {}
+    return dataclasses.replace(checkpoint, model={**checkpoint.model, **own})
+
+
 def _plan_weights(plan: Plan, checkpoint: Checkpoint, subject: Subject, strict: bool) -> None:
     here = subject.model_state()
     memory = _memory(subject)

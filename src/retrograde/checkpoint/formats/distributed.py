@@ -190,7 +190,7 @@ def open_distributed(folder: Path) -> Checkpoint:
 def _opened(files: Files, tree: dict[str, Any]) -> Checkpoint:
     model = dict(tree.pop("model", {}))
     optimizer = tree.pop("optimizer", None) or tree.pop("optim", None) or {}
-    ours: dict[str, Any] = {name: tree.pop(name, {}) for name in ("extra", "extra_by_rank", "rng")}
+    ours: dict[str, Any] = {name: tree.pop(name, {}) for name in ("extra", "extra_by_rank", "model_by_rank", "rng")}
     if not model:  # a state dict was saved as it is
         model, tree = dict(tree), {}
     if "state" not in optimizer and any(key.startswith(("state.", "param_groups.")) for key in optimizer):
