@@ -172,3 +172,38 @@ def test_groups_with_names_of_several_ranks() -> None:
     """Ranks of a pipeline have other parameters, under other names, in the same group."""
     by_rank = [[{"params": [name], "param_names": [name], "lr": 0.5}] for name in ("a", "b")]
     assert merged_groups(by_rank) == [{"params": ["a", "b"], "lr": 0.5}]
+
+
+# ---- tied here, and not where it was saved
+class Pair(nn.Module):
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.second = nn.Linear(3, 3)
+        if tied:
+            self.second.weight = self.first.weight
+
+
+def _load(model: nn.Module, path: str) -> None:
+    rg.load(path, model)
+
+
+def _tied_here(rank: int, world: int, folder: str) -> None:
+    torch.manual_seed(3)
+    saved, plain = Pair(False), Pair(True)
+    plain.load_state_dict(saved.state_dict())
+    wanted = {name: value.clone() for name, value in plain.state_dict().items()}
+    rg.shard(saved, 3)
+    rg.save(f"{folder}/saved", saved)
+    rg.export(f"{folder}/exported", saved)
+    for load, source in ((_load, "saved"), (rg.load_pretrained, "exported")):
+        model = Pair(True)
+        rg.shard(model, 2)
+        load(model, f"{folder}/{source}")
+        assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
+        dist.barrier()
+
+
+def test_of_several_values_for_a_tied_parameter_the_last_counts(ranks: Ranks, tmp_path: Path) -> None:
+    """As in torch, where each is loaded after the other."""
+    ranks(2).run(_tied_here, str(tmp_path))
