@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import retrograde as rg
+import retrograde.deepspeed as deepspeed
 from tests.checkpoint.runs import OPTIMIZERS, State, differences, everything, new, train
 from tests.harness import Ranks
 
@@ -91,7 +92,14 @@ def model_file(model: nn.Module, groups: Groups, stage: int) -> dict[str, Any]:
     weights = model.state_dict()
     module = {name: value if name == "count" or stage < 3 else torch.empty(0) for name, value in weights.items()}
     shapes = [{name: tensor.shape for name, tensor in group.items()} for group in groups]
-    return {"module": module, "buffer_names": ["count"], "param_shapes": shapes, "global_steps": 2}
+    schedule = {"last_batch_iteration": 1}
+    return {
+        "module": module,
+        "param_shapes": shapes,
+        "global_steps": 2,
+        "buffer_names": ["count"],
+        "lr_scheduler": schedule,
+    }
 
 
 def write_stage_2(folder: Path) -> None:
@@ -215,6 +223,22 @@ def test_a_sharded_model_reads_them(ranks: Ranks, folder: Path) -> None:
     model, optimizer = trained()
     for loaded in ranks(2).run(_sharded_reads, str(folder)):
         assert differences(everything(model, [optimizer]), loaded) == []
+
+
+def _goes_on(rank: int, world: int, path: str) -> tuple[list[float], list[float]]:
+    model = new(5)
+    model.register_buffer("count", torch.zeros(3))
+    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.5, "warmup_num_steps": 4, "warmup_type": "linear"}}
+    asked = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "scheduler": schedule}
+    engine, _, _, scheduler = deepspeed.initialize(model=model, optimizer=OPTIMIZERS["adamw"](model)[0], config=asked)
+    engine.load_checkpoint(path)
+    loaded = scheduler.get_last_lr()
+    scheduler.step()
+    return loaded, scheduler.get_last_lr()
+
+
+def test_the_schedule_of_such_a_run_goes_on(ranks: Ranks, folder: Path) -> None:
+    assert ranks(2).run(_goes_on, str(folder)) == [([0.125, 0.125], [0.25, 0.25])] * 2
 
 
 def test_a_file_that_is_missing(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import retrograde as rg
 from benchmarks.live import Live
+from retrograde.checkpoint import exporting
 from retrograde.cli import main
 from tests.checkpoint.runs import buffered, differences, new
 from tests.harness import Ranks
@@ -154,3 +156,61 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
     with pytest.raises(rg.CheckpointError, match=r"model\.safetensors"):
         rg.load_pretrained(model, tmp_path)
     assert differences(before, plain_state(model)) == []
+
+
+# ---- over an older export, and damaged
+def _filled_with(value: float) -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for param in model.parameters():
+        nn.init.constant_(param, value)
+    return model
+
+
+@pytest.mark.parametrize("sizes", ((SIZE, 300), (300, SIZE), (100, 300)), ids=("cut", "joined", "fewer"))
+def test_an_export_replaces_the_one_before(tmp_path: Path, sizes: tuple[int, int]) -> None:
+    """Whether programs look for an index first, as rg.load_pretrained does, or for a single file, as transformers."""
+    (tmp_path / "model-of-mine.safetensors").touch()
+    for value, size in zip((1.0, 2.0), sizes, strict=True):
+        written = rg.export(tmp_path, _filled_with(value), file_size=size)
+    there = {path.name for path in tmp_path.iterdir()} - {"model-of-mine.safetensors"}
+    assert there == {path.name for path in written} | ({INDEX} if len(written) > 1 else set())
+    found = _filled_with(0.0)
+    rg.load_pretrained(found, tmp_path)
+    assert all(bool((param == 2.0).all()) for param in found.parameters())
+
+
+def test_an_interrupted_export_is_no_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two exports of equally many files have the same names: the second is interrupted after its first file."""
+    rg.export(tmp_path, _filled_with(1.0), file_size=300)
+    before, written = exporting.write_file, []
+
+    def interrupted(*given: Any) -> None:
+        if written:
+            raise KeyboardInterrupt
+        written.append(before(*given))
+
+    monkeypatch.setattr(exporting, "write_file", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        rg.export(tmp_path, _filled_with(2.0), file_size=300)
+    with pytest.raises(rg.CheckpointError, match="give a folder with one of them"):
+        rg.load_pretrained(_filled_with(0.0), tmp_path)
+
+
+@pytest.mark.parametrize("text", ('{"weight', "[1]", '{"metadata": {}}', '{"weight_map": {"a": 1}}', "\udcff"))
+def test_a_damaged_index(tmp_path: Path, text: str) -> None:
+    (tmp_path / INDEX).write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(rg.CheckpointError, match=rf"{INDEX}: is not an index of safetensors files"):
+        rg.load_pretrained(nn.Linear(2, 2), tmp_path)
+
+
+def test_a_tensor_in_two_files(tmp_path: Path) -> None:
+    """The index says which counts."""
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        save_file(
+            {"weight": torch.full((2, 2), value), f"{name}.own": torch.zeros(1)}, tmp_path / f"{name}.safetensors"
+        )
+    names = {"weight": "a.safetensors", "b.own": "b.safetensors"}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": names}))
+    model = nn.Linear(2, 2, bias=False)
+    rg.load_pretrained(model, tmp_path, strict=False)
+    assert bool((model.weight == 1.0).all())

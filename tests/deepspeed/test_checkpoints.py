@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import retrograde as rg
 import retrograde.deepspeed as deepspeed
+from retrograde.integrations.deepspeed.checkpoints import LATEST
 from tests.deepspeed.pair import build_with_loss, config
 from tests.harness import Ranks
 from tests.small import batch
@@ -43,6 +45,7 @@ def _goes_on(rank: int, world: int, stage: int, folder: str, more: dict[str, Any
     first.save_checkpoint(folder, client_state={"epoch": 7})
     first.save_checkpoint(folder, tag="other", save_latest=False)
     where, state = second.load_checkpoint(folder)
+    shown = (first.lr_scheduler.get_last_lr(), second.lr_scheduler.get_last_lr())
     _train(second, rank, 4, 8)
     theirs = whole.module.state_dict()
     wrong = [name for name, value in second.module.state_dict().items() if not torch.equal(value, theirs[name])]
@@ -52,6 +55,7 @@ def _goes_on(rank: int, world: int, stage: int, folder: str, more: dict[str, Any
         "state": dict(state),
         "wrong": wrong,
         "same": _counted(whole) == _counted(second) and whole.get_lr() == second.get_lr(),
+        "shown": shown,
         "scale": (whole.loss_scale, second.loss_scale),
     }
 
@@ -63,6 +67,7 @@ def test_training_goes_on(ranks: Ranks, tmp_path: Path, stage: int, more: dict[s
     for said in ranks(2).run(_goes_on, stage, str(tmp_path), more):
         assert said["where"] == str(tmp_path / "global_step2") and said["state"] == {"epoch": 7}
         assert said["wrong"] == [] and said["same"]
+        assert said["shown"][0] == said["shown"][1] != [0.0]
         assert said["scale"][0] == said["scale"][1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step2", "latest", "other"]
 
@@ -124,3 +129,70 @@ def test_weights_in_one_file(ranks: Ranks, tmp_path: Path) -> None:
         assert found.keys() == want.keys()
         assert all(torch.equal(found[name], value) and value.dtype is torch.bfloat16 for name, value in want.items())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "pytorch_model.bin"]
+
+
+class TiedHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 5)
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def _tied(rank: int, world: int, folder: str) -> torch.Tensor:
+    engine = deepspeed.initialize(model=TiedHead(), config=config(3))[0]
+    engine.save_16bit_model(folder)
+    weight = rg.full_tensor(engine.module.embed.weight).clone()
+    dist.barrier()
+    return weight
+
+
+def test_tied_weights_in_one_file(ranks: Ranks, tmp_path: Path) -> None:
+    """Under all their names, as `load_state_dict` wants them."""
+    weight, _ = ranks(2).run(_tied, str(tmp_path))
+    found = TiedHead()
+    found.load_state_dict(torch.load(tmp_path / "pytorch_model.bin"))
+    assert torch.equal(found.head.weight, weight)
+
+
+def _first_rank_fails(rank: int, world: int, folder: str) -> list[str]:
+    engine = _engine(3, 3)
+    said = []
+    for call in (
+        lambda: engine.save_checkpoint(folder),
+        lambda: engine.save_16bit_model(folder, "taken"),
+        lambda: engine.load_checkpoint(f"{folder}/{'hostile' if rank == 0 else 'nowhere'}"),
+    ):
+        with pytest.raises((rg.RetrogradeError, OSError, RuntimeError)) as error:
+            call()
+        said.append(str(error.value))
+    dist.barrier()
+    return said
+
+
+def test_what_the_first_rank_cannot_do(ranks: Ranks, tmp_path: Path) -> None:
+    """Nobody waits for it; and a tag in a file is a name, as one that is given."""
+    for name in (LATEST, "taken", "hostile"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "hostile" / LATEST).write_text("../elsewhere")
+    own, told = ranks(2).run(_first_rank_fails, str(tmp_path), timeout=30)
+    assert told[0].startswith(f"save_checkpoint() failed on rank 0: IsADirectoryError: {own[0][:9]}")
+    assert told[1] == f"save_16bit_model({str(tmp_path / 'taken')!r}) failed on rank 0: RuntimeError: {own[1]}"
+    assert own[2] == told[2] == "tag='../elsewhere' is not the name of a folder; give a name, such as 'global_step100'"
+
+
+def _one_rank_looks_elsewhere(rank: int, world: int, folder: str) -> tuple[str, str]:
+    engine = _engine(3, 3)
+    engine.save_checkpoint(folder)
+    with pytest.raises(rg.CheckpointError) as error:
+        engine.load_checkpoint(folder if rank == 0 else f"{folder}/elsewhere")
+    nothing = engine.load_checkpoint(f"{folder}/elsewhere" if rank == 0 else folder)
+    dist.barrier()
+    return str(error.value), str(nothing[0])
+
+
+def test_a_rank_that_sees_no_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    """All load what the first rank finds, or nothing: none goes on without it while the others wait."""
+    first, second = ranks(2).run(_one_rank_looks_elsewhere, str(tmp_path), timeout=30)
+    assert first == (f"rg.load() failed on rank 1: {second[0]}", "None")
+    assert "elsewhere/global_step0" in second[0] and second[1] == "None"

@@ -4,14 +4,14 @@ All ranks plan the same files. Each file is written by one rank, which reads the
 they write theirs: no rank ever has more than the pages of two units, and no tensor is gathered for nothing.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from retrograde.checkpoint.formats.opening import open_checkpoint
-from retrograde.checkpoint.formats.weights import Weight, plan_files, write_file, write_index
+from retrograde.checkpoint.formats.weights import Weight, WeightFile, forget_index, plan_files, write_file, write_index
 from retrograde.checkpoint.ranks import Together
 from retrograde.checkpoint.stored import Stored, is_tensor, whole
 from retrograde.checkpoint.subject import Saveable, Subject, subject_of
@@ -32,13 +32,16 @@ def export_model(
         subject = subject_of(model, None)
         tensors = _weights(subject)
         path.mkdir(parents=True, exist_ok=True)
+        if ranks.rank == 0:
+            forget_index(path)
     mine = [Weight(name, tuple(each.shape), _exported(each.dtype, dtype)) for name, each in tensors.items()]
     runs = _runs(ranks.everybody(mine))
     planned = plan_files(list(runs.values()), limit)
+    buffers = subject.names_of_buffers()
     with ranks.one_fate("rg.export()"), torch.no_grad():
         for having, files in zip(runs, planned, strict=True):
             for number, file in enumerate(files):
-                if having[number % len(having)] == ranks.rank:
+                if _writer(file, number, having, buffers) == ranks.rank:
                     write_file(path, file, lambda weight: _full(tensors[weight.name]))
         for engine in subject.engines:
             engine.pager.release()
@@ -47,6 +50,11 @@ def export_model(
         if ranks.rank == 0:
             write_index(path, files)
     return [path / file.name for file in files]
+
+
+def _writer(file: WeightFile, number: int, having: Sequence[int], buffers: Collection[str]) -> int:
+    """The rank that writes a file: ranks take turns, but for buffers, of which each may have its own: the first's."""
+    return having[0 if any(weight.name in buffers for weight in file.weights) else number % len(having)]
 
 
 def _weights(subject: Subject) -> dict[str, torch.Tensor]:
@@ -97,6 +105,7 @@ def export_checkpoint(path: Path, out: Path, file_size: Sizes, dtype: torch.dtyp
             raise CheckpointError(f"{checkpoint.folder} has no weights in it")
         weights = [Weight(name, tuple(each.shape), _exported(each.dtype, dtype)) for name, each in stored.items()]
         out.mkdir(parents=True, exist_ok=True)
+        forget_index(out)
         files = plan_files([weights], limit)[0]
         for file in files:
             write_file(out, file, lambda weight: whole(stored[weight.name]))

@@ -7,7 +7,7 @@ state that does not exist yet takes memory.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,7 @@ def load_checkpoint(
             plan = _plan(checkpoint, subject, options, ranks)
             for fill in (*plan.weights, *plan.states):
                 fill.check()
+        _check_same(checkpoint, ranks)
         with ProgressBar(f"loading {path.name}", ranks.rank == 0 and options.progress, plan.bytes) as progress:
             with leave_to_write(subject.engines):
                 for fill in (*distinct(plan.weights), *plan.states):
@@ -116,18 +117,31 @@ def load_checkpoint(
     return _report(checkpoint, plan, extra)
 
 
+def _check_same(checkpoint: Checkpoint, ranks: Together) -> None:
+    """Raise on all ranks unless all have opened the same save. (Each may have a copy of it, in a folder of its own.)"""
+    first, *others = ranks.everybody((checkpoint.saved_at, str(checkpoint.folder)))
+    for rank, other in enumerate(others, 1):
+        if other[0] != first[0]:
+            raise CheckpointError(
+                f"rg.load(): rank 0 has {first[1]} and rank {rank} {other[1]}, which were not saved together; give all "
+                f"ranks the same checkpoint"
+            )
+
+
 def _plan(checkpoint: Checkpoint, subject: Subject, options: LoadOptions, ranks: Together) -> Plan:
     plan = Plan([], {}, [], [], value_of(checkpoint.extra), [], None, list(checkpoint.notes))
-    _plan_weights(plan, checkpoint, subject, options.strict)
-    if subject.optimizers:
-        _plan_optimizers(plan, checkpoint, subject)
     saved_by = len(checkpoint.rng)
     own = str(ranks.rank)
+    _plan_weights(plan, _as_own(checkpoint, own, saved_by == ranks.world), subject, options.strict)
+    if subject.optimizers:
+        _plan_optimizers(plan, checkpoint, subject)
     if saved_by == ranks.world and own in checkpoint.rng:
         plan.rng = value_of(checkpoint.rng[own])
         plan.extra |= value_of(checkpoint.extra_by_rank.get(own, {}))
     elif saved_by:
         plan.notes.append(f"random generators: saved by {saved_by} ranks, here are {ranks.world}")
+        names = sorted({name for each in checkpoint.model_by_rank.values() for name in each})
+        plan.notes += [f"{name}: each of {saved_by} ranks had its own, and here are {ranks.world}" for name in names]
     if checkpoint.extra_by_rank:
         plan.extra_by_rank = [value_of(checkpoint.extra_by_rank.get(str(rank), {})) for rank in range(saved_by)]
     _check_extra(plan, options.extra, saved_by, ranks.world)
@@ -135,9 +149,15 @@ def _plan(checkpoint: Checkpoint, subject: Subject, options: LoadOptions, ranks:
 
 
 # ---- weights
+def _as_own(checkpoint: Checkpoint, rank: str, as_many: bool) -> Checkpoint:
+    """The checkpoint with this rank's own buffers, where ranks had each their own and here are as many."""
+    own = checkpoint.model_by_rank.get(rank, {}) if as_many else {}
+    return dataclasses.replace(checkpoint, model={**checkpoint.model, **own})
+
+
 def _plan_weights(plan: Plan, checkpoint: Checkpoint, subject: Subject, strict: bool) -> None:
     here = subject.model_state()
-    memory = _names_of_memory(subject)
+    memory = _memory(subject)
     tied = _tied(here, checkpoint)
     missing = [name for name in here if name not in checkpoint.model and name not in tied]
     left = [] if subject.is_part else [name for name in checkpoint.model if name not in here]
@@ -151,7 +171,7 @@ def _plan_weights(plan: Plan, checkpoint: Checkpoint, subject: Subject, strict: 
             continue  # the checkpoint has the parameter under its other name
         if name in missing:
             plan.notes.append(f"{name}: the checkpoint has none")
-        elif name in memory and is_tensor(checkpoint.model[name]):
+        elif _is_own(value, memory) and is_tensor(checkpoint.model[name]):
             check_shape(name, checkpoint.model[name], value.shape)
             plan.weights.append(Fill(name, checkpoint.model[name], leaf_of(value)))
         else:
@@ -173,13 +193,19 @@ def _listed(words: str, names: list[str]) -> str:
     return f"{words} {', '.join(names[:NAMES_SHOWN])}{more}; "
 
 
-def _names_of_memory(subject: Subject) -> set[str]:
-    """The names of parameters and buffers. (Modules may put other things into a state dict.)"""
-    names: set[str] = set()
-    for prefix, module in subject.modules:
+def _memory(subject: Subject) -> set[Hashable]:
+    """The memory of parameters and buffers. (Modules may put other things into a state dict: objects, and copies.)"""
+    found: set[Hashable] = set()
+    for _, module in subject.modules:
         for own in (module.named_parameters, module.named_buffers):
-            names |= {prefix + name for name, _ in own(remove_duplicate=False)}
-    return names
+            found |= {memory_of(tensor) for _, tensor in own(remove_duplicate=False)}
+    return found
+
+
+def _is_own(value: Any, memory: set[Hashable]) -> bool:
+    """Is an entry of a state dict a parameter or a buffer itself? What a hook has made of one is not: filling it would
+    leave the model as it is."""
+    return isinstance(value, torch.Tensor) and (value.numel() == 0 or memory_of(value) in memory)
 
 
 def _load_objects(subject: Subject, objects: dict[str, Any]) -> None:
@@ -209,9 +235,21 @@ def _plan_optimizers(plan: Plan, checkpoint: Checkpoint, subject: Subject) -> No
                     key: _target(plan, f"{key} of {name}", each, param, kept.get(key), is_number(key, param, numbers))
                     for key, each in saved.items()
                 }
+        state |= _of_no_parameter(plan, checkpoint, subject)
         groups = _by_name(checkpoint.groups, names) if checkpoint.numbered else list(checkpoint.groups)
         named = {"state": state, "param_groups": groups}
         plan.optimizers.append((optimizer, numbered_state(named, optimizer, subject.names)))
+
+
+def _of_no_parameter(plan: Plan, checkpoint: Checkpoint, subject: Subject) -> dict[str, Any]:
+    """What an optimizer has kept under keys of its own, such as a counter for all parameters."""
+    params = {str(param) for group in checkpoint.groups for param in group["params"]} | set(subject.names.values())
+    kept = {key: value for key, value in checkpoint.state.items() if key not in params}
+    if len(subject.optimizers) > 1:
+        note = "optimizer: {} is of no parameter, and which of the optimizers has kept it is not known"
+        plan.notes += [note.format(key) for key in kept if note.format(key) not in plan.notes]
+        return {}
+    return {key: value_of(value) for key, value in kept.items()}
 
 
 def _by_name(groups: Any, names: list[str]) -> list[dict[str, Any]]:

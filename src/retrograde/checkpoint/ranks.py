@@ -29,14 +29,16 @@ class Together:
         return values  # type: ignore[return-value]
 
     def agree(self, what: str, value: Callable[[], T]) -> list[T]:
-        """The values of all ranks. If making one raises, all ranks raise before any of them goes on."""
-        mine: RetrogradeError | OSError | None = None
+        """The values of all ranks. If making one raises, all ranks raise before any of them goes on.
+
+        Whatever it raises, since users' code runs here too: a state_dict() of theirs, say."""
+        mine: Exception | None = None
         found: T | None = None
         try:
             found = value()
-        except (RetrogradeError, OSError) as error:
+        except Exception as error:
             mine = error
-        by_rank = self.everybody((None if mine is None else str(mine), found))
+        by_rank = self.everybody((None if mine is None else _told(mine), found))
         if mine is not None:
             raise mine
         for rank, (text, _) in enumerate(by_rank):
@@ -47,14 +49,19 @@ class Together:
     @contextmanager
     def one_fate(self, what: str) -> Iterator[None]:
         """Raise on all ranks, at the end, if the code inside has raised on one of them."""
-        mine: RetrogradeError | OSError | None = None
+        mine: Exception | None = None
         try:
             yield
-        except (RetrogradeError, OSError) as error:
+        except Exception as error:
             mine = error
         self.agree(what, lambda: _raise(mine))
 
 
-def _raise(error: RetrogradeError | OSError | None) -> None:
+def _raise(error: Exception | None) -> None:
     if error is not None:
         raise error
+
+
+def _told(error: Exception) -> str:
+    """What other ranks hear of an error; ours and the system's name their cause, others need their class."""
+    return str(error) if isinstance(error, RetrogradeError | OSError) else f"{type(error).__name__}: {error}"

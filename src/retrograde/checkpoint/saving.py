@@ -5,19 +5,18 @@ optimizer.state.embed.weight.exp_avg    by names of parameters
 optimizer.param_groups.0.lr
 extra.step                              values that are the same on all ranks
 extra_by_rank.1.loader                  values that differ between ranks
+model_by_rank.1.norm.running_mean       buffers that differ between ranks, as each rank has them
 rng.1.torch                             random generators, by rank
 """
 
 import dataclasses
 import warnings
-import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import AsyncStager
@@ -25,11 +24,12 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.state_dict_saver import save as save_together
 
 from retrograde.arguments import instance, whole_number
+from retrograde.checkpoint.differing import Meanings, extra_by_rank, meanings, model_by_rank
 from retrograde.checkpoint.folders import check_keep
 from retrograde.checkpoint.generators import generator_states
 from retrograde.checkpoint.progress import ProgressBar
 from retrograde.checkpoint.ranks import Together
-from retrograde.checkpoint.snapshot import Serialized, deserialized, serialized, snapshot
+from retrograde.checkpoint.snapshot import Serialized, serialized, snapshot, snapshots
 from retrograde.checkpoint.subject import Optimizers, Saveable, Subject, subject_of
 from retrograde.checkpoint.writing import CheckpointWriter, SnapshotPlanner, without_torchs_checksums
 from retrograde.engine.named_state import merged_groups
@@ -94,8 +94,8 @@ _background = _Background()
 
 def start_saving(path: Path, model: Saveable, optimizer: Optimizers, options: SaveOptions) -> Saving:
     ranks = Together(options.group)
-    _background.finish()
     with ranks.one_fate("rg.save()"):
+        _background.finish()
         _check(path, options)
         subject = subject_of(model, optimizer)
         extra = _extra(options.extra)
@@ -105,11 +105,13 @@ def start_saving(path: Path, model: Saveable, optimizer: Optimizers, options: Sa
         optimizer_state = _with_all_groups(optimizer_state, ranks)
     state: dict[str, Any] = {}
 
-    def take() -> dict[str, int]:
+    def take() -> Meanings:
         state.update(_state(subject, optimizer_state, ranks.rank, copy=options.in_background))
-        return {key: _meaning(deserialized(value.data)) for key, value in extra.items()}
+        return meanings(extra, state["model"], subject.names_of_parameters())
 
-    state |= _sorted_by_rank(extra, ranks.agree("rg.save()", take), ranks.rank)
+    by_rank = ranks.agree("rg.save()", take)
+    state |= extra_by_rank(extra, by_rank, ranks.rank)
+    state |= model_by_rank(state["model"], by_rank, ranks.rank)
     if options.in_background and not ranks.alone:
         return _save_in_background(path, state, options, ranks)
     with (
@@ -184,34 +186,19 @@ def _with_all_groups(optimizer: dict[str, Any] | None, ranks: Together) -> dict[
 
 def _state(subject: Subject, optimizer: dict[str, Any] | None, rank: int, *, copy: bool) -> dict[str, Any]:
     state: dict[str, Any] = {
-        "model": snapshot(subject.model_state(), "model", copy=copy),
+        "model": snapshots(subject.model_state(), "model", copy=copy),
         "rng": {str(rank): snapshot(generator_states(), "rng", copy=copy)},
     }
     if optimizer is not None:
-        state["optimizer"] = snapshot(optimizer, "optimizer", copy=copy)
+        groups = snapshot(optimizer["param_groups"], "optimizer.param_groups", copy=copy)
+        kept = {name: _kept(each, f"optimizer.state.{name}", copy) for name, each in optimizer["state"].items()}
+        state["optimizer"] = {"state": kept, "param_groups": groups}
     return state
 
 
-def _sorted_by_rank(extra: dict[str, Serialized], meanings: list[dict[str, int]], rank: int) -> dict[str, Any]:
-    """Sort extra values: equal ones are saved once, others for each rank, since torch would keep only one rank's."""
-    alike = {key for key in extra if all(each.get(key) == meanings[0].get(key) for each in meanings)}
-    state: dict[str, Any] = {"extra": {key: value for key, value in extra.items() if key in alike}}
-    if len(alike) < len(extra):
-        own = {key: value for key, value in extra.items() if key not in alike}
-        state["extra_by_rank"] = {str(rank): own}
-    return state
-
-
-def _meaning(value: Any) -> int:
-    """A checksum that equal values share, however they are pickled."""
-    if isinstance(value, torch.Tensor):
-        data = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return zlib.crc32(data, zlib.crc32(repr((value.dtype, value.shape)).encode()))
-    if isinstance(value, Mapping):
-        return zlib.crc32(repr([(key, _meaning(each)) for key, each in value.items()]).encode(), 1)
-    if isinstance(value, list | tuple):
-        return zlib.crc32(repr([_meaning(each) for each in value]).encode(), 2)
-    return zlib.crc32(repr((type(value).__name__, value)).encode(), 3)
+def _kept(value: Any, name: str, copy: bool) -> Any:
+    """What an optimizer keeps for a parameter, or under a key of its own."""
+    return snapshots(value, name, copy=copy) if isinstance(value, Mapping) else snapshot(value, name, copy=copy)
 
 
 # ---- torch's errors and warnings

@@ -46,14 +46,26 @@ def snapshot(value: Any, name: str, *, copy: bool) -> Any:
     As torch.distributed.checkpoint does, it takes apart dictionaries, and lists that have tensors or dictionaries."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone() if copy else value.detach()
-    if isinstance(value, Mapping):
-        return {str(key): snapshot(each, f"{name}.{key}", copy=copy) for key, each in value.items()}
+    if _has_texts_as_keys(value):
+        return snapshots(value, name, copy=copy)
     if isinstance(value, list) and _has_parts(value):
         return [snapshot(each, f"{name}.{number}", copy=copy) for number, each in enumerate(value)]
     return serialized(value, name)
 
 
+def snapshots(values: Mapping[str, Any], name: str, *, copy: bool) -> dict[str, Any]:
+    """A snapshot of each value of a dictionary, which may be without entries."""
+    return {key: snapshot(each, f"{name}.{key}", copy=copy) for key, each in values.items()}
+
+
 def _has_parts(value: list[Any]) -> bool:
     return any(
-        isinstance(each, torch.Tensor | Mapping) or (isinstance(each, list) and _has_parts(each)) for each in value
+        isinstance(each, torch.Tensor) or _has_texts_as_keys(each) or (isinstance(each, list) and _has_parts(each))
+        for each in value
     )
+
+
+def _has_texts_as_keys(value: Any) -> bool:
+    """Is it a dictionary that can be taken apart? Of one without entries nothing would be left, and a key that is no
+    text would come back as its text."""
+    return isinstance(value, Mapping) and bool(value) and all(isinstance(key, str) for key in value)

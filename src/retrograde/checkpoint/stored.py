@@ -62,8 +62,12 @@ class Checkpoint:
     numbered: bool = False  # true if the optimizer's parameters have numbers instead of names
     extra: Mapping[str, Any] = field(default_factory=dict)
     extra_by_rank: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    model_by_rank: Mapping[str, Mapping[str, Any]] = field(
+        default_factory=dict
+    )  # as `model`, what ranks have their own of
     rng: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # states of random generators, by rank
     notes: Sequence[str] = ()  # what was not taken, for the report
+    saved_at: float | None = None  # when it was complete, by which one save is known from another; None: not written
     close: Callable[[], None] = lambda: None  # closes its files
 
     def __enter__(self) -> "Checkpoint":

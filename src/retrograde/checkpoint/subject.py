@@ -48,6 +48,19 @@ class Subject:
                 state |= module.state_dict(prefix=prefix)
         return state
 
+    def names_of_parameters(self) -> set[str]:
+        """All names of parameters in `model_state()`, also the further ones of tied parameters."""
+        return {
+            prefix + name
+            for prefix, module in self.modules
+            for name, _ in module.named_parameters(remove_duplicate=False)
+        }
+
+    def names_of_buffers(self) -> set[str]:
+        return {
+            prefix + name for prefix, module in self.modules for name, _ in module.named_buffers(remove_duplicate=False)
+        }
+
     def optimizer_state(self) -> dict[str, Any]:
         return named_state(self.optimizers, self.names)
 

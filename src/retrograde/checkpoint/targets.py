@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -92,11 +92,7 @@ def memory_of(tensor: torch.Tensor) -> Hashable:
     return leaf.data_ptr(), leaf.shape, leaf.stride()
 
 
-def distinct(fills: list[Fill]) -> Iterator[Fill]:
-    """The fills, with only one of those of a tied parameter's several names."""
-    seen: set[Hashable] = set()
-    for fill in fills:
-        memory = memory_of(fill.into)
-        if memory not in seen:
-            seen.add(memory)
-            yield fill
+def distinct(fills: list[Fill]) -> Iterable[Fill]:
+    """The fills, with only one of those of a tied parameter's several names: the last, which in torch overwrites the
+    others."""
+    return {memory_of(fill.into): fill for fill in fills}.values()

@@ -16,6 +16,7 @@ from retrograde.errors import CheckpointError
 from retrograde.parameters.ownership import updated_elsewhere
 
 StateByName = dict[str, Any]
+_NAMES = "param_names"  # torch's key for the names that a group's parameters were given with
 
 
 def names_of(model: nn.Module) -> dict[nn.Parameter, str]:
@@ -50,6 +51,8 @@ def named_state(optimizers: Sequence[Optimizer], names: Mapping[nn.Parameter, st
         elsewhere = {names[param] for param in updated_elsewhere(optimizer)}
         for number, kept in numbered["state"].items():
             name = own[number] if isinstance(number, int) else number
+            if name in state:
+                raise CheckpointError(f"optimizer: two of them keep something under {name!r}; save them as extra")
             if name not in elsewhere:
                 state[name] = kept
         for group in numbered["param_groups"]:
@@ -85,11 +88,16 @@ def _options_for(
                 f"optimizer: {found[first]} and {found[other]} are in one group here, and were saved in two with "
                 f"different options; make the groups as they were"
             )
-    return {**group, **saved[first]}
+    return {**group, **options(saved[first])}
 
 
 def options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
+    """What a group has besides its parameters. (Optimizers that were given `named_parameters()` have names of each.)"""
+    return {key: value for key, value in group.items() if key not in ("params", _NAMES)}
+
+
+def _without_names(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {**options(group), "params": group["params"]}
 
 
 def merged_groups(by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
@@ -97,7 +105,7 @@ def merged_groups(by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[s
     one."""
     merged: list[dict[str, Any]] = []
     for groups in by_rank:
-        for place, group in enumerate(groups):
+        for place, group in enumerate(map(_without_names, groups)):
             if place < len(merged) and options(merged[place]) == options(group):
                 known = set(merged[place]["params"])
                 merged[place]["params"] += [name for name in group["params"] if name not in known]

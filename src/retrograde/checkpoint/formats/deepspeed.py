@@ -143,7 +143,8 @@ def _open_zero(folder: Path) -> Checkpoint:
     aliases = {name: weights[source] for name, source in _pairs(models[0].get("shared_params")) if source in weights}
     origin = f"DeepSpeed ZeRO stage {'3' if stage == 3 else '1 or 2'}, {len(by_rank)} ranks"
     groups = _groups(bases[0]["param_groups"], shapes)
-    return Checkpoint(folder, origin, {**others, **weights, **aliases}, state, groups, notes=_notes(models[0]))
+    kept: dict[str, Any] = {"extra": _extra(models[0]), "notes": _notes(models[0])}
+    return Checkpoint(folder, origin, {**others, **weights, **aliases}, state, groups, **kept)
 
 
 def _optimizer_files(folder: Path) -> list[dict[str, Any]]:
@@ -242,7 +243,24 @@ def _groups(saved: Sequence[Mapping[str, Any]], shapes: Shapes) -> list[dict[str
     return [{**options, "params": list(own)} for options, own in zip(saved, shapes, strict=True)]
 
 
-_TAKEN = {"module", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params"}
+_SCHEDULE = "lr_scheduler"
+_SHAPES = {"param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params"}
+_TAKEN = {"module", "buffer_names", _SCHEDULE, *_SHAPES}
+
+
+class _ReadAlready:
+    """A `StoredObject` that was read already."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def load(self) -> Any:
+        return self._value
+
+
+def _extra(model: Mapping[str, Any]) -> dict[str, _ReadAlready]:
+    """The state of the learning rate schedule, under the name that DeepSpeed's interface here gives it."""
+    return {"scheduler": _ReadAlready(model[_SCHEDULE])} if model.get(_SCHEDULE) else {}
 
 
 def _notes(model: Mapping[str, Any]) -> list[str]:
@@ -266,4 +284,5 @@ def _open_universal(folder: Path) -> Checkpoint:
     options = _load(folder / "zero" / "optimizer_state.pt")["param_groups"]
     groups = _groups(options, models[0]["param_shapes"])
     others = _others(models, weights)
-    return Checkpoint(folder, "DeepSpeed, universal", {**others, **weights}, state, groups, notes=_notes(models[0]))
+    kept: dict[str, Any] = {"extra": _extra(models[0]), "notes": _notes(models[0])}
+    return Checkpoint(folder, "DeepSpeed, universal", {**others, **weights}, state, groups, **kept)

@@ -190,7 +190,7 @@ def open_distributed(folder: Path) -> Checkpoint:
 def _opened(files: Files, tree: dict[str, Any]) -> Checkpoint:
     model = dict(tree.pop("model", {}))
     optimizer = tree.pop("optimizer", None) or tree.pop("optim", None) or {}
-    ours = {name: tree.pop(name, {}) for name in ("extra", "extra_by_rank", "rng")}
+    ours: dict[str, Any] = {name: tree.pop(name, {}) for name in ("extra", "extra_by_rank", "model_by_rank", "rng")}
     if not model:  # a state dict was saved as it is
         model, tree = dict(tree), {}
     if "state" not in optimizer and any(key.startswith(("state.", "param_groups.")) for key in optimizer):
@@ -199,8 +199,9 @@ def _opened(files: Files, tree: dict[str, Any]) -> Checkpoint:
     groups = value_of(optimizer.get("param_groups", []))
     numbered = bool(groups) and any(isinstance(each, int) for group in groups for each in group.get("params", ()))
     origin = "torch.distributed.checkpoint" if files.marker is None else f"retrograde, {files.marker.world} ranks"
-    notes = [f"{name}: not known, left" for name in tree]
-    return Checkpoint(files.folder, origin, model, state, groups, numbered, notes=notes, close=files.close, **ours)
+    ours |= {"notes": [f"{name}: not known, left" for name in tree], "close": files.close}
+    ours["saved_at"] = None if files.marker is None else files.marker.saved_at
+    return Checkpoint(files.folder, origin, model, state, groups, numbered, **ours)
 
 
 def _tree(contents: Contents, files: Files) -> dict[str, Any]:

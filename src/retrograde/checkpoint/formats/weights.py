@@ -11,10 +11,12 @@ by hand, a tensor at a time: the length of the header in eight bytes, the header
 import contextlib
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -25,6 +27,7 @@ from retrograde.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 _SUFFIX = ".safetensors"
+_FILE = re.compile(r"model(?:-\d{5}-of-\d{5})?\.safetensors")
 _DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -124,8 +127,16 @@ def write_file(folder: Path, file: WeightFile, read: Callable[[Weight], torch.Te
     partial.rename(folder / file.name)
 
 
+def forget_index(folder: Path) -> None:
+    """Remove the index of an older export before its files are replaced one by one: nobody finds a mixture."""
+    (folder / INDEX).unlink(missing_ok=True)
+    sync_folder(folder)
+
+
 def write_index(folder: Path, files: Sequence[WeightFile]) -> None:
-    """Write the index if there are several files. It is written last, so that whoever finds it finds all files."""
+    """Write the index if there are several files. It is written last, so that whoever finds it finds all files.
+
+    What is left of an older export, in other files, is removed then: others look for a single file first."""
     if len(files) > 1:
         names = {weight.name: file.name for file in files for weight in file.weights}
         total = sum(weight.bytes for file in files for weight in file.weights)
@@ -133,6 +144,10 @@ def write_index(folder: Path, files: Sequence[WeightFile]) -> None:
         partial = folder / f"{INDEX}.partial"
         partial.write_text(text, encoding="utf-8")
         partial.rename(folder / INDEX)
+    written = {file.name for file in files}
+    for path in folder.iterdir():
+        if _FILE.fullmatch(path.name) and path.name not in written:
+            path.unlink()
     sync_folder(folder)
 
 
@@ -174,7 +189,8 @@ def open_weights(path: Path) -> Checkpoint:
         for name in sorted(set(names.values())):
             file = stack.enter_context(safe_open(folder / name, framework="pt"))
             for key in file.keys():  # noqa: SIM118 - not a dictionary
-                found[key] = _FileTensor(key, folder / name, file.get_slice(key))
+                if names.get(key, name) == name:  # a tensor may be in two files
+                    found[key] = _FileTensor(key, folder / name, file.get_slice(key))
     except (OSError, SafetensorError) as error:
         stack.close()
         raise CheckpointError(f"{folder / name}: {error}") from error
@@ -191,7 +207,7 @@ def _files_of(path: Path) -> Mapping[str, str]:
         return {"": path.name}
     index = path if path.is_file() else path / INDEX
     if index.is_file():
-        names: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = _index(index)
         outside = [name for name in names.values() if Path(name).name != name]
         if outside:
             raise CheckpointError(f"{index} names {outside[0]!r}, which is not in its folder")
@@ -199,3 +215,17 @@ def _files_of(path: Path) -> Mapping[str, str]:
     if (path / f"model{_SUFFIX}").is_file():
         return {"": f"model{_SUFFIX}"}
     raise CheckpointError(f"path={str(path)!r} has no model{_SUFFIX} and no {INDEX}; give a folder with one of them")
+
+
+def _index(path: Path) -> dict[str, str]:
+    """Read an index: the file of each tensor."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Index).weight_map
+    except msgspec.DecodeError as error:
+        raise CheckpointError(f"{path}: is not an index of safetensors files: {error}; restore it") from error
+
+
+class _Index(msgspec.Struct):
+    """What is read of an index."""
+
+    weight_map: dict[str, str]

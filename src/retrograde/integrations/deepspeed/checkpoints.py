@@ -6,10 +6,11 @@ save_dir/global_step100/     a checkpoint of rg.save
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,8 @@ from retrograde.integrations.deepspeed.refusals import wrong
 
 LATEST = "latest"  # DeepSpeed's name for the file
 _SAFETENSORS = ".safetensors"
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -47,11 +50,8 @@ class Checkpointed:
         extra: dict[str, Any] = {"counters": asdict(counters), "client_state": dict(client_state)}
         extra |= self._stateful
         rg.save(Path(folder) / tag, self.model, self.optimizer, extra=extra)
-        if latest and dist.get_rank() == 0:
-            partial = Path(folder) / f".{LATEST}.partial"
-            partial.write_text(tag, encoding="utf-8")
-            partial.replace(Path(folder) / LATEST)  # so that the file is never incomplete
-        dist.barrier()  # other ranks may look for the file next
+        if latest:
+            _by_first_rank("save_checkpoint()", partial(_write_latest, Path(folder), tag))
 
     def load(self, path: Path, counters: Counters, strict: bool, wanted: "Wanted") -> Mapping[str, Any]:
         """Load a checkpoint and return its client state. A checkpoint that DeepSpeed has written has no counters."""
@@ -87,9 +87,20 @@ def checked_tag(tag: Any, steps: int) -> str:
 
 
 def latest_in(folder: str) -> Path | None:
-    """The checkpoint that was saved last, if there is one."""
-    file = Path(folder) / LATEST
-    return Path(folder) / file.read_text(encoding="utf-8").strip() if file.is_file() else None
+    """The checkpoint that was saved last, if there is one. The first rank looks, so that all load the same."""
+    tag = _by_first_rank("load_checkpoint()", partial(_read_latest, Path(folder)))
+    return None if tag is None else Path(folder) / checked_tag(tag, 0)
+
+
+def _read_latest(folder: Path) -> str | None:
+    file = folder / LATEST
+    return file.read_text(encoding="utf-8").strip() if file.is_file() else None
+
+
+def _write_latest(folder: Path, tag: str) -> None:
+    partly = folder / f".{LATEST}.partial"
+    partly.write_text(tag, encoding="utf-8")
+    partly.replace(folder / LATEST)  # so that the file is never incomplete
 
 
 def write_weights(model: nn.Module, folder: str, name: str, dtype: torch.dtype | None) -> None:
@@ -97,10 +108,42 @@ def write_weights(model: nn.Module, folder: str, name: str, dtype: torch.dtype |
     scratch = Path(folder) / f".{name}.export"
     (written,) = rg.export(scratch, model, file_size=2**62, dtype=dtype)
     target = Path(folder) / name
+    _by_first_rank(f"save_16bit_model({str(target)!r})", partial(_as_one_file, model, written, target))
+
+
+def _as_one_file(model: nn.Module, written: Path, target: Path) -> None:
+    if target.suffix == _SAFETENSORS:
+        os.replace(written, target)
+    else:
+        torch.save(_with_all_names(load_file(written), model), target)
+    shutil.rmtree(written.parent)
+
+
+def _with_all_names(weights: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
+    """Give tied parameters all their names, as a state dict has them. (Files of safetensors have one of them.)"""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    for tied in names.values():
+        there = next(name for name in tied if name in weights)
+        weights |= dict.fromkeys(tied, weights[there])
+    return weights
+
+
+def _by_first_rank(what: str, do: Callable[[], T]) -> T:
+    """What the first rank does for all. If it raises, all ranks do, and none waits for it in vain."""
+    mine: Exception | None = None
+    told: list[Any] = [None, None]  # what came of it, and what went wrong
     if dist.get_rank() == 0:
-        if target.suffix == _SAFETENSORS:
-            os.replace(written, target)
-        else:
-            torch.save(load_file(written), target)
-        shutil.rmtree(scratch)
-    dist.barrier()
+        try:
+            told[0] = do()
+        except Exception as error:
+            mine = error
+            told[1] = f"{type(error).__name__}: {error}"
+    dist.broadcast_object_list(told, 0)
+    if mine is not None:
+        raise mine
+    if told[1] is not None:
+        raise rg.CheckpointError(f"{what} failed on rank 0: {told[1]}")
+    found: T = told[0]
+    return found

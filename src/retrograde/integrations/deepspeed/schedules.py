@@ -211,7 +211,8 @@ class Scheduled(LRScheduler):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.last_epoch = state_dict["last_batch_iteration"] + 1
-        for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
+        self._last_lr = self.get_lr()
+        for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
             group["lr"] = rate
 
 
