@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from retrograde.transport import ThreadRanks
 from tests import threads
@@ -73,3 +73,45 @@ def test_a_hook_that_raises_leaves_the_other_gradients(place: int, raises: tuple
         for (first, again), param in zip(grads, plain.parameters(), strict=True):
             assert first is not None and torch.equal(first, param.grad)  # type: ignore[arg-type]
             assert again is not None and torch.equal(again, param.grad)  # type: ignore[arg-type]
+
+
+def _counting(param: Tensor, name: str, how: str, ran: list[str], raises: bool) -> None:
+    def hook(grad: Tensor) -> None:
+        ran.append(name)
+        if raises:
+            raise Stop(name)
+
+    if how == "before":
+        param.register_hook(hook)
+    else:
+        param.register_post_accumulate_grad_hook(hook)
+
+
+@pytest.mark.parametrize("how", ("before", "after"))
+@pytest.mark.parametrize("places", ((0,), (1,), (3,), (1, 2)))
+def test_a_hook_that_raises_leaves_the_gradients_of_its_unit(places: tuple[int, ...], how: str) -> None:
+    """All parameters are of one unit. Each hook runs once, the first error is raised, and only a tensor hook keeps the
+    gradient of its own parameter from coming, as in torch."""
+    models, hooked = chains(3), sorted({0, 2, *places})
+    plain = models.pop()
+    plain(torch.ones(2, 4)).sum().backward()
+
+    def program(ranks: ThreadRanks) -> tuple[list[str], dict[str, Tensor | None]]:
+        model = models[ranks.rank]
+        engine = sharded(ranks, model, units=[nn.Sequential], timeout=5.0)
+        ran: list[str] = []
+        for place in hooked:
+            _counting(model.get_parameter(f"{place}.weight"), str(place), how, ran, place in places)
+        with pytest.raises(Stop) as raised, engine.coalesce():
+            model(torch.ones(2, 4)).sum().backward()
+        assert str(raised.value) == next(each for each in ran if int(each) in places)
+        return sorted(ran), engine.full_grads()
+
+    for ran, grads in threads.run(2, program):
+        assert ran == list(map(str, hooked))
+        for place, param in enumerate(plain.parameters()):
+            grad = grads[f"{place}.weight"]
+            if how == "before" and place in places:
+                assert grad is None
+            else:
+                assert grad is not None and torch.equal(grad, param.grad)  # type: ignore[arg-type]

@@ -30,6 +30,7 @@ from retrograde.pages import FullTensor, Pager, Unit, alive
 from retrograde.torch_internals import (
     Fate,
     fate_of,
+    has_hooks,
     raw_grad,
     run_after_all_else,
     run_as_soon_as_ready,
@@ -54,6 +55,7 @@ class UnitGraph:
         self.flow = flow
         self.agreement = agreement
         self.arrived = [False] * len(unit.leaves)  # which leaves the last run of Pack had a gradient for
+        self.hooks_ran: set[int] = set()  # in a delivery: the leaves whose hooks have been called, also if one raised
         self._pager = pager
         self._delivering: tuple[bool, ...] | None = None
         self._flat: torch.Tensor | None = None
@@ -174,7 +176,29 @@ class UnitGraph:
 
     # ---- outside of a backward
     def deliver(self, total: torch.Tensor, wanted: tuple[bool, ...]) -> None:
-        """Run Pack for a gradient that no backward of this rank brings."""
+        """Run Pack for a gradient that no backward of this rank brings. A hook that raises ends its run: the parameters
+        without hooks have been served before, and those whose hooks have not run are served by another. The first error
+        is raised at the end."""
+        hooked = tuple(map(has_hooks, self.unit.leaves))
+        self._run_pack(total, _those(wanted, unless=hooked))
+        left, errors = _those(wanted, unless=tuple(not each for each in hooked)), []
+        while any(left):
+            self.hooks_ran = set()
+            try:
+                self._run_pack(total, left)
+                break
+            except Exception as error:
+                errors.append(error)
+                if not self.hooks_ran:
+                    break  # it was no hook that raised
+                left = tuple(each and slot not in self.hooks_ran for slot, each in enumerate(left))
+        if errors:
+            raise errors[0]
+
+    def _run_pack(self, total: torch.Tensor, wanted: tuple[bool, ...]) -> None:
+        """Run Pack for these parameters, if there are any."""
+        if not any(wanted):
+            return
         assert self._flat is not None
         self._delivering = wanted
         try:
@@ -192,6 +216,10 @@ class UnitGraph:
             shard = shard.to(self.unit.page.device)
         present = [index == slot for index in range(len(self.unit.leaves))]
         return _Regather.apply(self, present, shard)[slot]  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _those(wanted: tuple[bool, ...], unless: tuple[bool, ...]) -> tuple[bool, ...]:
+    return tuple(each and not other for each, other in zip(wanted, unless, strict=True))
 
 
 class _Pack(torch.autograd.Function):

@@ -70,7 +70,6 @@ class Unit:
         masters: torch.Tensor | None = None,
     ) -> None:
         """`memory` is the shard, or the whole page with the shard inside it when pages stay (or there is one shard).
-
         With `masters`, these are the shard, in another dtype or elsewhere, and `memory` is their source (source.py)."""
         self.index = index
         self.name = name

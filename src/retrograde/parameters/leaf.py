@@ -162,6 +162,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
         def run(grad: torch.Tensor | None) -> Any:
             if grad is None:
                 return None
+            self.owner.note_hooks(self.place)
             # Not as something computed, which a view makes whole: it is autograd's own tensor, and goes on from here.
             given = become(grad, ShardedTensor, self._owner, self.place, self._shape)
             with with_torch_function():
@@ -178,6 +179,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
         def arrived(leaf: torch.Tensor) -> None:
             with with_torch_function():
                 if self.owner.gradient_arrived(self.place):
+                    self.owner.note_hooks(self.place)
                     hook(leaf)
 
         with without_torch_function():
