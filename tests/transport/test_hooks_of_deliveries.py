@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from retrograde.parameters.sharded_tensor import ShardedTensor
 from retrograde.transport import ThreadRanks
 from tests import threads
 from tests.transport.chains import BLOCKS, Stop, chains, sharded, stop
@@ -115,3 +117,27 @@ def test_a_hook_that_raises_leaves_the_gradients_of_its_unit(places: tuple[int, 
                 assert grad is None
             else:
                 assert grad is not None and torch.equal(grad, param.grad)  # type: ignore[arg-type]
+
+
+def test_a_step_asks_no_parameter_for_its_hooks_by_a_function_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each question that reaches the class of a parameter costs microseconds, and there may be thousands of both."""
+    asked: list[str] = []
+    (model,) = chains(1)
+
+    def program(ranks: ThreadRanks) -> None:
+        sharded(ranks, model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        serve = ShardedTensor.__torch_function__
+
+        def counted(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            asked.append(str(func))
+            return serve(func, types, args, kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ShardedTensor, "__torch_function__", classmethod(counted))
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        assert model.get_parameter("0.weight").grad.abs().sum() > 0
+
+    threads.run(1, program)
+    assert asked == []

@@ -30,7 +30,6 @@ from retrograde.pages import FullTensor, Pager, Unit, alive
 from retrograde.torch_internals import (
     Fate,
     fate_of,
-    has_hooks,
     raw_grad,
     run_after_all_else,
     run_as_soon_as_ready,
@@ -179,9 +178,9 @@ class UnitGraph:
         """Run Pack for a gradient that no backward of this rank brings. A hook that raises ends its run: the parameters
         without hooks have been served before, and those whose hooks have not run are served by another. The first error
         is raised at the end."""
-        hooked = tuple(map(has_hooks, self.unit.leaves))
-        self._run_pack(total, _those(wanted, unless=hooked))
-        left, errors = _those(wanted, unless=tuple(not each for each in hooked)), []
+        hooked = self.unit.hooked_slots()
+        self._run_pack(total, tuple(each and not hook for each, hook in zip(wanted, hooked, strict=True)))
+        left, errors = tuple(each and hook for each, hook in zip(wanted, hooked, strict=True)), []
         while any(left):
             self.hooks_ran = set()
             try:
@@ -216,10 +215,6 @@ class UnitGraph:
             shard = shard.to(self.unit.page.device)
         present = [index == slot for index in range(len(self.unit.leaves))]
         return _Regather.apply(self, present, shard)[slot]  # type: ignore[no-any-return, no-untyped-call]
-
-
-def _those(wanted: tuple[bool, ...], unless: tuple[bool, ...]) -> tuple[bool, ...]:
-    return tuple(each and not other for each, other in zip(wanted, unless, strict=True))
 
 
 class _Pack(torch.autograd.Function):

@@ -24,7 +24,7 @@ from retrograde.pages.full_tensor import FullTensor
 from retrograde.pages.page import Page
 from retrograde.pages.pool import BufferPool
 from retrograde.pages.source import CastCopy, masters_after_edit
-from retrograde.torch_internals import has_hooks, version_of
+from retrograde.torch_internals import has_hooks, version_of, without_torch_function
 from retrograde.transport import Work
 
 
@@ -145,7 +145,12 @@ class Unit:
     @property
     def hooked(self) -> bool:
         """Does somebody wait for the gradients of this unit in the backward that brings them?"""
-        return any(map(has_hooks, self.leaves))
+        return True in self.hooked_slots()
+
+    def hooked_slots(self) -> list[bool]:
+        """Which leaves have hooks. Asked at every step, so the leaves' class is not asked what that means."""
+        with without_torch_function():
+            return list(map(has_hooks, self.leaves))
 
     def flat(self) -> torch.Tensor:
         """The shard as the graph has it: on the device. Where that has no such memory, a tensor without any."""
