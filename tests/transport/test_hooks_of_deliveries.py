@@ -141,3 +141,23 @@ def test_a_step_asks_no_parameter_for_its_hooks_by_a_function_of_torch(monkeypat
 
     threads.run(1, program)
     assert asked == []
+
+
+@pytest.mark.parametrize("before", (True, False), ids=("before shard()", "after"))
+def test_a_hook_after_accumulation_returns_nothing(before: bool) -> None:
+    """torch says so of one that does; `lambda p: p.grad.mul_(2)` is one."""
+    (model,) = chains(1)
+    param = model.get_parameter("0.weight")
+
+    def program(ranks: ThreadRanks) -> str:
+        if before:
+            param.register_post_accumulate_grad_hook(lambda param: param.grad.mul_(2))
+        sharded(ranks, model)
+        if not before:
+            param.register_post_accumulate_grad_hook(lambda param: param.grad.mul_(2))
+        with pytest.raises(RuntimeError) as raised:
+            model(torch.ones(2, 4)).sum().backward()
+        return str(raised.value)
+
+    (said,) = threads.run(1, program)
+    assert "post accumulate grad hooks should return None" in said

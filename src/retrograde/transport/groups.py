@@ -55,8 +55,8 @@ REPLICATE, SHARD = "replicate", "shard"
 
 
 def group_of_replicas(mesh: DeviceMesh, name: str, error: Refusal) -> dist.ProcessGroup:
-    """The group of all ranks of a mesh (replicate, shard), by the backend that it has for shards. All of them call this,
-    if that is not the default group."""
+    """The group of all ranks of a mesh (replicate, shard), by the backend that it has for shards. All of them
+    call this, if that is not the default group."""
     _check_dimensions(mesh, name, error)
     if mesh.get_coordinate() is None:
         raise error(f"{name} has ranks {mesh.mesh.tolist()} and not rank {dist.get_rank()}; give a mesh with this rank")
