@@ -76,12 +76,7 @@ def _constructors_can_be_asked() -> None:
     try:
         ask_in_constructors(AskedClass)
         asked = [torch.tensor(data=given), torch.as_tensor(given, dtype=torch.double), torch.asarray(given, copy=True)]
-        asked += [
-            tiny().new_tensor(given),
-            tiny().new(given),
-            torch.to_dlpack(given),
-            torch.utils.dlpack.to_dlpack(given),
-        ]
+        asked += [getattr(tiny() if holder is torch.Tensor else holder, name)(given) for holder, name in _COPYING]
         kept = torch.as_tensor(given, device="cpu")
         with torch.device("meta"):
             where = [made.device.type for made in (torch.tensor(1), torch.as_tensor([1]), torch.asarray([1]))]
