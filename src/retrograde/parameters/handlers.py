@@ -65,14 +65,6 @@ def like(call: Call) -> Any:
     return _derived(made, call.first, call.args)
 
 
-def made(call: Call) -> Any:
-    """Make a tensor like the first argument, of which only dtype and device count, from the whole of the others."""
-    first, *rest = call.args
-    rest, values = wholes([rest, list(call.kwargs.values())], call.name)
-    with without_torch_function():
-        return call.func(first, *rest, **dict(zip(call.kwargs, values, strict=True)))
-
-
 def on_pieces(call: Call) -> Any:
     args, kwargs = _aligned(call, call.first)
     with without_torch_function():
@@ -362,7 +354,6 @@ HANDLERS: dict[Route, Callable[[Call], Any]] = {
     Route.SHAPE: of_shape,
     Route.ELEMENTS: on_pieces,
     Route.LIKE: like,
-    Route.MADE: made,
     Route.CONVERTED: like,
     Route.DRAWN: drawn,
     Route.RESHAPED: reshaped,

@@ -33,7 +33,6 @@ class Route(Enum):
     SHAPE = "answered by the whole's shape"
     ELEMENTS = "on this rank's piece; the result is sharded"
     LIKE = "a new sharded tensor of the same shape"
-    MADE = "a plain tensor of its dtype and device; sharded data is made whole first"
     CONVERTED = "this rank's piece, as another dtype; what it is converted like is only looked at"
     DRAWN = "drawn for the whole, as on one device; each rank keeps its piece"
     RESHAPED = "the same memory under another shape, still sharded"
@@ -71,7 +70,6 @@ _rows(
 )
 _rows(Route.WHOLE, "__float__ __int__ __bool__ __complex__ __index__ __format__ view_as_real view_as_complex")
 _rows(Route.WHOLE, "__dlpack__ argmax argmin tensor as_tensor asarray")
-_rows(Route.MADE, "new_tensor")
 _rows(Route.CONVERTED, "to type_as")
 _rows(Route.DRAWN, "normal_ uniform_ bernoulli_ exponential_ cauchy_ geometric_ log_normal_ random_")
 _rows(Route.DRAWN, "rand_like randn_like randint_like")
@@ -236,7 +234,7 @@ class Call(NamedTuple):
 # Names of a first argument. Of two that a function has (`where(condition, input)`, `dot(input, tensor)`), the first one
 # is before the other here.
 _FIRST = ("condition", "sorted_sequence", "input", "self", "tensor", "tensors", "data", "obj")
-_FIXED = {Route.MEMORY, Route.SHAPE, Route.LIKE, Route.MADE, Route.REFUSED, Route.UNSCALED, Route.GRADIENTS}
+_FIXED = {Route.MEMORY, Route.SHAPE, Route.LIKE, Route.REFUSED, Route.UNSCALED, Route.GRADIENTS}
 # Routes of calls whose first argument is plain: the sharded one only gives a shape or a dtype.
 _OF_THE_FIRST = {Route.RESHAPED: Route.SHAPE, Route.CONVERTED: Route.MEMORY}
 

@@ -12,8 +12,6 @@ from retrograde.torch_internals.probes import When, expect, find, probe, tiny
 CONSTRUCTORS = {"tensor": False, "as_tensor": True, "asarray": True}  # may it return what it is given?
 # Others that copy or give out what they are given: where their names are, and these.
 _COPYING: tuple[tuple[Any, str], ...] = (
-    (torch.Tensor, "new_tensor"),
-    (torch.Tensor, "new"),
     (torch, "to_dlpack"),
     (torch.utils.dlpack, "to_dlpack"),
 )
@@ -21,8 +19,8 @@ _constructors: Callable[[], set[Any]] = find("torch.utils._device:_device_constr
 
 
 def ask_in_constructors(cls: type[torch.Tensor]) -> None:
-    """Have `torch.tensor`, `torch.as_tensor`, `torch.asarray`, `new_tensor`, `new` and `to_dlpack` ask this class of
-    tensors, as other functions do.
+    """Have `torch.tensor`, `torch.as_tensor`, `torch.asarray` and `to_dlpack` ask this class of tensors, as other
+    functions do.
 
     `torch.device(...)` as a context, TorchScript and Dynamo know functions by their identity. They must still know
     these."""
@@ -62,7 +60,7 @@ def _asking(original: Callable[..., Any], cls: type[torch.Tensor], may_return: b
 )
 def _constructors_can_be_asked() -> None:
     """Assumes: `torch.tensor`, `torch.as_tensor` and `torch.asarray` are names in torch that can be given to others,
-    as are `new_tensor` and `new` of its tensors, and `to_dlpack`; `as_tensor` returns a tensor that needs no change;
+    as is `to_dlpack`; `as_tensor` returns a tensor that needs no change;
     and a context of a device still knows what is behind them."""
 
     class AskedClass(torch.Tensor):
@@ -76,7 +74,7 @@ def _constructors_can_be_asked() -> None:
     try:
         ask_in_constructors(AskedClass)
         asked = [torch.tensor(data=given), torch.as_tensor(given, dtype=torch.double), torch.asarray(given, copy=True)]
-        asked += [getattr(tiny() if holder is torch.Tensor else holder, name)(given) for holder, name in _COPYING]
+        asked += [getattr(holder, name)(given) for holder, name in _COPYING]
         kept = torch.as_tensor(given, device="cpu")
         with torch.device("meta"):
             where = [made.device.type for made in (torch.tensor(1), torch.as_tensor([1]), torch.asarray([1]))]
@@ -86,7 +84,7 @@ def _constructors_can_be_asked() -> None:
             setattr(torch, name, function)
         for holder, name, function in copying:
             setattr(holder, name, function)
-    names = [*CONSTRUCTORS, "new_tensor", "new", "_to_dlpack", "_to_dlpack"]
+    names = [*CONSTRUCTORS, "_to_dlpack", "_to_dlpack"]
     expect(asked, names, "what a class of tensors is asked")
     expect(kept is given, True, "whether as_tensor() returns what it is given")
     expect(where, ["meta"] * 3, "where they make tensors in a context of a device")
