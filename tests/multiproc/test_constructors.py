@@ -22,6 +22,8 @@ COPIES: dict[str, Callable[[Tensor], Any]] = {
     "torch.tensor, by name": lambda tensor: torch.tensor(data=tensor, dtype=torch.double),
     "torch.as_tensor, as double": lambda tensor: torch.as_tensor(tensor, dtype=torch.double),
     "torch.asarray, a copy": lambda tensor: torch.asarray(tensor, copy=True),
+    "to_dlpack": lambda tensor: torch.from_dlpack(torch.to_dlpack(tensor.detach())),
+    "torch.utils.dlpack": lambda tensor: torch.from_dlpack(torch.utils.dlpack.to_dlpack(tensor.detach())),
     "numpy.asarray": lambda tensor: np.asarray(tensor.detach()),
     "numpy.array, as double": lambda tensor: np.array(tensor.detach(), dtype=np.float64),
     "numpy()": lambda tensor: tensor.detach().numpy(),

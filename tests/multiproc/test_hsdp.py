@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import retrograde as rg
+from retrograde.transport.groups import group_of_replicas
 from tests.harness import RankError, Ranks
 from tests.meshes import mesh_of
 from tests.multiproc.replicas import DIFFERENT, REPLICAS, TIMEOUT, WORLD, MeshTwin
@@ -323,3 +324,33 @@ def _raises(rank: int, world: int, at: int) -> str:
 def test_who_diverges_is_named_in_all_replicas(ranks: Ranks, at: int) -> None:
     for told in ranks(WORLD).run(_raises, at):
         assert f"rank {at} is at a value over all ranks (the gradient of head.weight)" in told
+
+
+# ---- a mesh with another backend than the default group's
+def _second(store: dist.Store, rank: int, size: int, timeout: Any) -> dist.ProcessGroup:
+    return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+
+
+def _of_another_backend(rank: int, world: int) -> tuple[list[str], bool]:
+    """The backends of the groups over which a mesh's replicas go, with and without an override; and are the ranks'
+    gradients equal that they have added up?"""
+    if not hasattr(dist.Backend, "SECOND"):
+        dist.Backend.register_backend("second", _second, devices=["cpu"])
+    found, sums = [], []
+    for override in (None, {"replicate": "second", "shard": "second"}):
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"), backend_override=override)
+        group = group_of_replicas(mesh, "mesh", rg.ShardingError)
+        found.append(dist.get_backend_config(group))
+        model = build()
+        engine = rg.shard(model, 2, mesh=mesh, transport="collective", timeout=TIMEOUT)
+        loss_of(model, batch(rank)).backward()
+        sums.append(engine.full_grad("head.weight"))
+        assert group is dist.group.WORLD or override is not None
+        dist.barrier()
+    return found, torch.equal(*sums)
+
+
+def test_replicas_go_by_the_backend_of_their_mesh(ranks: Ranks) -> None:
+    for found, same in ranks(2).run(_of_another_backend):
+        assert "second" not in found[0] and found[1] == "cpu:second"
+        assert same

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import retrograde as rg
 from tests.harness import Ranks
 from tests.multiproc.idioms import Idiom, Loss, batch, both, net, sgd, weight
-from tests.stages import EACH_STAGE
+from tests.stages import EACH_STAGE, OPPOSITE_STAGES
 
 
 def held_over_steps(model: nn.Module, loss: Loss) -> Tensor:
@@ -393,3 +393,41 @@ def test_what_views_of_gradients_are_not_for(ranks: Ranks) -> None:
         assert len(said) == 4
         assert all(each.startswith(f"rank {rank}: parameter 1.0.weight: a view of its gradient") for each in said)
         assert all("take the view anew" in each for each in said)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.1))
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale * self.weight
+
+
+def _beside_no_dimensions(model: nn.Module) -> list[Tensor]:
+    """What a gradient without dimensions gives beside tensors without dimensions, which decide the dtype with it."""
+    model(torch.full((3,), 1 / 3)).pow(2).sum().backward()
+    p = model.get_parameter("scale")
+    third, whole = torch.tensor(1 / 3, dtype=torch.float64), torch.tensor(3)
+    found = [p.grad * third, third / p.grad, torch.add(p.grad, third, alpha=2), p.grad * whole, p.grad * (1 / 3)]
+    found += [torch.where(p.grad > 0, p.grad, third), *torch._foreach_mul([p.grad], [third]), p.detach() * third]
+    found += [p.grad.clone().mul_(third), model.get_parameter("weight").grad * third]
+    return [each.full_tensor() if hasattr(each, "full_tensor") else each for each in found]
+
+
+def _differ_beside_no_dimensions(rank: int, world: int, stage: int) -> list[str]:
+    model = Scaled()
+    rg.shard(model, stage)
+    pairs = list(zip(_beside_no_dimensions(model), _beside_no_dimensions(Scaled()), strict=True))
+    dist.barrier()
+    return [f"{ours} instead of {torchs}" for ours, torchs in pairs if not _same(ours, torchs)]
+
+
+def _same(ours: Tensor, torchs: Tensor) -> bool:
+    return ours.dtype is torchs.dtype and torch.equal(ours, torchs)
+
+
+@OPPOSITE_STAGES
+def test_dtypes_beside_what_has_no_dimensions(ranks: Ranks, stage: int) -> None:
+    assert ranks(2).run(_differ_beside_no_dimensions, stage) == [[], []]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from retrograde.parameters.sharded_tensor import ShardedTensor
 from retrograde.transport import ThreadRanks
 from tests import threads
 from tests.transport.chains import BLOCKS, Stop, chains, sharded, stop
@@ -73,3 +75,89 @@ def test_a_hook_that_raises_leaves_the_other_gradients(place: int, raises: tuple
         for (first, again), param in zip(grads, plain.parameters(), strict=True):
             assert first is not None and torch.equal(first, param.grad)  # type: ignore[arg-type]
             assert again is not None and torch.equal(again, param.grad)  # type: ignore[arg-type]
+
+
+def _counting(param: Tensor, name: str, how: str, ran: list[str], raises: bool) -> None:
+    def hook(grad: Tensor) -> None:
+        ran.append(name)
+        if raises:
+            raise Stop(name)
+
+    if how == "before":
+        param.register_hook(hook)
+    else:
+        param.register_post_accumulate_grad_hook(hook)
+
+
+@pytest.mark.parametrize("how", ("before", "after"))
+@pytest.mark.parametrize("places", ((0,), (1,), (3,), (1, 2)))
+def test_a_hook_that_raises_leaves_the_gradients_of_its_unit(places: tuple[int, ...], how: str) -> None:
+    """All parameters are of one unit. Each hook runs once, the first error is raised, and only a tensor hook keeps the
+    gradient of its own parameter from coming, as in torch."""
+    models, hooked = chains(3), sorted({0, 2, *places})
+    plain = models.pop()
+    plain(torch.ones(2, 4)).sum().backward()
+
+    def program(ranks: ThreadRanks) -> tuple[list[str], dict[str, Tensor | None]]:
+        model = models[ranks.rank]
+        engine = sharded(ranks, model, units=[nn.Sequential], timeout=5.0)
+        ran: list[str] = []
+        for place in hooked:
+            _counting(model.get_parameter(f"{place}.weight"), str(place), how, ran, place in places)
+        with pytest.raises(Stop) as raised, engine.coalesce():
+            model(torch.ones(2, 4)).sum().backward()
+        assert str(raised.value) == next(each for each in ran if int(each) in places)
+        return sorted(ran), engine.full_grads()
+
+    for ran, grads in threads.run(2, program):
+        assert ran == list(map(str, hooked))
+        for place, param in enumerate(plain.parameters()):
+            grad = grads[f"{place}.weight"]
+            if how == "before" and place in places:
+                assert grad is None
+            else:
+                assert grad is not None and torch.equal(grad, param.grad)  # type: ignore[arg-type]
+
+
+def test_a_step_asks_no_parameter_for_its_hooks_by_a_function_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each question that reaches the class of a parameter costs microseconds, and there may be thousands of both."""
+    asked: list[str] = []
+    (model,) = chains(1)
+
+    def program(ranks: ThreadRanks) -> None:
+        sharded(ranks, model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        serve = ShardedTensor.__torch_function__
+
+        def counted(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            asked.append(str(func))
+            return serve(func, types, args, kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ShardedTensor, "__torch_function__", classmethod(counted))
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        assert model.get_parameter("0.weight").grad.abs().sum() > 0
+
+    threads.run(1, program)
+    assert asked == []
+
+
+@pytest.mark.parametrize("before", (True, False), ids=("before shard()", "after"))
+def test_a_hook_after_accumulation_returns_nothing(before: bool) -> None:
+    """torch says so of one that does; `lambda p: p.grad.mul_(2)` is one."""
+    (model,) = chains(1)
+    param = model.get_parameter("0.weight")
+
+    def program(ranks: ThreadRanks) -> str:
+        if before:
+            param.register_post_accumulate_grad_hook(lambda param: param.grad.mul_(2))
+        sharded(ranks, model)
+        if not before:
+            param.register_post_accumulate_grad_hook(lambda param: param.grad.mul_(2))
+        with pytest.raises(RuntimeError) as raised:
+            model(torch.ones(2, 4)).sum().backward()
+        return str(raised.value)
+
+    (said,) = threads.run(1, program)
+    assert "post accumulate grad hooks should return None" in said

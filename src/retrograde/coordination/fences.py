@@ -109,6 +109,7 @@ class WriteFence:
             self._written = self._streams.current().record()
             unit.edits.end()
             unit.version_at_rest += version_of(piece) - version  # the edit was reported: it is not stray
+            unit.outdate((slot,))
 
     def advance(self, phase: WritePhase) -> None:
         """Pass a fence together with all ranks: they may write from now on, whatever each came for."""

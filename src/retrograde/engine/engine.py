@@ -37,7 +37,6 @@ from retrograde.gradients import (
 from retrograde.layout import Grid, Policy, parse_bytes
 from retrograde.ledger import Ledger
 from retrograde.pages import BufferPool, PageGathering, Pager, SavedTensors, Unit
-from retrograde.pages.full_tensor import FullTensor
 from retrograde.parameters import Owner, ShardedParameter
 from retrograde.parameters.casting import CastAround, cast_around
 from retrograde.parameters.part import together
@@ -276,7 +275,7 @@ class Engine:
                 )
             for index, slot in enumerate(unit.layout.slots):
                 self.pager.visit(unit, following)
-                shown = FullTensor.of(slot.full(unit.page.memory[slot.offset : slot.end]), unit, index)
+                shown = unit.outside_graph(index)
                 yield slot.name, shown
                 # A loop holds it until it has the next one, and would hold the page beside those that come.
                 set_data(shown, torch.empty(0, dtype=shown.dtype, device=shown.device))

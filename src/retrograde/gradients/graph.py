@@ -54,6 +54,7 @@ class UnitGraph:
         self.flow = flow
         self.agreement = agreement
         self.arrived = [False] * len(unit.leaves)  # which leaves the last run of Pack had a gradient for
+        self.hooks_ran: set[int] = set()  # in a delivery: the leaves whose hooks have been called, also if one raised
         self._pager = pager
         self._delivering: tuple[bool, ...] | None = None
         self._flat: torch.Tensor | None = None
@@ -174,7 +175,29 @@ class UnitGraph:
 
     # ---- outside of a backward
     def deliver(self, total: torch.Tensor, wanted: tuple[bool, ...]) -> None:
-        """Run Pack for a gradient that no backward of this rank brings."""
+        """Run Pack for a gradient that no backward of this rank brings. A hook that raises ends its run: the parameters
+        without hooks have been served before, and those whose hooks have not run are served by another. The first error
+        is raised at the end."""
+        hooked = self.unit.hooked_slots()
+        self._run_pack(total, tuple(each and not hook for each, hook in zip(wanted, hooked, strict=True)))
+        left, errors = tuple(each and hook for each, hook in zip(wanted, hooked, strict=True)), []
+        while any(left):
+            self.hooks_ran = set()
+            try:
+                self._run_pack(total, left)
+                break
+            except Exception as error:
+                errors.append(error)
+                if not self.hooks_ran:
+                    break  # it was no hook that raised
+                left = tuple(each and slot not in self.hooks_ran for slot, each in enumerate(left))
+        if errors:
+            raise errors[0]
+
+    def _run_pack(self, total: torch.Tensor, wanted: tuple[bool, ...]) -> None:
+        """Run Pack for these parameters, if there are any."""
+        if not any(wanted):
+            return
         assert self._flat is not None
         self._delivering = wanted
         try:

@@ -20,10 +20,6 @@ class EditLog:
         """Was this parameter edited since the last fence?"""
         return slot in self._before
 
-    @property
-    def empty(self) -> bool:
-        return not self._before
-
     def begin(self, slot: int, piece: torch.Tensor) -> None:
         self._before[slot] = piece.clone()
 

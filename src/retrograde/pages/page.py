@@ -21,9 +21,8 @@ Rule 1: a page is dropped only when nothing but the page itself refers to its me
 Rule 2: only the functions below change the state. A transition that is not in the drawing raises.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
-from typing import NamedTuple
 
 import torch
 
@@ -53,15 +52,6 @@ _NEXT = {
     PageState.AT_HOME: {PageState.LOADING},
 }
 
-
-class Edits(NamedTuple):
-    """Full tensors that were edited. Those of frozen parameters share the counter of the page itself."""
-
-    slots: list[int]
-    of_frozen: bool
-
-
-NO_EDITS = Edits([], False)
 
 ReadShards = Callable[[torch.Tensor], Work]  # starts reading all shards into the memory of a page
 
@@ -166,7 +156,7 @@ class Page:
         self._work = None
         self._become(PageState.AT_HOME if self.home else PageState.READY)
         self._show(list(self._layout.views(self.memory)))
-        self.outdate()
+        self.note_edits()
 
     def drop(self) -> None:
         """Let go of the page's memory, which nobody holds."""
@@ -186,28 +176,28 @@ class Page:
         self._own_references = storage_users(self.memory) + len(self.full_tensors)
 
     # ---- edits through full tensors
-    def outdate(self) -> None:
-        """Make what was saved of the memory so far without a handle stale: autograd refuses it."""
-        self._edits_seen = None  # another thread may look meanwhile
-        for full in self.full_tensors:
-            torch.autograd.graph.increment_version(full)
-        self.note_edits()
+    def outdate(self, slots: Iterable[int]) -> None:
+        """Make what was saved of these full tensors so far without a handle stale: autograd refuses it."""
+        seen, self._edits_seen = self._edits_seen, None  # another thread may look meanwhile
+        for slot in slots:
+            torch.autograd.graph.increment_version(self.full_tensors[slot])
+            if seen is not None:
+                seen[slot] += 1
+        self._edits_seen = seen
 
     def note_edits(self) -> None:
         """Take all edits so far as known: they have been written back, or are no edits of a user's."""
         self._edits_seen = self._edit_counters()
 
     def _edit_counters(self) -> list[int]:
-        return [*map(version_of, self.full_tensors), version_of(self.memory)]
+        return list(map(version_of, self.full_tensors))
 
-    def edits(self) -> Edits:
+    def edits(self) -> list[int]:
         """The full tensors that were edited since edits were last noted."""
         seen = self._edits_seen
         if not self.ready or seen is None:
-            return NO_EDITS
-        now = self._edit_counters()
-        slots = [slot for slot in range(len(self.full_tensors)) if now[slot] != seen[slot]]
-        return Edits(slots, now[-1] != seen[-1])
+            return []
+        return [slot for slot, now in enumerate(self._edit_counters()) if now != seen[slot]]
 
     def own_part(self, slot: int) -> torch.Tensor:
         """What this rank owns of a parameter, as it is in the page."""

@@ -230,8 +230,8 @@ class Pager:
         self._current = None
         self._masters = None
         for unit in list(self._resident):
-            if unit.page.ready and not unit.valid:
-                unit.page.outdate()
+            if not unit.valid:
+                unit.outdate(range(len(unit.leaves)))
             if not unit.valid or self._policy.resident == 0:
                 self._drop(unit)
         self._pool.trim()

@@ -3,11 +3,14 @@
 Rule 1: a page is valid while the leaves' version counters are those it was read at.
 Rule 2: an edit of a full tensor is written back to the shard, by whoever notices it first: the full tensor itself
         (full_tensor.py), or the next look at the counters (`write_back_edits`).
+Rule 3: a graph that has a full tensor or a view of one without a handle asks the full tensor's version counter, which
+        is that of all tensors that show the parameter. So that counter moves once for each change of the leaf, and
+        only then: not when the page is loaded again for the sake of another parameter.
 """
 
 import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -21,7 +24,7 @@ from retrograde.pages.full_tensor import FullTensor
 from retrograde.pages.page import Page
 from retrograde.pages.pool import BufferPool
 from retrograde.pages.source import CastCopy, masters_after_edit
-from retrograde.torch_internals import has_hooks, version_of
+from retrograde.torch_internals import has_hooks, version_of, without_torch_function
 from retrograde.transport import Work
 
 
@@ -67,7 +70,6 @@ class Unit:
         masters: torch.Tensor | None = None,
     ) -> None:
         """`memory` is the shard, or the whole page with the shard inside it when pages stay (or there is one shard).
-
         With `masters`, these are the shard, in another dtype or elsewhere, and `memory` is their source (source.py)."""
         self.index = index
         self.name = name
@@ -94,6 +96,7 @@ class Unit:
         self.page = Page(name, layout, self.rank, self._full_tensors(), memory if at_home else None, pool)
         self._coherence = coherence
         self._read_at: int | None = None  # the leaves' version that the page has, once it was read
+        self._graphs_know = list(map(version_of, self.pieces))  # changes up to here have made older graphs stale
 
     def _full_tensors(self) -> tuple[FullTensor, ...]:
         """Make the full tensors, each with a version counter of its own. The page gives them memory."""
@@ -142,7 +145,12 @@ class Unit:
     @property
     def hooked(self) -> bool:
         """Does somebody wait for the gradients of this unit in the backward that brings them?"""
-        return any(map(has_hooks, self.leaves))
+        return True in self.hooked_slots()
+
+    def hooked_slots(self) -> list[bool]:
+        """Which leaves have hooks. Asked at every step, so the leaves' class is not asked what that means."""
+        with without_torch_function():
+            return list(map(has_hooks, self.leaves))
 
     def flat(self) -> torch.Tensor:
         """The shard as the graph has it: on the device. Where that has no such memory, a tensor without any."""
@@ -158,8 +166,11 @@ class Unit:
         """The full tensor of a parameter; the page is ready."""
         if self.trained[slot]:
             return self.page.full_tensors[slot]
-        place = self.layout.slots[slot]
-        return FullTensor.of(place.full(self.page.memory[place.offset : place.end]), self, slot)
+        return self.outside_graph(slot)
+
+    def outside_graph(self, slot: int) -> FullTensor:
+        """The full tensor of a parameter in no graph: another tensor, of the same memory and version counter."""
+        return FullTensor.of(self.page.full_tensors[slot], self, slot)
 
     # ---- the page's life
     @_for_all_modes
@@ -188,6 +199,7 @@ class Unit:
     @_for_all_modes
     def finish_loading(self) -> None:
         self.page.finish()
+        self.outdate(range(len(self.leaves)))
 
     @_for_all_modes
     def whole_masters(self) -> torch.Tensor:
@@ -209,16 +221,25 @@ class Unit:
         self.page.drop()
         return True
 
+    # ---- graphs
+    def outdate(self, slots: Iterable[int]) -> None:
+        """Make stale what graphs have of these parameters without a handle, of those that have changed (Rule 3)."""
+        versions = {slot: version_of(self.pieces[slot]) for slot in slots}
+        changed = [slot for slot, version in versions.items() if version != self._graphs_know[slot]]
+        if not changed:
+            return
+        for slot in changed:
+            self._graphs_know[slot] = versions[slot]
+        self.page.outdate(changed)
+
     # ---- edits through full tensors
     def write_back_edits(self) -> None:
         """Write back edits that were not reported (through an alias of a full tensor)."""
-        edits = self.page.edits()
-        of_frozen = edits.of_frozen and not self.edited_alone
-        slots = [slot for slot in edits.slots if slot not in self.edited_alone]
-        if not slots and not of_frozen:
+        slots = [slot for slot in self.page.edits() if slot not in self.edited_alone]
+        if not slots:
             return
         self.page.note_edits()  # a fence looks for edits too
-        for slot in range(len(self.leaves)) if of_frozen else slots:
+        for slot in slots:
             with self._coherence.writing(f"an edit of {self.layout.slots[slot].name}", self, slot):
                 self.write_back(slot)
 
@@ -230,6 +251,7 @@ class Unit:
         # Where the page stays both are the same memory: nothing is copied, and the version moves all the same.
         piece.copy_(masters_after_edit(piece, edited) if self.has_masters else edited)
         self._read_at = self.version
+        self._graphs_know[slot] = version_of(piece)  # by the full tensor's own counter, which the edit has moved
         if self._cast is not None and self.stays:
             self._cast.keep_up(before, self.version)  # which is part of the page
         self.page.note_edits()
@@ -253,11 +275,8 @@ class Unit:
         nothing left of the values before."""
         if not self.stays:
             return None
-        edits = self.page.edits()
-        stray = [slot for slot in edits.slots if not self.edits.has(slot)]
-        if stray:
-            return self.layout.slots[stray[0]].name
-        return f"of unit {self.name}" if edits.of_frozen and self.edits.empty else None
+        stray = [slot for slot in self.page.edits() if not self.edits.has(slot)]
+        return self.layout.slots[stray[0]].name if stray else None
 
     def shard_after(self, edits: int, dtype: torch.dtype, stream: Stream) -> torch.Tensor:
         """A copy, made on `stream` in this dtype, of the shard as it was after so many edits. What was edited since, or

@@ -94,11 +94,14 @@ def _aligned(call: Call, to: Part) -> tuple[list[Any], dict[str, Any]]:
 
 
 def _beside(value: Any, part: Part) -> Any:
-    """Of a plain tensor in the whole's shape, those elements that this rank has of `part`. Other values stay."""
+    """Of a plain tensor in the whole's shape, those elements that this rank has of `part`. Other values stay.
+
+    One element is for all elements of the piece, and keeps its say in the dtype: what has no dimensions has as much as
+    a `part` without dimensions, whose piece has one."""
     if isinstance(value, Part) or not isinstance(value, torch.Tensor):
         return value
     if value.numel() == 1:
-        return value.detach().reshape((1,) if value.dim() else ())  # for all elements, with its say in the dtype
+        return value.detach().reshape((1,) if value.dim() or not part.dim() else ())
     return part.cut(value.detach().expand(part.shape))
 
 

@@ -45,7 +45,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
         if before:
             leaf.register_hook(lambda grad: _run_all(before, grad))
         if after:
-            leaf.register_post_accumulate_grad_hook(lambda leaf: _run_all(after, leaf))
+            leaf.register_post_accumulate_grad_hook(lambda leaf: _run_each(after, leaf))
 
     # ---- the piece and the whole
     @property
@@ -162,6 +162,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
         def run(grad: torch.Tensor | None) -> Any:
             if grad is None:
                 return None
+            self.owner.note_hooks(self.place)
             # Not as something computed, which a view makes whole: it is autograd's own tensor, and goes on from here.
             given = become(grad, ShardedTensor, self._owner, self.place, self._shape)
             with with_torch_function():
@@ -175,10 +176,12 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
         """Register a hook as torch's does. It runs when a reduced gradient has been added to `.grad`, which a window
         delays to its end."""
 
-        def arrived(leaf: torch.Tensor) -> None:
+        def arrived(leaf: torch.Tensor) -> Any:
+            if not self.owner.gradient_arrived(self.place):
+                return None
+            self.owner.note_hooks(self.place)
             with with_torch_function():
-                if self.owner.gradient_arrived(self.place):
-                    hook(leaf)
+                return hook(leaf)  # torch raises if it is anything
 
         with without_torch_function():
             return super().register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
@@ -219,3 +222,8 @@ def _run_all(hooks: dict[int, Callable[[torch.Tensor], Any]], grad: torch.Tensor
         if (changed := hook(grad)) is not None:
             grad = changed
     return grad
+
+
+def _run_each(hooks: dict[int, Callable[[torch.Tensor], Any]], leaf: torch.Tensor) -> Any:
+    """Run hooks up to the first that returns something, which is torch's to refuse."""
+    return next((found for found in (hook(leaf) for hook in list(hooks.values())) if found is not None), None)

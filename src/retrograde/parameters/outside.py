@@ -1,7 +1,7 @@
 """Refuses sharded tensors, by name, where torch hands a tensor to code that does not ask `__torch_function__`.
 
-`torch.tensor`, `torch.as_tensor` and `torch.asarray` do not ask it either. torch_internals makes them ask, and they get
-the whole.
+`torch.tensor`, `torch.as_tensor`, `torch.asarray` and `to_dlpack` do not ask it either.
+torch_internals makes them ask, and they get the whole.
 
 | this code                             | would, if it were given a piece,                        |
 |---------------------------------------|---------------------------------------------------------|

@@ -54,6 +54,10 @@ class Owner:
         """Did the last run of Pack have a gradient for this parameter?"""
         return self._graph.arrived[place]
 
+    def note_hooks(self, place: int) -> None:
+        """Note that the hooks of this parameter are called, which may raise."""
+        self._graph.hooks_ran.add(place)
+
     def regather(self, place: int, piece: torch.Tensor) -> torch.Tensor:
         """Gather the whole of a gradient that is part of a graph, in that graph."""
         return self._graph.regather(place, piece)

@@ -10,11 +10,17 @@ import torch
 from retrograde.torch_internals.probes import When, expect, find, probe, tiny
 
 CONSTRUCTORS = {"tensor": False, "as_tensor": True, "asarray": True}  # may it return what it is given?
+# Others that copy or give out what they are given: where their names are, and these.
+_COPYING: tuple[tuple[Any, str], ...] = (
+    (torch, "to_dlpack"),
+    (torch.utils.dlpack, "to_dlpack"),
+)
 _constructors: Callable[[], set[Any]] = find("torch.utils._device:_device_constructors")
 
 
 def ask_in_constructors(cls: type[torch.Tensor]) -> None:
-    """Have `torch.tensor`, `torch.as_tensor` and `torch.asarray` ask this class of tensors, as other functions do.
+    """Have `torch.tensor`, `torch.as_tensor`, `torch.asarray` and `to_dlpack` ask this class of tensors, as other
+    functions do.
 
     `torch.device(...)` as a context, TorchScript and Dynamo know functions by their identity. They must still know
     these."""
@@ -27,6 +33,8 @@ def ask_in_constructors(cls: type[torch.Tensor]) -> None:
         known = (scripted._builtin_table or {}).get(id(original))
         if known is not None:  # otherwise it is yet to look, by names
             scripted._register_builtin(asking, known)
+    for holder, name in _COPYING:
+        setattr(holder, name, _asking(getattr(holder, name), cls, may_return=False))
 
 
 def _asking(original: Callable[..., Any], cls: type[torch.Tensor], may_return: bool) -> Callable[..., Any]:
@@ -51,8 +59,9 @@ def _asking(original: Callable[..., Any], cls: type[torch.Tensor], may_return: b
     when=When.FIRST_USE,
 )
 def _constructors_can_be_asked() -> None:
-    """Assumes: `torch.tensor`, `torch.as_tensor` and `torch.asarray` are names in torch that can be given to others;
-    `as_tensor` returns a tensor that needs no change; and a context of a device still knows what is behind them."""
+    """Assumes: `torch.tensor`, `torch.as_tensor` and `torch.asarray` are names in torch that can be given to others,
+    as is `to_dlpack`; `as_tensor` returns a tensor that needs no change;
+    and a context of a device still knows what is behind them."""
 
     class AskedClass(torch.Tensor):
         @classmethod
@@ -60,10 +69,12 @@ def _constructors_can_be_asked() -> None:
             return func.__name__
 
     before = {name: vars(torch)[name] for name in CONSTRUCTORS}
+    copying = [(holder, name, getattr(holder, name)) for holder, name in _COPYING]
     given = tiny().as_subclass(AskedClass)
     try:
         ask_in_constructors(AskedClass)
         asked = [torch.tensor(data=given), torch.as_tensor(given, dtype=torch.double), torch.asarray(given, copy=True)]
+        asked += [getattr(holder, name)(given) for holder, name in _COPYING]
         kept = torch.as_tensor(given, device="cpu")
         with torch.device("meta"):
             where = [made.device.type for made in (torch.tensor(1), torch.as_tensor([1]), torch.asarray([1]))]
@@ -71,7 +82,10 @@ def _constructors_can_be_asked() -> None:
     finally:
         for name, function in before.items():
             setattr(torch, name, function)
-    expect(asked, list(CONSTRUCTORS), "what a class of tensors is asked")
+        for holder, name, function in copying:
+            setattr(holder, name, function)
+    names = [*CONSTRUCTORS, "_to_dlpack", "_to_dlpack"]
+    expect(asked, names, "what a class of tensors is asked")
     expect(kept is given, True, "whether as_tensor() returns what it is given")
     expect(where, ["meta"] * 3, "where they make tensors in a context of a device")
     expect(plain, [1, 2], "what is made of a list")

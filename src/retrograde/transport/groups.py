@@ -55,15 +55,19 @@ REPLICATE, SHARD = "replicate", "shard"
 
 
 def group_of_replicas(mesh: DeviceMesh, name: str, error: Refusal) -> dist.ProcessGroup:
-    """The group of all ranks of a mesh (replicate, shard). All of them call this, if it has not all ranks there are."""
+    """The group of all ranks of a mesh (replicate, shard), by the backend that it has for shards. All of them
+    call this, if that is not the default group."""
     _check_dimensions(mesh, name, error)
     if mesh.get_coordinate() is None:
         raise error(f"{name} has ranks {mesh.mesh.tolist()} and not rank {dist.get_rank()}; give a mesh with this rank")
     members = mesh.mesh.flatten().tolist()
-    if len(members) == dist.get_world_size():
-        assert dist.group.WORLD is not None
+    assert dist.group.WORLD is not None  # there is one while there are meshes
+    backend = dist.get_backend_config(mesh.get_group(1))
+    by_default = backend == dist.get_backend_config(dist.group.WORLD)
+    if by_default and len(members) == dist.get_world_size():
         return dist.group.WORLD
-    made = dist.new_group(members, use_local_synchronization=True, sort_ranks=False)
+    own = None if by_default else backend
+    made = dist.new_group(members, backend=own, use_local_synchronization=True, sort_ranks=False)
     assert isinstance(made, dist.ProcessGroup)
     return made
 
