@@ -118,6 +118,49 @@ def test_data_parallel_ranks_learn_of_it_too(ranks: Ranks) -> None:
     assert all(clean for _, clean in found)
 
 
+def watched(rank: int, world: int, schedule: str, at: str) -> tuple[str, str, list[str], bool]:
+    """The callback on rank 1 raises in its second step, then at every action that follows."""
+    torch.manual_seed(0)
+    model = [lin() for _ in range(8)]
+    pipe = rg.Pipeline(copy.deepcopy(model), schedule=schedule, microbatches=4, loss=F.mse_loss, timeout=10.0)
+    data = rows()
+    seen: list[str] = []
+
+    def told(action: Action) -> None:
+        seen.append(str(action))
+        if at in seen:
+            raise KeyError(f"told of {action}")
+
+    if rank == 1:
+        pipe.watch(told)
+    text, cause = "nothing was raised", ""
+    try:
+        pipe.step(*data.args, target=data.target)
+    except rg.PipelineError as error:
+        text, cause = str(error), repr(error.__cause__)
+    pipe.watch(None)
+    for p in pipe.parameters():
+        p.grad = None
+    pipe.step(*data.args, target=data.target)
+    plain_step(model, data, F.mse_loss, backward_order(pipe.schedule))
+    whole = dict(nn.ModuleList(model).named_parameters())
+    missed = [str(done.action) for done in pipe.trace] if rank == 1 else []
+    clean = all(torch.equal(p.grad, whole[name].grad) for name, p in pipe.named_parameters())
+    return text, cause, [each for each in missed if each not in seen], clean
+
+
+@pytest.mark.parametrize(
+    ("schedule", "at"), [("1f1b", "1F1"), ("1f1b", "1SEND_B3"), ("zb-h1", "1I0"), ("zb-v", "1RECV_F1")]
+)
+def test_a_callback_that_raises_fails_the_step(ranks: Ranks, schedule: str, at: str) -> None:
+    for text, cause, missed, clean in ranks(2).run(watched, schedule, at, timeout=60):
+        stage, microbatch = at[0], at[-1]
+        place = f"rank 1, stage {stage}, microbatch {microbatch}, action {at}"
+        assert text == f"{place}: the callback given to watch() raised KeyError: 'told of {at}'"
+        assert cause in ("None", f"KeyError('told of {at}')")
+        assert missed == [] and clean
+
+
 def wrong_arguments(rank: int, world: int) -> list[str]:
     found = []
     mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "pp"))

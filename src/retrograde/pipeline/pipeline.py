@@ -22,7 +22,7 @@ from retrograde.layout import Precision, parse_bytes
 from retrograde.pipeline.account import table
 from retrograde.pipeline.again import Pending
 from retrograde.pipeline.agreement import end_of_step, together
-from retrograde.pipeline.batches import CallerGradients, copied, merged, microbatches, size
+from retrograde.pipeline.batches import CallerGradients, copied, merged, microbatches, shares_of, size
 from retrograde.pipeline.blocks import (
     Block,
     Chain,
@@ -413,10 +413,10 @@ class Pipeline:
         by_name = {name: microbatches(value, count, name, gradients) for name, value in given.options.items()}
         kwargs = [{name: parts[number] for name, parts in by_name.items()} for number in range(count)]
         targets = microbatches(given.target, count, "target", gradients if last else None)
+        shares = shares_of([size(own) or 1 for own in inputs])
         if not (learn and last):
-            return Batch(inputs, kwargs, [None] * count)
-        weights = self._weights(targets, inputs or [()] * count)
-        return Batch(inputs, kwargs, list(map(WeightedTarget, targets, weights)))
+            return Batch(inputs, shares, kwargs, [None] * count)
+        return Batch(inputs, shares, kwargs, list(map(WeightedTarget, targets, self._weights(targets))))
 
     def _check_options(self, options: dict[str, Any]) -> None:
         for name, value in options.items():
@@ -426,12 +426,14 @@ class Pipeline:
                     f"arguments of the blocks' forward ({', '.join(sorted(self._accepted))})"
                 )
 
-    def _weights(self, targets: list[Any], inputs: Sequence[Any]) -> list[float]:
-        """The weight of each microbatch's loss: 1 if losses are sums, its share of the samples if they are means."""
+    def _weights(self, targets: list[Any]) -> Sequence[float | None]:
+        """The weight of each microbatch's loss: 1 if losses are sums, its share of the samples if they are means.
+
+        None if the targets do not tell how many samples there are: the inputs do, which the first stage's rank has."""
         if self._loss_reduction == "sum":
             return [1.0] * len(targets)
-        sizes = [size(target) or size(own) or 1 for target, own in zip(targets, inputs, strict=True)]
-        return [own / sum(sizes) for own in sizes]
+        sizes = list(map(size, targets))
+        return shares_of(sizes) if all(sizes) else [None] * len(targets)
 
     def _finish(self, outcome: Outcome) -> Result:
         """Agree with all ranks, at the end of a step, on how it went: return its result, or raise."""
