@@ -68,8 +68,8 @@ def _wrappers_have_a_module_inside() -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     inner = nn.Module()
-    found = [wrapped_module(wrapper) for wrapper in (torch.compile(inner), checkpoint_wrapper(inner), inner)]
-    expect([each is inner for each in found], [True] * 3, "whether the module inside is found")
+    wrappers: list[Any] = [torch.compile(inner), checkpoint_wrapper(inner), inner]
+    expect([wrapped_module(wrapper) is inner for wrapper in wrappers], [True] * 3, "whether the module inside is found")
 
 
 # ---- how it is reset
