@@ -50,15 +50,19 @@ class Chain(nn.Module):
         return result
 
 
-def accepted(blocks: Sequence[nn.Module]) -> frozenset[str] | None:
-    """The names of keyword arguments that some block takes; None if any name is taken."""
-    found: frozenset[str] = frozenset()
-    for block in blocks:
-        names = _accepted(block)
-        if names is None:
+def accepted(blocks: Sequence["Block"]) -> list[str] | None:
+    """The names of keyword arguments that some block takes, in order; None if any name is taken."""
+    return joint([_accepted(block.module) for block in blocks])
+
+
+def joint(names: Sequence[Collection[str] | None]) -> list[str] | None:
+    """All of these names, in order; None if any name is taken somewhere."""
+    found: set[str] = set()
+    for some in names:
+        if some is None:
             return None
-        found |= names
-    return found
+        found.update(some)
+    return sorted(found)
 
 
 def _accepted(block: nn.Module) -> frozenset[str] | None:

@@ -34,6 +34,7 @@ from retrograde.pipeline.blocks import (
     device_of_blocks,
     divide,
     find_ties,
+    joint,
     materialize_stages,
     measured,
 )
@@ -139,7 +140,8 @@ class Pipeline:
             arguments += arguments_to_compare(schedule, self.schedule, zero, cut)
         self._open(own)
         self._take_stages(blocks, self._divide(model, blocks, cut, costs), loss, zero, init)
-        exchange(self._transports[0], "Pipeline() is done", None)  # afterwards all ranks can receive messages
+        # Afterwards all ranks can receive messages. A rank may know its own blocks alone (`from_stage_modules`).
+        self._accepted = joint(exchange(self._transports[0], "Pipeline() is done", accepted(blocks)))
 
     @classmethod
     def from_stage_modules(
@@ -327,8 +329,6 @@ class Pipeline:
         """Make this rank's stages real, shard them, and make the executors that run them."""
         mine = {stage: by_stage[stage] for stage in self.schedule.stages_of(self.rank)}
         own = [block for group in mine.values() for block in group]
-        everywhere = all(by_stage)  # if false, this rank does not know the blocks of other ranks' stages
-        self._accepted = accepted([block.module for block in blocks]) if everywhere else None
         precision = Precision.of(None if zero is None else zero.precision)
         self._ties = self._tie_sums(by_stage, precision)
         materialize_stages(blocks, [block.module for block in own], self.device, init)
@@ -423,7 +423,7 @@ class Pipeline:
             if self._accepted is not None and name not in self._accepted:
                 raise PipelineError(
                     f"{name}={shown(value)}: no block accepts it; give target=... for the loss, or keyword "
-                    f"arguments of the blocks' forward ({', '.join(sorted(self._accepted))})"
+                    f"arguments of the blocks' forward ({', '.join(self._accepted)})"
                 )
 
     def _weights(self, targets: list[Any]) -> Sequence[float | None]:
