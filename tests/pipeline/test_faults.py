@@ -225,6 +225,66 @@ def test_a_rank_is_waited_for_as_long_as_the_time_out_says(ranks: Ranks) -> None
     assert 1.0 <= took < 30.0  # a message, and the agreement at the end; by default half an hour
 
 
+def refuse_alone(rank: int, world: int, where: str) -> list[str]:
+    """Rank 0's batch is wrong, or its block raises, and rank 1 does not come."""
+    blocks = [Trapped(), lin()]
+    pipe = rg.Pipeline(blocks, schedule="1f1b", microbatches=2, loss=F.mse_loss, timeout=1.0)
+    x = torch.randn(1 if where == "batch" else 4, WIDTH)
+    blocks[0].where = where
+    said = []
+    for _ in range(2 if rank == 0 else 0):
+        with pytest.raises(rg.PipelineError) as raised:
+            pipe.step(x, target=x)
+        said.append(str(raised.value))
+    dist.barrier()
+    return said
+
+
+@pytest.mark.parametrize(
+    ("where", "why"), [("batch", "cannot be cut into 2 microbatches"), ("forward", "ValueError: trap in forward")]
+)
+def test_why_a_step_failed_is_said_though_others_do_not_come(ranks: Ranks, where: str, why: str) -> None:
+    (first, second), _ = ranks(2).run(refuse_alone, where, timeout=60)
+    for text in (first, second):
+        assert why in text
+        assert "; then: rank 0 waits for the output gradient of stage 0, microbatch 0 from pipeline rank 1" in text
+    assert second.startswith("this pipeline has lost a rank in an earlier step, start the job again: ")
+
+
+def interrupted(rank: int, world: int, at: str) -> list[str]:
+    """Rank 1 breaks off its first step, as Ctrl-C does, and begins the next while rank 0 is still in the first."""
+    pipe = rg.Pipeline([lin(), lin()], schedule="1f1b", microbatches=2, loss=F.mse_loss, timeout=2.0)
+    x = torch.randn(4, WIDTH)
+    said = []
+
+    def stop(action: Action) -> None:
+        if str(action) == at:
+            raise KeyboardInterrupt
+
+    if rank == 1:
+        pipe.watch(stop)
+        with pytest.raises(KeyboardInterrupt):
+            pipe.step(x, target=x)
+        pipe.watch(None)
+    for again in (lambda: pipe.step(x, target=x + 1), lambda: pipe.evaluate(x)):
+        with pytest.raises(rg.PipelineError) as raised:
+            again()
+        said.append(str(raised.value))
+    dist.barrier()
+    return said
+
+
+@pytest.mark.parametrize("at", ["1RECV_F0", "1B1"])
+def test_no_step_follows_one_that_was_broken_off(ranks: Ranks, at: str) -> None:
+    """Else the stages would take what is left of the first for the second."""
+    waited, broken = ranks(2).run(interrupted, at, timeout=60)
+    assert all("nothing came" in text or "rank 1" in text for text in waited), waited
+    text = (
+        "rank 1 has broken off an earlier step of this pipeline, which other ranks may still be in; start the job again"
+    )
+    assert broken == [text, text]
+
+
 # ---- a rank that dies
 DEAD = 3
 BLAMED = re.compile(r"the connection to (rank \d+(?: \(rank \d+ of the job\))?) was lost")

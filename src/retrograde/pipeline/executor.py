@@ -9,7 +9,7 @@ same. So every rank comes to the end of the step, where all of them agree (pipel
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -105,6 +105,7 @@ class Executor:
         self._transport = transport
         self._actions = schedule.ranks[rank]
         self._labels = [label_of(action) for action in self._actions]
+        self._outcome = Outcome()
         self._arriving: dict[Address, ReceiveContent] = {}
         self._here: dict[Address, Any] = {}  # from another stage of this rank, or to be sent to another rank
         self._table: dict[ActionKind, Callable[[Action], None]] = {
@@ -143,13 +144,18 @@ class Executor:
         return self._play(Outcome(failure=Failure(self.rank, None, text), error=error, void=True))
 
     def lost(self, error: Exception) -> Outcome:
-        """Forget a step that this rank could not go through to its end, since another rank of the pipeline is gone."""
-        self._outcome = Outcome()
+        """Forget a step that this rank could not go through to its end, since another rank of the pipeline is gone.
+
+        If it had failed here before that, both are said: the first may be why the other rank is gone."""
+        was, self._outcome = self._outcome, Outcome()
         self._arriving.clear()
         self._here.clear()
         for stage in self.stages.values():
             stage.clear()
-        return Outcome(failure=Failure(self.rank, None, str(error)), error=error, void=True)
+        if was.failure is None:
+            return Outcome(failure=Failure(self.rank, None, str(error)), error=error, void=True)
+        failure = replace(was.failure, text=f"{was.failure.text}; then: {error}")
+        return Outcome(failure=failure, error=was.error, void=True)
 
     def _play(self, started: Outcome) -> Outcome:
         self._outcome = started

@@ -140,8 +140,7 @@ class Pipeline:
             arguments += arguments_to_compare(schedule, self.schedule, zero, cut)
         self._open(own)
         self._take_stages(blocks, self._divide(model, blocks, cut, costs), loss, zero, init)
-        # Afterwards all ranks can receive messages. A rank may know its own blocks alone (`from_stage_modules`).
-        self._accepted = joint(exchange(self._transports[0], "Pipeline() is done", accepted(blocks)))
+        self._accepted = self._accepted_on_any_rank(blocks)  # afterwards all ranks can receive messages
 
     @classmethod
     def from_stage_modules(
@@ -217,7 +216,7 @@ class Pipeline:
             return replace(self._batch(given, learn=True, gradients=gradients), keep_outputs=keep_outputs)
 
         with torch.enable_grad(), self._one_reduction(), self._summed_ties():
-            result = self._finish(_executed(self._executor, batch))
+            result = self._finish(self._executor, batch)
         gradients.deliver()
         return result
 
@@ -230,7 +229,7 @@ class Pipeline:
             return replace(made, keep_outputs=True)
 
         with torch.no_grad():
-            return self._finish(_executed(self._evaluator, batch))
+            return self._finish(self._evaluator, batch)
 
     def watch(self, told: Callable[[Action], None] | None) -> None:
         """Call `told` after each action of this rank in later steps (tests, progress, traces)."""
@@ -279,6 +278,10 @@ class Pipeline:
         self._of_ties: Transport = self._transports[0]
         if not self._streams.on_host:
             self._of_ties = own.transport(self._tied, self._streams, self._patience)
+
+    def _accepted_on_any_rank(self, blocks: list[Block]) -> list[str] | None:
+        """A rank may know its own blocks alone (`from_stage_modules`)."""
+        return joint(exchange(self._transports[0], "Pipeline() is done", accepted(blocks)))
 
     def _own_arguments(self, loss_reduction: str, pending: float | str | None) -> list[Said]:
         return [
@@ -435,25 +438,32 @@ class Pipeline:
         sizes = list(map(size, targets))
         return shares_of(sizes) if all(sizes) else [None] * len(targets)
 
-    def _finish(self, outcome: Outcome) -> Result:
-        """Agree with all ranks, at the end of a step, on how it went: return its result, or raise."""
+    def _finish(self, executor: Executor, batch: Callable[[], Batch]) -> Result:
+        """Run a step, and agree with all ranks on how it went: return its result, or raise."""
+        self._ended = (  # until all have agreed
+            f"rank {self.rank} has broken off an earlier step of this pipeline, which other ranks may still be in; "
+            f"start the job again"
+        )
+        outcome = _executed(executor, batch)
         self.trace = outcome.trace
         losses = [loss for _, loss in sorted(outcome.losses.items())]
         mine = total_loss(losses)
         failures = [] if outcome.failure is None else [str(outcome.failure)]
         news: Tensor | Literal[True] | None = mine if mine is None or self._streams.on_host else True
         agreed = end_of_step(self._circles, failures, news)
-        if agreed.lost:
-            self._ended = "\n".join(agreed.failures)
         if agreed.failures:
-            raise PipelineError("\n".join(agreed.failures)) from outcome.error
+            text = "\n".join(agreed.failures)
+            lost = f"this pipeline has lost a rank in an earlier step, start the job again: {text}"
+            self._ended = lost if agreed.lost else None
+            raise PipelineError(text) from outcome.error
         outputs = tuple(output for _, output in sorted(outcome.outputs.items()))
         loss = self._loss_path.share(mine) if agreed.loss is True else agreed.loss
+        self._ended = None
         return Result(loss if mine is None else mine, outputs, tuple(each.value for each in losses))
 
     def _check_going(self) -> None:
         if self._ended is not None:
-            raise PipelineError(f"this pipeline has lost a rank in an earlier step, start the job again: {self._ended}")
+            raise PipelineError(self._ended)
 
 
 def _chain(blocks: list[Block], casts: StageCasts) -> Chain:
@@ -463,10 +473,10 @@ def _chain(blocks: list[Block], casts: StageCasts) -> Chain:
 def _executed(executor: Executor, batch: Callable[[], Batch]) -> Outcome:
     """Make and run a batch. If the batch is wrong on this rank, all ranks are told at the end of the step."""
     try:
-        ready = batch()
-    except Exception as error:
-        return executor.refuse(error)
-    try:
+        try:
+            ready = batch()
+        except Exception as error:
+            return executor.refuse(error)
         return executor.run(ready)
     except RetrogradeError as error:
         return executor.lost(error)
