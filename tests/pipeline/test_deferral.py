@@ -291,7 +291,7 @@ GIVEN: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("precision", ("full", "autocast"))
 @pytest.mark.parametrize("name", GIVEN)
 def test_biases_of_inputs_in_any_memory_order(name: str, precision: str) -> None:
-    """Of an input with gaps or in another order torch adds the bias to the product, and sums its gradient as it lies."""
+    """Of an input with gaps or in another order torch adds the bias to the product, whose gradient it sums as it is."""
     torch.manual_seed(0)
 
     def use(m: Any, x: Tensor) -> Tensor:
