@@ -207,6 +207,27 @@ def test_as_many_pairs_as_there_is_room_for() -> None:
     assert one.pending.held == BLOCKS * PAIRS
 
 
+def test_parts_of_a_tensor_that_is_there_anyway_count_as_parts() -> None:
+    """Microbatches are slices of the caller's batch, in a storage that none of them holds alone: three have room, and
+    with the storages counted there would be room for none."""
+    whole = batch().repeat(MICROBATCHES, 1, 1)
+    one = Stage(0, nn.Linear(WIDTH, WIDTH), split=range(MICROBATCHES), pending=Pending(3 * 2 * TOKEN_WISE))
+    for number, x in enumerate(whole.chunk(MICROBATCHES)):
+        one.forward(number, Parcel.of(x.requires_grad_()).apart(), {})
+        one.backward_inputs(number, [batch()])
+    assert [flight.held for flight in one.flights.values()] == [2 * TOKEN_WISE] * MICROBATCHES
+    assert whole.shape[0] == MICROBATCHES * BATCH  # alive
+
+
+def test_views_that_overlap_count_once() -> None:
+    """Two uses of an expanded row and of what it was expanded from: no more than their storage."""
+    one = Stage(0, Apply(lambda m, x: m.a(x.expand(4, -1, -1)) + m.a(x), a=nn.Linear(WIDTH, WIDTH)), split={0})
+    one.forward(0, Parcel.of(torch.randn(1, TOKENS, WIDTH).requires_grad_()).apart(), {})
+    one.backward_inputs(0, [torch.randn(4, TOKENS, WIDTH)])
+    x, grads = TOKEN_WISE // BATCH, (4 + 1) * (TOKEN_WISE // BATCH)
+    assert one.flights[0].held == x + grads
+
+
 CHECKPOINTS = {None: [False] * MICROBATCHES, "other": [False, True, True], "reentrant": [False] * MICROBATCHES}
 
 

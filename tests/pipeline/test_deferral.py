@@ -273,3 +273,35 @@ def test_a_function_with_one_gradient_is_refused() -> None:
         rg.defer(scaled, input_grad=lambda grad, x, weight: grad)
     with pytest.raises(rg.PipelineError, match="compute=3"):
         rg.defer(3)
+
+
+def turned(tensor: Tensor) -> Tensor:
+    return tensor.transpose(0, 1)
+
+
+GIVEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "row by row": lambda x: x,
+    "transposed": lambda x: x.transpose(1, 2),
+    "every second row": lambda x: x[:, ::2],
+    "part of each row": lambda x: x[..., :4],
+    "expanded": lambda x: x[:1].expand(9, -1, -1),
+}
+
+
+@pytest.mark.parametrize("precision", ("full", "autocast"))
+@pytest.mark.parametrize("name", GIVEN)
+def test_biases_of_inputs_in_any_memory_order(name: str, precision: str) -> None:
+    """Of an input with gaps or in another order torch adds the bias to the product, whose gradient it sums as it is."""
+    torch.manual_seed(0)
+
+    def use(m: Any, x: Tensor) -> Tensor:
+        return turned(m.b(turned(m.a(GIVEN[name](x)).tanh())))
+
+    width = GIVEN[name](rand(9, 30, 8)).shape[-1]
+    theirs = Apply(use if precision == "full" else lowered(use), a=lin(width, 8), b=lin())
+    ours = copy.deepcopy(theirs)
+    a, b = leaves(lambda: rand(9, 30, 8) * 100)
+    grads = [torch.randn_like(theirs(x)) for x in a]
+    inputs = zip(plain(theirs, a, grads), split(ours, b, grads)[0], strict=True)
+    assert all(torch.equal(one, other) for one, other in inputs)
+    assert_same(theirs, ours)

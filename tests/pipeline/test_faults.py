@@ -118,6 +118,49 @@ def test_data_parallel_ranks_learn_of_it_too(ranks: Ranks) -> None:
     assert all(clean for _, clean in found)
 
 
+def watched(rank: int, world: int, schedule: str, at: str) -> tuple[str, str, list[str], bool]:
+    """The callback on rank 1 raises in its second step, then at every action that follows."""
+    torch.manual_seed(0)
+    model = [lin() for _ in range(8)]
+    pipe = rg.Pipeline(copy.deepcopy(model), schedule=schedule, microbatches=4, loss=F.mse_loss, timeout=10.0)
+    data = rows()
+    seen: list[str] = []
+
+    def told(action: Action) -> None:
+        seen.append(str(action))
+        if at in seen:
+            raise KeyError(f"told of {action}")
+
+    if rank == 1:
+        pipe.watch(told)
+    text, cause = "nothing was raised", ""
+    try:
+        pipe.step(*data.args, target=data.target)
+    except rg.PipelineError as error:
+        text, cause = str(error), repr(error.__cause__)
+    pipe.watch(None)
+    for p in pipe.parameters():
+        p.grad = None
+    pipe.step(*data.args, target=data.target)
+    plain_step(model, data, F.mse_loss, backward_order(pipe.schedule))
+    whole = dict(nn.ModuleList(model).named_parameters())
+    missed = [str(done.action) for done in pipe.trace] if rank == 1 else []
+    clean = all(torch.equal(p.grad, whole[name].grad) for name, p in pipe.named_parameters())
+    return text, cause, [each for each in missed if each not in seen], clean
+
+
+@pytest.mark.parametrize(
+    ("schedule", "at"), [("1f1b", "1F1"), ("1f1b", "1SEND_B3"), ("zb-h1", "1I0"), ("zb-v", "1RECV_F1")]
+)
+def test_a_callback_that_raises_fails_the_step(ranks: Ranks, schedule: str, at: str) -> None:
+    for text, cause, missed, clean in ranks(2).run(watched, schedule, at, timeout=60):
+        stage, microbatch = at[0], at[-1]
+        place = f"rank 1, stage {stage}, microbatch {microbatch}, action {at}"
+        assert text == f"{place}: the callback given to watch() raised KeyError: 'told of {at}'"
+        assert cause in ("None", f"KeyError('told of {at}')")
+        assert missed == [] and clean
+
+
 def wrong_arguments(rank: int, world: int) -> list[str]:
     found = []
     mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "pp"))
@@ -180,6 +223,66 @@ def test_a_rank_is_waited_for_as_long_as_the_time_out_says(ranks: Ranks) -> None
         text,
     )
     assert 1.0 <= took < 30.0  # a message, and the agreement at the end; by default half an hour
+
+
+def refuse_alone(rank: int, world: int, where: str) -> list[str]:
+    """Rank 0's batch is wrong, or its block raises, and rank 1 does not come."""
+    blocks = [Trapped(), lin()]
+    pipe = rg.Pipeline(blocks, schedule="1f1b", microbatches=2, loss=F.mse_loss, timeout=1.0)
+    x = torch.randn(1 if where == "batch" else 4, WIDTH)
+    blocks[0].where = where
+    said = []
+    for _ in range(2 if rank == 0 else 0):
+        with pytest.raises(rg.PipelineError) as raised:
+            pipe.step(x, target=x)
+        said.append(str(raised.value))
+    dist.barrier()
+    return said
+
+
+@pytest.mark.parametrize(
+    ("where", "why"), [("batch", "cannot be cut into 2 microbatches"), ("forward", "ValueError: trap in forward")]
+)
+def test_why_a_step_failed_is_said_though_others_do_not_come(ranks: Ranks, where: str, why: str) -> None:
+    (first, second), _ = ranks(2).run(refuse_alone, where, timeout=60)
+    for text in (first, second):
+        assert why in text
+        assert "; then: rank 0 waits for the output gradient of stage 0, microbatch 0 from pipeline rank 1" in text
+    assert second.startswith("this pipeline has lost a rank in an earlier step, start the job again: ")
+
+
+def interrupted(rank: int, world: int, at: str) -> list[str]:
+    """Rank 1 breaks off its first step, as Ctrl-C does, and begins the next while rank 0 is still in the first."""
+    pipe = rg.Pipeline([lin(), lin()], schedule="1f1b", microbatches=2, loss=F.mse_loss, timeout=2.0)
+    x = torch.randn(4, WIDTH)
+    said = []
+
+    def stop(action: Action) -> None:
+        if str(action) == at:
+            raise KeyboardInterrupt
+
+    if rank == 1:
+        pipe.watch(stop)
+        with pytest.raises(KeyboardInterrupt):
+            pipe.step(x, target=x)
+        pipe.watch(None)
+    for again in (lambda: pipe.step(x, target=x + 1), lambda: pipe.evaluate(x)):
+        with pytest.raises(rg.PipelineError) as raised:
+            again()
+        said.append(str(raised.value))
+    dist.barrier()
+    return said
+
+
+@pytest.mark.parametrize("at", ["1RECV_F0", "1B1"])
+def test_no_step_follows_one_that_was_broken_off(ranks: Ranks, at: str) -> None:
+    """Else the stages would take what is left of the first for the second."""
+    waited, broken = ranks(2).run(interrupted, at, timeout=60)
+    assert all("nothing came" in text or "rank 1" in text for text in waited), waited
+    text = (
+        "rank 1 has broken off an earlier step of this pipeline, which other ranks may still be in; start the job again"
+    )
+    assert broken == [text, text]
 
 
 # ---- a rank that dies

@@ -117,6 +117,28 @@ def test_stages_of_the_user_sharded_and_with_keyword_arguments(ranks: Ranks, sta
     assert ranks(4).run(sharded_stages, stage, timeout=60) == [[], [], [], []]
 
 
+def unknown_options(rank: int, world: int) -> tuple[str, bool, bool]:
+    """Rank 0's stage takes `mask` and `scale`, rank 1's no keyword arguments but `input`."""
+    torch.manual_seed(0)
+    stage = TwoScaled() if rank == 0 else nn.Linear(WIDTH, WIDTH)
+    pipe = rg.Pipeline.from_stage_modules({rank: stage}, schedule="1f1b", microbatches=2, loss=F.mse_loss)
+    x, mask = torch.randn(4, WIDTH), torch.rand(4)
+    with pytest.raises(rg.PipelineError) as error:
+        pipe.step(x, target=x, mask=mask, scael=0.5)
+    untouched = all(p.grad is None for p in pipe.parameters())
+    pipe.step(x, target=x, mask=mask, scale=0.5)
+    return str(error.value), untouched, all(p.grad is not None for p in pipe.parameters())
+
+
+def test_keyword_arguments_that_no_stage_takes(ranks: Ranks) -> None:
+    text = (
+        "scael=0.5: no block accepts it; give target=... for the loss, or keyword arguments of the blocks' forward "
+        "(input, mask, scale, x)"
+    )
+    lines = [f"rank {rank}: {text}" for rank in range(2)]
+    assert ranks(2).run(unknown_options) == [("\n".join(lines), True, True)] * 2
+
+
 def wrong_stages(rank: int, world: int) -> list[str]:
     """A mistake on rank 1 alone."""
     found = []

@@ -149,6 +149,51 @@ def test_losses_of_microbatches(ranks: Ranks, schedule: str, reduction: str) -> 
     assert ranks(2).run(losses_of_microbatches, schedule, reduction) == [[], []]
 
 
+# ---- what each microbatch counts
+class LossOfLabels(nn.Module):
+    """The last block of a model that makes its own loss, as those of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = lin()
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.mse_loss(self.a(x), labels)
+
+
+def given_as(labels: str, y: Tensor) -> dict[str, Any]:
+    """What a step gets besides its inputs, none of which tells the last stage how many samples there are."""
+    return {"keyword": {"labels": y}, "nothing": {}, "no rows": {"target": "zeros"}}[labels]
+
+
+def labels_elsewhere(rank: int, world: int, schedule: str, labels: str) -> list[str]:
+    """Microbatches of 3, 3, 3 and 2 rows; only the rank of the first stage has the inputs."""
+    torch.manual_seed(0)
+    losses: dict[str, nn.Module] = {
+        "keyword": LossOfLabels(),
+        "nothing": Fn(lambda m, x: m.a(x).square().mean(), a=lin()),
+        "no rows": lin(),
+    }
+    blocks = [*tanhs(7), losses[labels]]
+    loss = (lambda output, target: output.square().mean()) if labels == "no rows" else None
+    pipe = rg.Pipeline(copy.deepcopy(blocks), schedule=schedule, microbatches=MICROBATCHES, loss=loss)
+    x, given = torch.randn(ROWS, WIDTH), given_as(labels, torch.randn(ROWS, WIDTH))
+    options = {name: value for name, value in given.items() if name != "target"}
+    wanted = losses_of(blocks, x, given.get("target"), loss or (lambda output, target: output), **options)
+    plain_backward(wanted, SHARES, backward_order(pipe.schedule))
+    args = (x,) if 0 in pipe.stages else ()
+    wrong = [] if torch.equal(pipe.step(*args, **given), total(wanted, SHARES)) else ["the loss"]
+    if labels == "no rows" and not torch.equal(pipe.evaluate(*args, **given).loss, total(wanted, SHARES)):
+        wrong.append("evaluate")
+    return wrong + differing(pipe, blocks)
+
+
+@pytest.mark.parametrize("labels", ("keyword", "nothing", "no rows"))
+@pytest.mark.parametrize("schedule", ("1f1b", "zb-v", "interleaved-1f1b"))
+def test_microbatches_count_by_samples_wherever_labels_are(ranks: Ranks, schedule: str, labels: str) -> None:
+    assert ranks(2).run(labels_elsewhere, schedule, labels) == [[], []]
+
+
 def odd_losses(rank: int, world: int) -> list[Tensor]:
     """A loss that is not a number is a loss, and all ranks see it; so is one in another precision."""
     found = []

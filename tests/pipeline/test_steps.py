@@ -2,13 +2,14 @@
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 
 import retrograde as rg
@@ -18,7 +19,7 @@ from retrograde.pipeline.generators import GENERATORS
 from retrograde.transport.connections import Connections
 from retrograde.transport.messages import Lent
 from tests.harness import RankPool
-from tests.pipeline.cases import CASES, WIDTH, Data, Fn, backward_order, lin, plain_step, tanhs
+from tests.pipeline.cases import CASES, WIDTH, Data, Fn, Scaled, backward_order, lin, plain_step, tanhs
 
 Ranks = Callable[[int], RankPool]
 
@@ -274,6 +275,43 @@ def compiled(rank: int, world: int, schedule: str) -> bool:
 @pytest.mark.parametrize("schedule", GENERATORS)
 def test_compiled_blocks(ranks: Ranks, schedule: str) -> None:
     assert ranks(2).run(compiled, schedule, timeout=110) == [True, True]
+
+
+def wrapped(rank: int, world: int) -> tuple[bool, str]:
+    """Each block gets the keyword arguments that the module inside takes, and what none takes is refused."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    blocks = [lin(), lin(), Scaled(), Scaled(), *tanhs(2)]
+    wrappers = (_compiled, checkpoint_wrapper, _compiled, checkpoint_wrapper, nn.Sequential, offload_wrapper)
+    ours = [wrap(block) for wrap, block in zip(wrappers, copy.deepcopy(blocks), strict=True)]
+    ours[0] = checkpoint_wrapper(ours[0])
+    pipe = rg.Pipeline(ours, schedule="zb-h1", microbatches=2, loss=F.mse_loss)
+    x = torch.randn(4, WIDTH)
+    data = Data((x,), x, {"mask": torch.rand(4), "scale": 0.5})
+    wanted = plain_step(blocks, data, F.mse_loss, backward_order(pipe.schedule))
+    right = torch.equal(pipe.step(x, target=x, **data.options), wanted)
+    right &= all(map(torch.equal, *([p.grad for p in each] for each in (pipe.parameters(), mine(pipe, blocks)))))
+    with pytest.raises(rg.PipelineError) as raised:
+        pipe.step(x, target=x, masks=data.options["mask"])
+    torch._dynamo.reset()
+    return right, str(raised.value)
+
+
+def _compiled(block: nn.Module) -> nn.Module:
+    return torch.compile(block, backend="aot_eager")  # type: ignore[return-value]
+
+
+def mine(pipe: rg.Pipeline, blocks: list[nn.Module]) -> Iterator[nn.Parameter]:
+    """The parameters of the plain blocks that this rank's blocks stand for."""
+    for name, _ in pipe.named_blocks():
+        yield from blocks[int(name)].parameters()
+
+
+def test_blocks_in_wrappers_of_torch(ranks: Ranks) -> None:
+    for right, text in ranks(2).run(wrapped, timeout=110):
+        assert right
+        assert "no block accepts it; give target=... for the loss, or keyword arguments" in text
+        assert "(input, mask, scale, x)" in text
 
 
 def own_schedule(rank: int, world: int) -> tuple[bool, list[str]]:

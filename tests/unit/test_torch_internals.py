@@ -239,7 +239,7 @@ BREAK_THE_SLOW_ONES = """
 import contextlib, types
 from unittest import mock
 import torch
-from retrograde.torch_internals import backends, backward, checkpoints, compiler, groups, training, wrapping
+from retrograde.torch_internals import backends, backward, checkpoints, compiler, groups, modules, training, wrapping
 from retrograde.torch_internals.probes import PROBES, When
 
 handle = types.SimpleNamespace(remove=lambda: None)
@@ -254,6 +254,7 @@ broken = {
     ),
     "the metadata of checkpoints": (checkpoints, "_CLASSES", set()),
     "tensors that are saved in chunks": (checkpoints.SavedInChunks, "__create_chunk_list__", lambda self: []),
+    "modules around another": (modules, "_WRAPPERS", {}),
     "how FSDP is made": (wrapping, "_FSDP", "torch.elsewhere"),
     "whether a profiler records": (backward, "profiling", lambda: False),
     "what forward derivatives are given": (torch.func, "jvp", lambda *arguments: None),

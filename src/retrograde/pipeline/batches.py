@@ -124,3 +124,8 @@ def size(tree: Any) -> int:
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
             return int(leaf.shape[0])
     return 0
+
+
+def shares_of(sizes: Sequence[int]) -> list[float]:
+    """What each of these sizes is of all."""
+    return [own / sum(sizes) for own in sizes]

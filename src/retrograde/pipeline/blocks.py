@@ -23,7 +23,7 @@ from retrograde.layout import Precision
 from retrograde.parameters.casting import in_dtype
 from retrograde.pipeline.dtypes import AS_THEY_COME, StageCasts
 from retrograde.pipeline.partition import balance, cut_before
-from retrograde.torch_internals import tree_leaves, tree_map_only
+from retrograde.torch_internals import tree_leaves, tree_map_only, wrapped_module
 
 Model = nn.Module | Sequence[nn.Module]
 RUNS = 3
@@ -50,20 +50,24 @@ class Chain(nn.Module):
         return result
 
 
-def accepted(blocks: Sequence[nn.Module]) -> frozenset[str] | None:
-    """The names of keyword arguments that some block takes; None if any name is taken."""
-    found: frozenset[str] = frozenset()
-    for block in blocks:
-        names = _accepted(block)
-        if names is None:
+def accepted(blocks: Sequence["Block"]) -> list[str] | None:
+    """The names of keyword arguments that some block takes, in order; None if any name is taken."""
+    return joint([_accepted(block.module) for block in blocks])
+
+
+def joint(names: Sequence[Collection[str] | None]) -> list[str] | None:
+    """All of these names, in order; None if any name is taken somewhere."""
+    found: set[str] = set()
+    for some in names:
+        if some is None:
             return None
-        found |= names
-    return found
+        found.update(some)
+    return sorted(found)
 
 
 def _accepted(block: nn.Module) -> frozenset[str] | None:
     """The names of a block's keyword arguments; None if it takes any."""
-    parameters = inspect.signature(block.forward).parameters.values()
+    parameters = inspect.signature(wrapped_module(block).forward).parameters.values()
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return None
     keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

@@ -93,7 +93,15 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> DeferrableCall | None:
     known = _fits(input, weight) and input.dim() >= 2 and weight.dim() == 2
     if not known or not (bias is None or (bias.dim() == 1 and bias.shape[0] == weight.shape[0])):
         return None
-    return _cast_call(Linear(True, is_row_major(weight)), input, weight, bias)
+    added = bias is not None and input.dim() > 2 and not _is_contiguous_when_cast(input)
+    return _cast_call(Linear(True, is_row_major(weight), added), input, weight, bias)
+
+
+def _is_contiguous_when_cast(x: Tensor) -> bool:
+    """Is what torch computes with contiguous? A cast closes gaps, and keeps the order of dimensions."""
+    if x.is_contiguous() or lower_precision(x) in (None, x.dtype):
+        return x.is_contiguous()
+    return torch.empty_like(x, device="meta").is_contiguous()
 
 
 def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> DeferrableCall | None:

@@ -9,8 +9,8 @@ same. So every rank comes to the end of the step, where all of them agree (pipel
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from retrograde.errors import PipelineError
 from retrograde.labels import PREFIX, labelled_as
 from retrograde.pipeline.parcel import Parcel
 from retrograde.pipeline.schedule import Action, ActionKind, Schedule
-from retrograde.pipeline.stage import Stage, WeightedTarget
+from retrograde.pipeline.stage import Stage, WeightedLoss, WeightedTarget
 from retrograde.pipeline.timeline import Timed
 from retrograde.pipeline.transport import ReceiveContent, SenderFailed, StageTransport, Unreadable
 from retrograde.transport.messages import Address
@@ -47,9 +47,12 @@ def label_of(action: Action) -> str:
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's data on this rank, by microbatch. The first stage uses `inputs`, the last `targets`."""
+    """One step's data on this rank, by microbatch. The first stage uses `inputs` and `shares`, the last `targets`.
+
+    `shares`: of the samples of the step, what each microbatch is."""
 
     inputs: Sequence[Any]
+    shares: Sequence[float]
     options: Sequence[Mapping[str, Any]]
     targets: Sequence[WeightedTarget | None]
     keep_outputs: bool = False
@@ -70,13 +73,6 @@ class Failure:
         if self.action.microbatch is not None:
             place += f", microbatch {self.action.microbatch}"
         return f"{place}, action {self.action}: {self.text}"
-
-
-class WeightedLoss(NamedTuple):
-    """The loss of a microbatch, as the loss function returned it, and the weight with which it counts."""
-
-    value: Tensor
-    weight: float
 
 
 @dataclass
@@ -109,6 +105,7 @@ class Executor:
         self._transport = transport
         self._actions = schedule.ranks[rank]
         self._labels = [label_of(action) for action in self._actions]
+        self._outcome = Outcome()
         self._arriving: dict[Address, ReceiveContent] = {}
         self._here: dict[Address, Any] = {}  # from another stage of this rank, or to be sent to another rank
         self._table: dict[ActionKind, Callable[[Action], None]] = {
@@ -143,17 +140,22 @@ class Executor:
 
     def refuse(self, error: Exception) -> Outcome:
         """Go through a step that cannot start on this rank: the others get void messages, and learn why at the end."""
-        text = str(error) if isinstance(error, PipelineError) else traceback.format_exception_only(error)[-1].strip()
+        text = str(error) if isinstance(error, PipelineError) else _last_line(error)
         return self._play(Outcome(failure=Failure(self.rank, None, text), error=error, void=True))
 
     def lost(self, error: Exception) -> Outcome:
-        """Forget a step that this rank could not go through to its end, since another rank of the pipeline is gone."""
-        self._outcome = Outcome()
+        """Forget a step that this rank could not go through to its end, since another rank of the pipeline is gone.
+
+        If it had failed here before that, both are said: the first may be why the other rank is gone."""
+        was, self._outcome = self._outcome, Outcome()
         self._arriving.clear()
         self._here.clear()
         for stage in self.stages.values():
             stage.clear()
-        return Outcome(failure=Failure(self.rank, None, str(error)), error=error, void=True)
+        if was.failure is None:
+            return Outcome(failure=Failure(self.rank, None, str(error)), error=error, void=True)
+        failure = replace(was.failure, text=f"{was.failure.text}; then: {error}")
+        return Outcome(failure=failure, error=was.error, void=True)
 
     def _play(self, started: Outcome) -> Outcome:
         self._outcome = started
@@ -162,8 +164,7 @@ class Executor:
                 self._started = time.perf_counter()
                 self._do(action)
                 self._outcome.trace.append(Timed(self.rank, action, self._started, time.perf_counter()))
-            if self.watch is not None:
-                self.watch(action)
+            self._tell(action)
         outcome, self._outcome = self._outcome, Outcome()
         self._arriving.clear()
         self._here.clear()
@@ -182,12 +183,24 @@ class Executor:
         except SenderFailed:
             self._outcome.void = True
         except Exception as error:
-            last = traceback.format_exception_only(error)[-1].strip()
-            self._outcome.void = True
-            self._outcome.error = error
-            self._outcome.failure = Failure(self.rank, action, last)
+            self._fail(action, error, _last_line(error))
         if action.kind.is_transfer:
             self._do_void(action)  # compute actions took what arrived for them before they failed
+
+    def _tell(self, action: Action) -> None:
+        """Call `watch`. If it raises, the step has failed as if the action had: other ranks wait for this one."""
+        if self.watch is None:
+            return
+        try:
+            self.watch(action)
+        except Exception as error:
+            if self._outcome.failure is None:
+                self._fail(action, error, f"the callback given to watch() raised {_last_line(error)}")
+
+    def _fail(self, action: Action, error: Exception, text: str) -> None:
+        self._outcome.void = True
+        self._outcome.error = error
+        self._outcome.failure = Failure(self.rank, action, text)
 
     def _do_void(self, action: Action) -> None:
         """Do what remains of an action after a failure: discard what it would use, send void messages, receive."""
@@ -200,7 +213,7 @@ class Executor:
         number = _number(action)
         stage = self.stages[action.stage]
         if action.stage == 0:
-            arrived = Parcel.of(self._batch.inputs[number]).apart()
+            arrived = Parcel.of(self._batch.inputs[number], self._batch.shares[number]).apart()
         else:
             arrived = self._take(Address(True, action.stage - 1, number))
         options = self._batch.options[number]
@@ -211,8 +224,8 @@ class Executor:
         made = stage.forward_last(number, arrived, options, target)
         if self._batch.keep_outputs:
             self._outcome.outputs[number] = made.output
-        if made.loss is not None and target is not None:
-            self._outcome.losses[number] = WeightedLoss(made.loss, target.weight)
+        if made.loss is not None:
+            self._outcome.losses[number] = made.loss
 
     def _backward(self, action: Action) -> None:
         grads = self._arrived_grads(action)
@@ -281,6 +294,11 @@ class Executor:
                 incoming()
             except (SenderFailed, Unreadable):
                 return
+
+
+def _last_line(error: Exception) -> str:
+    """The line of a traceback that says what went wrong."""
+    return traceback.format_exception_only(error)[-1].strip()
 
 
 def _number(action: Action) -> int:

@@ -53,19 +53,23 @@ def _times_left(grad: Tensor, left: Tensor, column_major: bool) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """x @ matrix + bias; the weight holds the matrix, or its transpose as in `F.linear`."""
+    """x @ matrix + bias; the weight holds the matrix, or its transpose as in `F.linear`.
+
+    `added`: the bias is added to the finished product, whose gradient is then summed for it as it lies in memory."""
 
     transposed: bool
     column_major: bool
+    added: bool = False
 
     def input_grad(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         matrix = weight.t() if self.transposed else weight
         return _times_right(_rows(grad), matrix, _rows(x)).reshape(x.shape)
 
     def param_grads(self, grad: Tensor, x: Tensor, bias: bool) -> ParamGrads:
-        grad = _rows(grad)
-        matrix = _times_left(grad, _rows(x), self.column_major)
-        return ParamGrads(matrix.t() if self.transposed else matrix, grad.sum(0) if bias else None)
+        rows = _rows(grad)
+        matrix = _times_left(rows, _rows(x), self.column_major)
+        total = (grad.sum(tuple(range(grad.dim() - 1))) if self.added else rows.sum(0)) if bias else None
+        return ParamGrads(matrix.t() if self.transposed else matrix, total)
 
 
 @dataclass(frozen=True, slots=True)

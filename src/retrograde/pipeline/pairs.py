@@ -49,9 +49,9 @@ class Pair:
 
 
 def bytes_of(pairs: Sequence[Pair]) -> int:
-    """How many bytes the pairs' storages have, each counted once."""
-    storages = {storage_id(t): t.untyped_storage().nbytes() for p in pairs for t in (p.x, p.grad)}
-    return sum(storages.values())
+    """How many bytes the pairs have, each counted once: of a storage that something else keeps, only the parts."""
+    by_storage = _by_storage(pairs).values()
+    return sum(min(_bytes_read(tensors), tensors[0].untyped_storage().nbytes()) for tensors in by_storage)
 
 
 def add_to_gradients(pairs: list[Pair]) -> None:
@@ -115,17 +115,27 @@ def _copy_from(pairs: Sequence[Pair], storages: set[int]) -> None:
 
 def _loose(pairs: Sequence[Pair]) -> set[int]:
     """The storages of which pairs read only a part, and that nothing but the pairs keeps alive."""
-    views: dict[int, list[Tensor]] = {}
-    for pair in pairs:
-        for tensor in (pair.x, pair.grad):
-            views.setdefault(storage_id(tensor), []).append(tensor)
     found = set()
-    for storage, tensors in views.items():
-        distinct = {(t.storage_offset(), t.size(), t.stride()): t.nbytes for t in tensors}
-        total = tensors[0].untyped_storage().nbytes()
-        if sum(distinct.values()) < total and storage_users(tensors[0]) <= len(tensors):
+    for storage, tensors in _by_storage(pairs).items():
+        partly_read = _bytes_read(tensors) < tensors[0].untyped_storage().nbytes()
+        if partly_read and storage_users(tensors[0]) <= len(tensors):
             found.add(storage)
     return found
+
+
+def _by_storage(pairs: Sequence[Pair]) -> dict[int, list[Tensor]]:
+    """The tensors of pairs, by the storage that they are in."""
+    found: dict[int, list[Tensor]] = {}
+    for pair in pairs:
+        for tensor in (pair.x, pair.grad):
+            found.setdefault(storage_id(tensor), []).append(tensor)
+    return found
+
+
+def _bytes_read(tensors: Sequence[Tensor]) -> int:
+    """How many bytes of one storage these tensors have. Equal ones count once, others that overlap for each."""
+    distinct = {(t.storage_offset(), t.size(), t.stride()): t.nbytes for t in tensors}
+    return sum(distinct.values())
 
 
 def _copied(view: Tensor, copies: dict[Any, Tensor]) -> Tensor:

@@ -31,23 +31,27 @@ def _layout(
 
 @dataclass(frozen=True)
 class TreeLayout:
-    """A tree without its tensors. `constants` has the leaves that are not tensors, and None in place of each tensor."""
+    """A tree without its tensors. `constants` has the leaves that are not tensors, and None in place of each tensor.
+
+    `share`: of the step's samples, what the microbatch is. The first stage's rank counts them, since the last stage,
+    which weighs losses, may know neither from its input nor from its target how many there are."""
 
     spec: TreeSpec
     tensors: tuple[TensorLayout | None, ...]
     constants: tuple[Any, ...]
+    share: float
 
     @cached_property
     def form(self) -> Form:
         """The layout as it travels in a message."""
-        tree = TreeForm(describe(self.spec), [describe_constant(constant) for constant in self.constants])
+        tree = TreeForm(describe(self.spec), [describe_constant(constant) for constant in self.constants], self.share)
         return Form(self.tensors, tree)
 
 
 @lru_cache(_REMEMBERED)
-def _alone(layout: TensorLayout) -> TreeLayout:
+def _alone(layout: TensorLayout, share: float) -> TreeLayout:
     """The tree layout of a single tensor, as it goes between most stages."""
-    return TreeLayout(leaf_spec(), (layout,), (None,))
+    return TreeLayout(leaf_spec(), (layout,), (None,), share)
 
 
 @dataclass(frozen=True)
@@ -58,14 +62,14 @@ class Parcel:
     tensors: list[Tensor | None]  # None where the leaf is not a tensor
 
     @staticmethod
-    def of(tree: Any) -> "Parcel":
+    def of(tree: Any, share: float = 1.0) -> "Parcel":
         if type(tree) is Tensor:
-            return Parcel(_alone(layout_of(tree)), [tree])
+            return Parcel(_alone(layout_of(tree), share), [tree])
         leaves, spec = tree_flatten(tree)
         tensors = [leaf if isinstance(leaf, Tensor) else None for leaf in leaves]
         layouts = tuple(None if tensor is None else layout_of(tensor) for tensor in tensors)
         constants = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        return Parcel(TreeLayout(spec, layouts, constants), tensors)
+        return Parcel(TreeLayout(spec, layouts, constants, share), tensors)
 
     def tree(self, tensors: list[Tensor | None] | None = None) -> Any:
         """The pytree, with other tensors in the same places if given."""
@@ -113,4 +117,4 @@ def content_of(form: Form, tensors: list[Tensor | None]) -> Parcel | Gradients:
     constants = tuple(constant_of(constant) for constant in form.tree.constants)
     if not spec.num_leaves == len(constants) == len(tensors):
         raise MessageError(f"a tree of {spec.num_leaves} leaves came with {len(tensors)} tensors or constants")
-    return Parcel(TreeLayout(spec, form.tensors, constants), tensors)
+    return Parcel(TreeLayout(spec, form.tensors, constants, form.tree.share), tensors)

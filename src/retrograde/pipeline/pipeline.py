@@ -22,7 +22,7 @@ from retrograde.layout import Precision, parse_bytes
 from retrograde.pipeline.account import table
 from retrograde.pipeline.again import Pending
 from retrograde.pipeline.agreement import end_of_step, together
-from retrograde.pipeline.batches import CallerGradients, copied, merged, microbatches, size
+from retrograde.pipeline.batches import CallerGradients, copied, merged, microbatches, shares_of, size
 from retrograde.pipeline.blocks import (
     Block,
     Chain,
@@ -34,6 +34,7 @@ from retrograde.pipeline.blocks import (
     device_of_blocks,
     divide,
     find_ties,
+    joint,
     materialize_stages,
     measured,
 )
@@ -139,7 +140,7 @@ class Pipeline:
             arguments += arguments_to_compare(schedule, self.schedule, zero, cut)
         self._open(own)
         self._take_stages(blocks, self._divide(model, blocks, cut, costs), loss, zero, init)
-        exchange(self._transports[0], "Pipeline() is done", None)  # afterwards all ranks can receive messages
+        self._accepted = self._accepted_on_any_rank(blocks)  # afterwards all ranks can receive messages
 
     @classmethod
     def from_stage_modules(
@@ -215,7 +216,7 @@ class Pipeline:
             return replace(self._batch(given, learn=True, gradients=gradients), keep_outputs=keep_outputs)
 
         with torch.enable_grad(), self._one_reduction(), self._summed_ties():
-            result = self._finish(_executed(self._executor, batch))
+            result = self._finish(self._executor, batch)
         gradients.deliver()
         return result
 
@@ -228,7 +229,7 @@ class Pipeline:
             return replace(made, keep_outputs=True)
 
         with torch.no_grad():
-            return self._finish(_executed(self._evaluator, batch))
+            return self._finish(self._evaluator, batch)
 
     def watch(self, told: Callable[[Action], None] | None) -> None:
         """Call `told` after each action of this rank in later steps (tests, progress, traces)."""
@@ -277,6 +278,10 @@ class Pipeline:
         self._of_ties: Transport = self._transports[0]
         if not self._streams.on_host:
             self._of_ties = own.transport(self._tied, self._streams, self._patience)
+
+    def _accepted_on_any_rank(self, blocks: list[Block]) -> list[str] | None:
+        """A rank may know its own blocks alone (`from_stage_modules`)."""
+        return joint(exchange(self._transports[0], "Pipeline() is done", accepted(blocks)))
 
     def _own_arguments(self, loss_reduction: str, pending: float | str | None) -> list[Said]:
         return [
@@ -327,8 +332,6 @@ class Pipeline:
         """Make this rank's stages real, shard them, and make the executors that run them."""
         mine = {stage: by_stage[stage] for stage in self.schedule.stages_of(self.rank)}
         own = [block for group in mine.values() for block in group]
-        everywhere = all(by_stage)  # if false, this rank does not know the blocks of other ranks' stages
-        self._accepted = accepted([block.module for block in blocks]) if everywhere else None
         precision = Precision.of(None if zero is None else zero.precision)
         self._ties = self._tie_sums(by_stage, precision)
         materialize_stages(blocks, [block.module for block in own], self.device, init)
@@ -413,45 +416,54 @@ class Pipeline:
         by_name = {name: microbatches(value, count, name, gradients) for name, value in given.options.items()}
         kwargs = [{name: parts[number] for name, parts in by_name.items()} for number in range(count)]
         targets = microbatches(given.target, count, "target", gradients if last else None)
+        shares = shares_of([size(own) or 1 for own in inputs])
         if not (learn and last):
-            return Batch(inputs, kwargs, [None] * count)
-        weights = self._weights(targets, inputs or [()] * count)
-        return Batch(inputs, kwargs, list(map(WeightedTarget, targets, weights)))
+            return Batch(inputs, shares, kwargs, [None] * count)
+        return Batch(inputs, shares, kwargs, list(map(WeightedTarget, targets, self._weights(targets))))
 
     def _check_options(self, options: dict[str, Any]) -> None:
         for name, value in options.items():
             if self._accepted is not None and name not in self._accepted:
                 raise PipelineError(
                     f"{name}={shown(value)}: no block accepts it; give target=... for the loss, or keyword "
-                    f"arguments of the blocks' forward ({', '.join(sorted(self._accepted))})"
+                    f"arguments of the blocks' forward ({', '.join(self._accepted)})"
                 )
 
-    def _weights(self, targets: list[Any], inputs: Sequence[Any]) -> list[float]:
-        """The weight of each microbatch's loss: 1 if losses are sums, its share of the samples if they are means."""
+    def _weights(self, targets: list[Any]) -> Sequence[float | None]:
+        """The weight of each microbatch's loss: 1 if losses are sums, its share of the samples if they are means.
+
+        None if the targets do not tell how many samples there are: the inputs do, which the first stage's rank has."""
         if self._loss_reduction == "sum":
             return [1.0] * len(targets)
-        sizes = [size(target) or size(own) or 1 for target, own in zip(targets, inputs, strict=True)]
-        return [own / sum(sizes) for own in sizes]
+        sizes = list(map(size, targets))
+        return shares_of(sizes) if all(sizes) else [None] * len(targets)
 
-    def _finish(self, outcome: Outcome) -> Result:
-        """Agree with all ranks, at the end of a step, on how it went: return its result, or raise."""
+    def _finish(self, executor: Executor, batch: Callable[[], Batch]) -> Result:
+        """Run a step, and agree with all ranks on how it went: return its result, or raise."""
+        self._ended = (  # until all have agreed
+            f"rank {self.rank} has broken off an earlier step of this pipeline, which other ranks may still be in; "
+            f"start the job again"
+        )
+        outcome = _executed(executor, batch)
         self.trace = outcome.trace
         losses = [loss for _, loss in sorted(outcome.losses.items())]
         mine = total_loss(losses)
         failures = [] if outcome.failure is None else [str(outcome.failure)]
         news: Tensor | Literal[True] | None = mine if mine is None or self._streams.on_host else True
         agreed = end_of_step(self._circles, failures, news)
-        if agreed.lost:
-            self._ended = "\n".join(agreed.failures)
         if agreed.failures:
-            raise PipelineError("\n".join(agreed.failures)) from outcome.error
+            text = "\n".join(agreed.failures)
+            lost = f"this pipeline has lost a rank in an earlier step, start the job again: {text}"
+            self._ended = lost if agreed.lost else None
+            raise PipelineError(text) from outcome.error
         outputs = tuple(output for _, output in sorted(outcome.outputs.items()))
         loss = self._loss_path.share(mine) if agreed.loss is True else agreed.loss
+        self._ended = None
         return Result(loss if mine is None else mine, outputs, tuple(each.value for each in losses))
 
     def _check_going(self) -> None:
         if self._ended is not None:
-            raise PipelineError(f"this pipeline has lost a rank in an earlier step, start the job again: {self._ended}")
+            raise PipelineError(self._ended)
 
 
 def _chain(blocks: list[Block], casts: StageCasts) -> Chain:
@@ -461,10 +473,10 @@ def _chain(blocks: list[Block], casts: StageCasts) -> Chain:
 def _executed(executor: Executor, batch: Callable[[], Batch]) -> Outcome:
     """Make and run a batch. If the batch is wrong on this rank, all ranks are told at the end of the step."""
     try:
-        ready = batch()
-    except Exception as error:
-        return executor.refuse(error)
-    try:
+        try:
+            ready = batch()
+        except Exception as error:
+            return executor.refuse(error)
         return executor.run(ready)
     except RetrogradeError as error:
         return executor.lost(error)

@@ -36,10 +36,13 @@ Loss = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class WeightedTarget:
-    """What the last stage needs for a microbatch's loss: its target, and the weight with which its loss counts."""
+    """What the last stage needs for a microbatch's loss: its target, and the weight with which its loss counts.
+
+    `weight`: None if the target does not tell how many samples there are; the share counts that comes with the input.
+    """
 
     value: Any
-    weight: float
+    weight: float | None
 
 
 class Phase(Enum):
@@ -79,10 +82,17 @@ class _Computed(NamedTuple):
     wrote: bool
 
 
+class WeightedLoss(NamedTuple):
+    """The loss of a microbatch, as the loss function returned it, and the weight with which it counts."""
+
+    value: Tensor
+    weight: float
+
+
 class LastOutput(NamedTuple):
     """What F of the last stage returns, detached; the loss is None without a target."""
 
-    loss: Tensor | None
+    loss: WeightedLoss | None
     output: Any
 
 
@@ -110,7 +120,7 @@ class Stage:
     def forward(self, microbatch: int, arrived: Parcel, options: Mapping[str, Any]) -> Parcel:
         """Do F of a stage that is not the last. Returns its output, detached."""
         made = self._start_flight(microbatch, arrived, options)
-        parcel = Parcel.of(made.output)
+        parcel = Parcel.of(made.output, arrived.layout.share)
         made.flight.edges = [_edge(tensor) for tensor in parcel.tensors]
         self._keep(microbatch, made.flight)
         return Parcel(parcel.layout, [None if t is None else t.detach() for t in parcel.tensors])
@@ -127,10 +137,12 @@ class Stage:
             return LastOutput(None, detached)
         if loss.numel() != 1:
             raise PipelineError(f"stage {self.index}: the loss must be one number, it has shape {list(loss.shape)}")
+        weight = arrived.layout.share if target.weight is None else target.weight
         made.flight.edges = [_edge(loss)]
-        made.flight.seed = [torch.full_like(loss, target.weight, requires_grad=False)]
+        made.flight.seed = [torch.full_like(loss, weight, requires_grad=False)]
         self._keep(microbatch, made.flight)
-        return LastOutput(loss.detach().clone(), detached)  # a clone, as a loss may be a view of something large
+        value = loss.detach().clone()  # a clone, as a loss may be a view of something large
+        return LastOutput(WeightedLoss(value, weight), detached)
 
     def backward(self, microbatch: int, grads: Sequence[Tensor | None] | None) -> list[Tensor | None]:
         """Do B, the whole backward. Returns the gradients of what arrived."""

@@ -127,7 +127,9 @@ class TieSums:
         return total
 
     def _take(self, key: Key, src: int, tie: Tie) -> Tensor:
-        """Take a part for use on the current stream; it was made on the reducing stream."""
+        """Take a part for use on the current stream.
+
+        It was made on the reducing stream. A staged transport has the host wait for that; the door promises nothing."""
         part = self._transport.take(key, src, tie.name)
         current = self._streams.current()
         current.wait(self._streams.reducing.record())

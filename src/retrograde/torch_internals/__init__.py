@@ -80,6 +80,7 @@ from retrograde.torch_internals.modules import (
     own_buffers,
     own_parameters,
     reset_of,
+    wrapped_module,
 )
 from retrograde.torch_internals.process_end import what_ends_this_process
 from retrograde.torch_internals.tensors import (
@@ -239,5 +240,6 @@ __all__ = [
     "with_torch_function",
     "without_modes_or_torch_function",
     "without_torch_function",
+    "wrapped_module",
     "written_unseen",
 ]

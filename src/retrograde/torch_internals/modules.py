@@ -1,13 +1,15 @@
-"""Modules: their own parameters and buffers, how they are reset, and methods that torch calls by private names."""
+"""Modules: what they have themselves, what is in a wrapper, how they are reset, and methods that torch calls by private
+names."""
 
 import operator
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from retrograde.torch_internals.probes import expect, probe, tiny
+from retrograde.torch_internals.probes import When, expect, probe, tiny
 
 # ---- what a module has itself
 own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = operator.attrgetter("_parameters")
@@ -36,6 +38,38 @@ def _modules_have_tables() -> None:
     expect(module.weight is other, True, "whether the attribute is what the table has")
     expect(next(module.parameters()) is other, True, "whether parameters() has what the table has")
     expect(module.mean is mean, True, "whether a buffer is what the table has")
+
+
+# ---- modules around another
+_WRAPPERS = {  # by module, since both take long to import: the class, and the attribute with the module inside
+    "torch._dynamo.eval_frame": ("OptimizedModule", "_orig_mod"),
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": ("ActivationWrapper", "_checkpoint_wrapped_module"),
+}
+
+
+def wrapped_module(module: nn.Module) -> nn.Module:
+    """The module inside `torch.compile(module)` and torch's wrappers for checkpoints, whose own arguments are any."""
+    for file, (cls, inside) in _WRAPPERS.items():
+        if file in sys.modules and isinstance(module, getattr(sys.modules[file], cls)):
+            return wrapped_module(getattr(module, inside))
+    return module
+
+
+@probe(
+    "modules around another",
+    "wrapped_module",
+    needed_for="knowing which keyword arguments a compiled or checkpointed block of a pipeline takes",
+    otherwise="blocks get keyword arguments that they do not take",
+    when=When.DOCTOR,  # Dynamo takes a second to import
+)
+def _wrappers_have_a_module_inside() -> None:
+    """Assumes: `torch.compile(module)` and `checkpoint_wrapper(module)` are modules of these classes, which have the
+    module by these names."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    inner = nn.Module()
+    wrappers: list[Any] = [torch.compile(inner), checkpoint_wrapper(inner), inner]
+    expect([wrapped_module(wrapper) is inner for wrapper in wrappers], [True] * 3, "whether the module inside is found")
 
 
 # ---- how it is reset

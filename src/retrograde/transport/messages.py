@@ -155,10 +155,13 @@ class TensorLayout(Record, frozen=True):
 
 
 class TreeForm(Record, frozen=True):
-    """A tree of which each leaf is a tensor or a constant; `constants` has None where a tensor stands."""
+    """A tree of which each leaf is a tensor or a constant; `constants` has None where a tensor stands.
+
+    `share`: of the step's samples, what the microbatch is."""
 
     root: TreeLeaf | TreeNode
     constants: list[Constant]
+    share: float = 1.0
 
 
 class Form(Record, frozen=True):
