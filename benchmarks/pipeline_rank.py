@@ -28,7 +28,7 @@ from benchmarks.model import Block, Workload
 from benchmarks.protocol import Seat
 from benchmarks.worker import Handlers, Member, join_ranks
 from retrograde.pipeline import generate
-from retrograde.pipeline.parcel import Parcel
+from retrograde.pipeline.payload import Payload
 
 TORCHS = {
     "1f1b": torchs.Schedule1F1B,
@@ -173,7 +173,7 @@ class Ours:
 
             def content() -> Any:
                 found = incoming()
-                live.ignore(*(found.tensors if isinstance(found, Parcel) else found))
+                live.ignore(*(found.tensors if isinstance(found, Payload) else found))
                 return found
 
             return content

@@ -20,7 +20,7 @@ import retrograde as rg
 from retrograde.devices import HAPPENED, Event, streams_of
 from retrograde.devices.streams import DeviceStream
 from retrograde.pipeline import Action
-from retrograde.pipeline.parcel import layout_of
+from retrograde.pipeline.payload import layout_of
 from retrograde.transport import Parts, ProcessRanks, Way
 from retrograde.transport.lanes import Lane, Received
 from retrograde.transport.messages import Address, Form

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import retrograde as rg
 from benchmarks.stage_blocks import BATCH, TOKENS, WIDTH, stage
 from retrograde.pipeline.again import Pending, Surroundings
-from retrograde.pipeline.parcel import Parcel
+from retrograde.pipeline.payload import Payload
 from retrograde.pipeline.stage import Stage, WeightedTarget
 from tests.harness import Ranks
 from tests.pipeline.bytes_of_blocks import BLOCKS, PAIRS, TOKEN_WISE
@@ -44,7 +44,7 @@ def play(module: nn.Module, limit: float | None, inputs: list[Tensor], grads: li
     """Every F, every I; the stage before its W, and the gradients of the inputs."""
     one = Stage(0, module, split=range(len(inputs)), pending=Pending(limit))
     for number, x in enumerate(inputs):
-        one.forward(number, Parcel.of(x.detach().requires_grad_()).apart(), {})
+        one.forward(number, Payload.of(x.detach().requires_grad_()).apart(), {})
     found = [one.backward_inputs(number, [grad])[0] for number, grad in enumerate(grads)]
     return one, found
 
@@ -186,7 +186,7 @@ def test_a_stage_that_changes_what_it_is_given_keeps_its_pairs(where: str) -> No
 
     module = Masked() if where == "option" else stage()
     one = Stage(0, module, loss if where == "target" else None, split={0}, pending=Pending(0))
-    arrived = Parcel.of(batch().requires_grad_()).apart()
+    arrived = Payload.of(batch().requires_grad_()).apart()
     if where == "option":
         one.forward(0, arrived, {"masks": [torch.ones(WIDTH)]})
     else:
@@ -213,7 +213,7 @@ def test_parts_of_a_tensor_that_is_there_anyway_count_as_parts() -> None:
     whole = batch().repeat(MICROBATCHES, 1, 1)
     one = Stage(0, nn.Linear(WIDTH, WIDTH), split=range(MICROBATCHES), pending=Pending(3 * 2 * TOKEN_WISE))
     for number, x in enumerate(whole.chunk(MICROBATCHES)):
-        one.forward(number, Parcel.of(x.requires_grad_()).apart(), {})
+        one.forward(number, Payload.of(x.requires_grad_()).apart(), {})
         one.backward_inputs(number, [batch()])
     assert [flight.held for flight in one.flights.values()] == [2 * TOKEN_WISE] * MICROBATCHES
     assert whole.shape[0] == MICROBATCHES * BATCH  # alive
@@ -222,7 +222,7 @@ def test_parts_of_a_tensor_that_is_there_anyway_count_as_parts() -> None:
 def test_views_that_overlap_count_once() -> None:
     """Two uses of an expanded row and of what it was expanded from: no more than their storage."""
     one = Stage(0, Apply(lambda m, x: m.a(x.expand(4, -1, -1)) + m.a(x), a=nn.Linear(WIDTH, WIDTH)), split={0})
-    one.forward(0, Parcel.of(torch.randn(1, TOKENS, WIDTH).requires_grad_()).apart(), {})
+    one.forward(0, Payload.of(torch.randn(1, TOKENS, WIDTH).requires_grad_()).apart(), {})
     one.backward_inputs(0, [torch.randn(4, TOKENS, WIDTH)])
     x, grads = TOKEN_WISE // BATCH, (4 + 1) * (TOKEN_WISE // BATCH)
     assert one.flights[0].held == x + grads
@@ -264,7 +264,7 @@ def test_what_may_be_computed_again_is_known_from_the_last_time(monkeypatch: pyt
         module.on = theirs.on = on
         inputs, grads = [batch() for _ in range(MICROBATCHES)], [batch() for _ in range(MICROBATCHES)]
         for number, x in enumerate(inputs):
-            one.forward(number, Parcel.of(x.detach().requires_grad_()).apart(), {})
+            one.forward(number, Payload.of(x.detach().requires_grad_()).apart(), {})
         for number, grad in enumerate(grads):
             one.backward_inputs(number, [grad])
         found.append((len(prepared), sum(flight.repeat is not None for flight in one.flights.values())))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import retrograde as rg
-from retrograde.pipeline.parcel import Parcel, form_of
+from retrograde.pipeline.payload import Payload, form_of
 from retrograde.transport import FakeRanks, Parts, ThreadRanks
 from tests import threads
 
@@ -72,7 +72,7 @@ def test_a_failure_on_one_thread_is_told_to_all() -> None:
 # ---- imagined ranks
 def counted(rank: int, world: int) -> tuple[dict[str, int], dict[str, int]]:
     """Of a step: calls and bytes of this rank's channel."""
-    sample = Parcel.of(torch.zeros(ROWS // MICROBATCHES, WIDTH, requires_grad=True))
+    sample = Payload.of(torch.zeros(ROWS // MICROBATCHES, WIDTH, requires_grad=True))
     ranks = FakeRanks(world, rank, brings=Parts(form_of(sample), sample.tensors))
     pipe = piped(ranks, blocks(), "1f1b")
     x, y = data()

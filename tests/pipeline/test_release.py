@@ -20,7 +20,7 @@ from benchmarks.live import Live
 from benchmarks.stage_blocks import BATCH, TOKENS, WIDTH, stage
 from retrograde.pipeline import Action, ActionKind, generate, lower
 from retrograde.pipeline.executor import Batch, Executor
-from retrograde.pipeline.parcel import Parcel
+from retrograde.pipeline.payload import Payload
 from retrograde.pipeline.stage import Stage, WeightedTarget
 from retrograde.transport.channel import ConnectedChannel
 from retrograde.transport.messages import Address
@@ -57,8 +57,8 @@ class Alone:
         tensor = torch.randn(BATCH, TOKENS, WIDTH)
         if not address.forward:
             return Ready([tensor])
-        layout = Parcel.of(tensor.detach().requires_grad_()).layout
-        return Ready(Parcel(layout, [tensor]))
+        layout = Payload.of(tensor.detach().requires_grad_()).layout
+        return Ready(Payload(layout, [tensor]))
 
 
 class Book:
@@ -144,7 +144,7 @@ def test_live_bytes_after_every_action(schedule: str, rank: int, kind: str, reco
 def test_outputs_and_losses_are_detached() -> None:
     one = Stage(0, stage(), F.mse_loss, split={0})
     x = torch.randn(BATCH, TOKENS, WIDTH)
-    loss, output = one.forward_last(0, Parcel.of(x), {}, WeightedTarget(torch.zeros_like(x), 1.0))
+    loss, output = one.forward_last(0, Payload.of(x), {}, WeightedTarget(torch.zeros_like(x), 1.0))
     assert loss is not None and loss.value.grad_fn is None and not loss.value.requires_grad
     assert output.grad_fn is None and not output.requires_grad
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import retrograde as rg
-from retrograde.pipeline.parcel import Parcel, content_of, form_of
+from retrograde.pipeline.payload import Payload, content_of, form_of
 from retrograde.pipeline.trees import constant_of, describe, describe_constant, spec_of
 from retrograde.transport.messages import (
     Address,
@@ -99,11 +99,11 @@ def _same(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("name", TREES)
 def test_trees_come_as_they_went(name: str) -> None:
-    parcel = Parcel.of(TREES[name])
-    sent = encode(Content(0, Address(True, 0, 0), 0, form_of(parcel)))
+    payload = Payload.of(TREES[name])
+    sent = encode(Content(0, Address(True, 0, 0), 0, form_of(payload)))
     came = decode(sent)
     assert isinstance(came, Content) and came.form is not None
-    assert _same(content_of(came.form, parcel.tensors).tree(), TREES[name])  # type: ignore[union-attr]
+    assert _same(content_of(came.form, payload.tensors).tree(), TREES[name])  # type: ignore[union-attr]
 
 
 CONSTANTS = [
@@ -143,7 +143,7 @@ OTHERS = [Colour.RED, print, lambda: None, object(), Colour]
 def test_other_constants_are_refused_by_name(constant: Any) -> None:
     kind = f"{type(constant).__module__}.{type(constant).__qualname__}"
     with pytest.raises(rg.PipelineError) as caught:
-        form_of(Parcel.of({"x": torch.ones(1), "y": constant}))
+        form_of(Payload.of({"x": torch.ones(1), "y": constant}))
     assert str(caught.value).startswith(f"a {kind} cannot be sent to another stage: stages may hand on tensors, ")
     assert "register the type with torch.utils._pytree.register_pytree_node on all ranks" in str(caught.value)
 
@@ -151,9 +151,9 @@ def test_other_constants_are_refused_by_name(constant: Any) -> None:
 def test_containers_that_cannot_be_found_are_refused_by_name() -> None:
     local = namedtuple("local", "a")
     with pytest.raises(rg.PipelineError, match=r"the named tuple \S+\.local cannot be found by its name"):
-        form_of(Parcel.of(local(torch.ones(1))))
+        form_of(Payload.of(local(torch.ones(1))))
     with pytest.raises(rg.PipelineError, match=r"a defaultdict of <enum 'Colour'> cannot be sent to another"):
-        form_of(Parcel.of(defaultdict(Colour, a=torch.ones(1))))  # type: ignore[arg-type]
+        form_of(Payload.of(defaultdict(Colour, a=torch.ones(1))))  # type: ignore[arg-type]
 
 
 def _named(module: str, name: str) -> Constant:
@@ -220,7 +220,7 @@ def test_layouts_are_checked_before_memory_is_taken() -> None:
         space_for(form((2,), (2**40,)), 8, cpu)
     with pytest.raises(MessageError, match=r"a tensor of shape \(2,\) and strides \(\) was announced"):
         space_for(form((2,), ()), 8, cpu)
-    layout = form_of(Parcel.of({"a": torch.ones(1)}))
+    layout = form_of(Payload.of({"a": torch.ones(1)}))
     with pytest.raises(MessageError, match="a tree of 1 leaves came with 2 tensors or constants"):
         content_of(layout, [torch.ones(1), torch.ones(1)])
 
@@ -287,7 +287,7 @@ def test_a_container_that_only_the_sender_knows_is_named(ranks: Ranks) -> None:
 
 
 def test_constants_that_are_equal_and_differ_are_sent_again() -> None:
-    assert encode(form_of(Parcel.of([1]))) != encode(form_of(Parcel.of([True]))) != encode(form_of(Parcel.of([1.0])))
+    assert encode(form_of(Payload.of([1]))) != encode(form_of(Payload.of([True]))) != encode(form_of(Payload.of([1.0])))
 
 
 def test_descriptions_are_specs_again() -> None:
@@ -302,11 +302,11 @@ def test_a_tensor_alone_is_a_tree_like_any_other() -> None:
         torch.randn(4, 3)[::2],
         torch.randn(2, 3).requires_grad_(),
     ):
-        alone, (inside,) = Parcel.of(tensor), Parcel.of([tensor]).layout.tensors
+        alone, (inside,) = Payload.of(tensor), Payload.of([tensor]).layout.tensors
         leaves, spec = tree_flatten(tensor)
         assert alone.tensors[0] is leaves[0] is tensor and alone.tree() is tensor
         assert alone.layout.spec == spec and alone.layout.tensors == (inside,) and alone.layout.constants == (None,)
         assert inside is not None and inside.requires_grad is tensor.requires_grad
-        assert form_of(alone) is form_of(Parcel.of(tensor)), "made once"
+        assert form_of(alone) is form_of(Payload.of(tensor)), "made once"
         came = content_of(form_of(alone), [tensor])
-        assert isinstance(came, Parcel) and came.layout == alone.layout
+        assert isinstance(came, Payload) and came.layout == alone.layout

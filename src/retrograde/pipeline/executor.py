@@ -16,7 +16,7 @@ from torch import Tensor
 
 from retrograde.errors import PipelineError
 from retrograde.labels import PREFIX, labelled_as
-from retrograde.pipeline.parcel import Parcel
+from retrograde.pipeline.payload import Payload
 from retrograde.pipeline.schedule import Action, ActionKind, Schedule
 from retrograde.pipeline.stage import Stage, WeightedLoss, WeightedTarget
 from retrograde.pipeline.timeline import Timed
@@ -213,7 +213,7 @@ class Executor:
         number = _number(action)
         stage = self.stages[action.stage]
         if action.stage == 0:
-            arrived = Parcel.of(self._batch.inputs[number], self._batch.shares[number]).apart()
+            arrived = Payload.of(self._batch.inputs[number], self._batch.shares[number]).apart()
         else:
             arrived = self._take(Address(True, action.stage - 1, number))
         options = self._batch.options[number]
@@ -247,9 +247,9 @@ class Executor:
             return None
         return self._take(Address(False, action.stage, _number(action)))
 
-    def _hand_over(self, action: Action, address: Address, parcel: Parcel) -> None:
+    def _hand_over(self, action: Action, address: Address, payload: Payload) -> None:
         here = self.schedule.placement[action.stage + 1] == self.rank
-        self._here[address] = parcel.copied() if here else parcel
+        self._here[address] = payload.copied() if here else payload
 
     def _hand_back(self, action: Action, grads: list[Tensor | None]) -> None:
         """Hand gradients back to the stage before, or to the stand-ins of the caller's inputs (batches.py)."""
@@ -257,7 +257,7 @@ class Executor:
         if action.stage > 0:
             self._here[Address(False, action.stage - 1, number)] = grads
             return
-        for given, grad in zip(Parcel.of(self._batch.inputs[number]).tensors, grads, strict=True):
+        for given, grad in zip(Payload.of(self._batch.inputs[number]).tensors, grads, strict=True):
             if given is not None and grad is not None:
                 given.grad = grad
 

@@ -25,7 +25,7 @@ from retrograde.errors import PipelineError
 from retrograde.parameters import Owner, ShardedParameter
 from retrograde.pipeline.account import Account, WeightWork
 from retrograde.pipeline.again import Pending, Recomputed, Repeat, Surroundings, Writes
-from retrograde.pipeline.parcel import Parcel
+from retrograde.pipeline.payload import Payload
 from retrograde.pipeline.split import SplitBackward
 from retrograde.pipeline.traced import StageParameters, whole_of
 from retrograde.torch_internals import alias_without_base
@@ -117,21 +117,21 @@ class Stage:
         self._accepts = {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_POSITIONAL}
         self._accepts_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
-    def forward(self, microbatch: int, arrived: Parcel, options: Mapping[str, Any]) -> Parcel:
+    def forward(self, microbatch: int, arrived: Payload, options: Mapping[str, Any]) -> Payload:
         """Do F of a stage that is not the last. Returns its output, detached."""
         made = self._start_flight(microbatch, arrived, options)
-        parcel = Parcel.of(made.output, arrived.layout.share)
-        made.flight.edges = [_edge(tensor) for tensor in parcel.tensors]
+        payload = Payload.of(made.output, arrived.layout.share)
+        made.flight.edges = [_edge(tensor) for tensor in payload.tensors]
         self._keep(microbatch, made.flight)
-        return Parcel(parcel.layout, [None if t is None else t.detach() for t in parcel.tensors])
+        return Payload(payload.layout, [None if t is None else t.detach() for t in payload.tensors])
 
     def forward_last(
-        self, microbatch: int, arrived: Parcel, options: Mapping[str, Any], target: WeightedTarget | None
+        self, microbatch: int, arrived: Payload, options: Mapping[str, Any], target: WeightedTarget | None
     ) -> LastOutput:
         """Do F of the last stage, which computes the loss if there is a target."""
         made = self._start_flight(microbatch, arrived, options, target)
-        parcel = Parcel.of(made.output)
-        detached = parcel.tree([None if t is None else t.detach() for t in parcel.tensors])
+        payload = Payload.of(made.output)
+        detached = payload.tree([None if t is None else t.detach() for t in payload.tensors])
         loss = made.loss
         if loss is None or target is None:
             return LastOutput(None, detached)
@@ -207,7 +207,7 @@ class Stage:
         self.drop()
 
     def _start_flight(
-        self, microbatch: int, arrived: Parcel, options: Mapping[str, Any], target: WeightedTarget | None = None
+        self, microbatch: int, arrived: Payload, options: Mapping[str, Any], target: WeightedTarget | None = None
     ) -> _Made:
         flight = Flight([], [], self._recorder(microbatch))
         split_here = flight.split is not None and microbatch in self.split
@@ -221,7 +221,7 @@ class Stage:
 
     def _compute(
         self,
-        arrived: Parcel,
+        arrived: Payload,
         options: Mapping[str, Any],
         target: WeightedTarget | None,
         split: SplitBackward | None,
@@ -248,10 +248,10 @@ class Stage:
                 loss = self.loss(output, *given)
         return _Computed(leaves, output, loss, written is not None and written.happened)
 
-    def _repeat(self, arrived: Parcel, options: Mapping[str, Any], target: WeightedTarget | None) -> Repeat:
+    def _repeat(self, arrived: Payload, options: Mapping[str, Any], target: WeightedTarget | None) -> Repeat:
         def forward(split: SplitBackward) -> Recomputed:
             computed = self._compute(arrived, options, target, split)
-            outputs = [computed.loss] if computed.loss is not None else Parcel.of(computed.output).tensors
+            outputs = [computed.loss] if computed.loss is not None else Payload.of(computed.output).tensors
             return Recomputed([leaf for leaf in computed.leaves if leaf is not None], [_edge(t) for t in outputs])
 
         inputs = [t for t, layout in zip(arrived.tensors, arrived.layout.tensors, strict=True) if _wanted(t, layout)]

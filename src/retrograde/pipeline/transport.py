@@ -9,7 +9,7 @@ from typing import Any
 
 from retrograde.devices import Streams
 from retrograde.errors import PipelineError
-from retrograde.pipeline.parcel import Parcel, content_of, form_of
+from retrograde.pipeline.payload import Payload, content_of, form_of
 from retrograde.transport import Channel, Parts
 from retrograde.transport.messages import Address, MessageError
 
@@ -25,7 +25,7 @@ class Unreadable(PipelineError):
 
 
 class StageTransport:
-    """Sends parcels and gradients between stages, and receives them."""
+    """Sends payloads and gradients between stages, and receives them."""
 
     def __init__(self, channel: Channel, rank: int, streams: Streams) -> None:
         self.channel = channel
@@ -33,7 +33,7 @@ class StageTransport:
         self._streams = streams
 
     def send(self, peer: int, address: Address, content: Any) -> None:
-        tensors = content.tensors if isinstance(content, Parcel) else content
+        tensors = content.tensors if isinstance(content, Payload) else content
         self.channel.send(peer, address, Parts(form_of(content), tensors))
 
     def send_void(self, peer: int, address: Address) -> None:

@@ -1,4 +1,4 @@
-"""Parcels, which travel between stages: the tensors of a pytree, and a layout by which it is put together again."""
+"""Payloads, which travel between stages: the tensors of a pytree, and a layout by which it is put together again."""
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -55,21 +55,21 @@ def _alone(layout: TensorLayout, share: float) -> TreeLayout:
 
 
 @dataclass(frozen=True)
-class Parcel:
+class Payload:
     """The tensors of a pytree, and how it is put together again."""
 
     layout: TreeLayout
     tensors: list[Tensor | None]  # None where the leaf is not a tensor
 
     @staticmethod
-    def of(tree: Any, share: float = 1.0) -> "Parcel":
+    def of(tree: Any, share: float = 1.0) -> "Payload":
         if type(tree) is Tensor:
-            return Parcel(_alone(layout_of(tree), share), [tree])
+            return Payload(_alone(layout_of(tree), share), [tree])
         leaves, spec = tree_flatten(tree)
         tensors = [leaf if isinstance(leaf, Tensor) else None for leaf in leaves]
         layouts = tuple(None if tensor is None else layout_of(tensor) for tensor in tensors)
         constants = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        return Parcel(TreeLayout(spec, layouts, constants, share), tensors)
+        return Payload(TreeLayout(spec, layouts, constants, share), tensors)
 
     def tree(self, tensors: list[Tensor | None] | None = None) -> Any:
         """The pytree, with other tensors in the same places if given."""
@@ -77,29 +77,29 @@ class Parcel:
         leaves = [c if t is None else t for t, c in zip(chosen, self.layout.constants, strict=True)]
         return tree_unflatten(leaves, self.layout.spec)
 
-    def apart(self) -> "Parcel":
+    def apart(self) -> "Payload":
         """The same memory without a graph, in tensors that are no views, each with a version of its own: microbatches
         are slices of one tensor, and a change of one would count as a change of all.
 
         The layout still says which tensors require gradients."""
         alone = [None if t is None else alias_without_base(t.detach()) for t in self.tensors]
-        return Parcel(self.layout, alone)
+        return Payload(self.layout, alone)
 
-    def copied(self) -> "Parcel":
+    def copied(self) -> "Payload":
         """A copy, as a stage on another rank would receive it: the same values in other memory."""
         made = [
             None if layout is None or tensor is None else copy_of(tensor, layout, tensor.device)
             for layout, tensor in zip(self.layout.tensors, self.tensors, strict=True)
         ]
-        return Parcel(self.layout, list(made))
+        return Payload(self.layout, list(made))
 
 
 Gradients = list[Tensor | None]
 
 
-def form_of(content: Parcel | Gradients) -> Form:
+def form_of(content: Payload | Gradients) -> Form:
     """The form by which another rank puts the content together again."""
-    if isinstance(content, Parcel):
+    if isinstance(content, Payload):
         return content.layout.form
     return _form_of_gradients(tuple(None if grad is None else layout_of(grad) for grad in content))
 
@@ -109,7 +109,7 @@ def _form_of_gradients(layouts: tuple[TensorLayout | None, ...]) -> Form:
     return Form(layouts, None)
 
 
-def content_of(form: Form, tensors: list[Tensor | None]) -> Parcel | Gradients:
+def content_of(form: Form, tensors: list[Tensor | None]) -> Payload | Gradients:
     """Put content together from its form and tensors. Raises `MessageError` for containers unknown on this rank."""
     if form.tree is None:
         return tensors
@@ -117,4 +117,4 @@ def content_of(form: Form, tensors: list[Tensor | None]) -> Parcel | Gradients:
     constants = tuple(constant_of(constant) for constant in form.tree.constants)
     if not spec.num_leaves == len(constants) == len(tensors):
         raise MessageError(f"a tree of {spec.num_leaves} leaves came with {len(tensors)} tensors or constants")
-    return Parcel(TreeLayout(spec, form.tensors, constants, form.tree.share), tensors)
+    return Payload(TreeLayout(spec, form.tensors, constants, form.tree.share), tensors)
