@@ -87,6 +87,17 @@ def vector_in_a_loss(model: nn.Module, loss: Loss) -> Tensor:
     return penalty.detach()
 
 
+# ---- editing
+def held_while_another_changes(model: nn.Module, loss: Loss) -> None:
+    """A full tensor is edited by a function, while the page has old values of another parameter."""
+    held = model[1][0].weight
+    dist.barrier()  # such an edit does not wait for ranks that read
+    with torch.no_grad():
+        model.get_parameter("1.0.bias").mul_(2)
+        torch._foreach_mul_([held], 2)
+    trained(model, loss)
+
+
 # ---- other parameters
 def old_weight_norm(model: nn.Module, loss: Loss) -> list[str]:
     with warnings.catch_warnings():
@@ -110,6 +121,7 @@ IDIOMS = [
     vector_and_back,
     vector_with_a_graph_and_back,
     vector_in_a_loss,
+    held_while_another_changes,
     old_weight_norm,
     pruned,
 ]

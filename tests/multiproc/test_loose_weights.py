@@ -80,12 +80,17 @@ CHANGES: dict[str, Change] = {
 }
 
 
-def _found(model: nn.Module, change: Change) -> str:
-    """What a backward after the change says, or does not."""
-    graph = _used(model)
-    change(model)
+def _come_together() -> None:
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
+
+
+def _found(model: nn.Module, change: Change) -> str:
+    """What a backward after the change says, or does not. Some changes do not wait for others that read."""
+    graph = _used(model)
+    _come_together()
+    change(model)
+    _come_together()
     try:
         graph.backward()
     except RuntimeError as error:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import retrograde as rg
 from retrograde.devices import Stream, streams_of
-from retrograde.pipeline.parcel import layout_of
+from retrograde.pipeline.payload import layout_of
 from retrograde.transport import Parts, PipelineRanks, ProcessRanks, ThreadRanks
 from retrograde.transport.channel import Layouts
 from retrograde.transport.messages import Address, Constant, Form, TreeForm, TreeLeaf

@@ -231,7 +231,7 @@ class Pager:
         self._masters = None
         for unit in list(self._resident):
             if not unit.valid:
-                unit.outdate(range(len(unit.leaves)))
+                unit.note_change_of_shards()
             if not unit.valid or self._policy.resident == 0:
                 self._drop(unit)
         self._pool.trim()

@@ -232,6 +232,13 @@ class Unit:
             self._graphs_know[slot] = versions[slot]
         self.page.outdate(changed)
 
+    def note_change_of_shards(self) -> None:
+        """Note that shards have changed under the page, as by a step. What the page has is old and no edit, even where
+        a counter has moved: a parameter that was made of a full tensor's memory shares its counter."""
+        self.outdate(range(len(self.leaves)))
+        if self.page.ready:
+            self.page.note_edits()
+
     # ---- edits through full tensors
     def write_back_edits(self) -> None:
         """Write back edits that were not reported (through an alias of a full tensor)."""
