@@ -51,11 +51,11 @@ from retrograde.transport.messages import (
     ToRank,
     ToReceiver,
 )
-from retrograde.transport.pauses import Pauses
 from retrograde.transport.wires import Came, Lost, Sending, Wires
 
 KEEP = "keep the model until all ranks have read it: delete it after a dist.barrier(), or leave it to the program's end"
 TIMEOUT = 60.0  # seconds
+_LONGEST_PAUSE = 0.01  # seconds between two looks, however crowded the host is
 _FLUSH = 1.0  # seconds in which a rank that leaves says its last words
 _CLOSED = 2.0  # seconds after which a connection that takes nothing more is known to be lost
 _EARLY = 4096  # messages for engines and pipelines that this rank has not made yet
@@ -222,26 +222,35 @@ class Connections:
     def wait_until(self, over: Callable[[], bool], timeout: float, look_again: float | None = None) -> None:
         """Wait, with `changed` held once, until `over()` or for `timeout` seconds.
 
-        `look_again`: seconds after which something may have changed that nobody tells (pauses.py)."""
-        pauses = Pauses(timeout, look_again)
+        `look_again`: seconds after which something may have changed that nobody tells, as that a call of a backend is
+        done."""
+        end = time.monotonic() + timeout
+        pause = timeout if look_again is None else self._between_looks(look_again)
         if self.neighbours is None:
-            while not over() and (seconds := pauses.next()) > 0:
-                self.changed.wait(seconds)
+            while not over() and (left := end - time.monotonic()) > 0:
+                self.changed.wait(min(left, pause))
             return
         mailbox = self.neighbours.mailbox
         while True:
             heard = mailbox.heard  # before anything is looked at: what changes after that rings again
             self.take_letters()
-            if over() or (seconds := pauses.next()) <= 0:
+            if over() or (left := end - time.monotonic()) <= 0:
                 break
             self._sleepers += 1
             self.changed.release()
             try:
-                mailbox.sleep(heard, seconds)
+                mailbox.sleep(heard, min(left, pause))
             finally:
                 self.changed.acquire()
                 self._sleepers -= 1
         self.take_letters()  # of a rank that has said goodbye since
+
+    def _between_looks(self, seconds: float) -> float:
+        """Seconds between two looks: more where ranks of this host are more than its cores, since looking takes time
+        in which others could bring what is waited for."""
+        ranks_here = 1 if self.spans_hosts else self.world  # over several hosts, ranks have cores as a rule
+        crowding = max(1.0, ranks_here / (os.cpu_count() or 1))
+        return max(seconds, min(seconds * crowding, _LONGEST_PAUSE))
 
     def take_letters(self) -> None:
         """Deliver the letters that other ranks' main threads have left for this one's.
