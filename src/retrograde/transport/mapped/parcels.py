@@ -13,7 +13,8 @@ from retrograde.transport.mapped.arena import SMALL, Arena, Stretch
 from retrograde.transport.mapped.system import copy_memory
 from retrograde.transport.messages import SharedPlace
 
-_REST = 128  # parcels for each other rank that are made until one whose memory was not needed for them is given back
+_SPARE = 5  # whose memory is kept for the next ones, for each other rank: one that is late needs more for a moment
+_REST = 128  # parcels for each other rank that are made until memory that was not needed for them is given back
 
 
 class _Out(NamedTuple):
@@ -35,6 +36,7 @@ class Parcels:
 
     def __init__(self, arena: Arena, world: int) -> None:
         self._arena = arena
+        self._most = _SPARE * (world - 1)
         self._rest = _REST * (world - 1)
         self._made = 0
         self._out: list[_Out] = []
@@ -73,7 +75,7 @@ class Parcels:
         self._spare.append(_Spare(parcel.stretch, self._made))
 
     def collect(self) -> None:
-        """Collect the memory of parcels that have been used, and give back what has not been needed for long."""
+        """Collect the memory of parcels that have been used. Give back what is too much, or was not needed for long."""
         out = []
         for parcel in self._out:
             if parcel.stretch.memory[parcel.receiver]:  # read once: the receiver may set it at any moment
@@ -81,7 +83,7 @@ class Parcels:
             else:
                 out.append(parcel)
         self._out = out
-        while self._spare and self._made - self._spare[0].since > self._rest:
+        while len(self._spare) > self._most or (self._spare and self._made - self._spare[0].since > self._rest):
             old = self._spare.pop(0).stretch
             self._arena.give_back(old.offset, len(old.memory))
 
