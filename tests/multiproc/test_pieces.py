@@ -412,6 +412,9 @@ def _beside_no_dimensions(model: nn.Module) -> list[Tensor]:
     third, whole = torch.tensor(1 / 3, dtype=torch.float64), torch.tensor(3)
     found = [p.grad * third, third / p.grad, torch.add(p.grad, third, alpha=2), p.grad * whole, p.grad * (1 / 3)]
     found += [torch.where(p.grad > 0, p.grad, third), *torch._foreach_mul([p.grad], [third]), p.detach() * third]
+    half = torch.tensor(0.5, dtype=torch.float64)  # taken as a number, which no tensor with dimensions is
+    found += [torch.add(p.grad, third, alpha=half), p.grad.masked_fill(p.grad > 0, third), p.grad.clone().fill_(third)]
+    found += [p.grad.clone().add_(p.grad, alpha=half), p.grad.clone().masked_fill_(p.grad > 0, half)]
     found += [p.grad.clone().mul_(third), model.get_parameter("weight").grad * third]
     return [each.full_tensor() if hasattr(each, "full_tensor") else each for each in found]
 

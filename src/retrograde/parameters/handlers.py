@@ -34,6 +34,9 @@ _ASKING_NOTHING = {Route.MEMORY, Route.SHAPE, Route.LIKE, Route.RESHAPED, Route.
 _AT_OWN_PACE = {Route.ELEMENTS, Route.EDIT, Route.EDIT_WHOLE, Route.LISTS, Route.UNSCALED, Route.DRAWN}
 
 
+_NUMBERS = ("alpha", "beta", "value")  # arguments that torch takes as numbers, also from tensors without dimensions
+
+
 # ---- without other ranks
 def on_held_pages(call: Call) -> Any:
     """Call the function on the full tensors of parameters that `Engine.full_params(leaves=True)` holds. If other
@@ -90,19 +93,28 @@ def _aligned(call: Call, to: Part) -> tuple[list[Any], dict[str, Any]]:
         values = [full.get(id(value), value) for value in values]
     beside = [_beside(value, to) for value in values]
     count = len(call.args)
-    return beside[:count], dict(zip(call.kwargs, beside[count:], strict=True))
+    args, kwargs = beside[:count], dict(zip(call.kwargs, beside[count:], strict=True))
+    if "fill" in call.name:  # torch takes what it fills in as a number too
+        return args, kwargs
+    args = [_with_a_say(arg, to) for arg in args]
+    return args, {name: arg if name in _NUMBERS else _with_a_say(arg, to) for name, arg in kwargs.items()}
 
 
 def _beside(value: Any, part: Part) -> Any:
-    """Of a plain tensor in the whole's shape, those elements that this rank has of `part`. Other values stay.
-
-    One element is for all elements of the piece, and keeps its say in the dtype: what has no dimensions has as much as
-    a `part` without dimensions, whose piece has one."""
+    """Of a plain tensor in the whole's shape, those elements that this rank has of `part`. Other values stay."""
     if isinstance(value, Part) or not isinstance(value, torch.Tensor):
         return value
     if value.numel() == 1:
-        return value.detach().reshape((1,) if value.dim() or not part.dim() else ())
+        return value.detach().reshape((1,) if value.dim() else ())  # for all elements, with its say in the dtype
     return part.cut(value.detach().expand(part.shape))
+
+
+def _with_a_say(value: Any, part: Part) -> Any:
+    """What has no dimensions has as much say in the dtype as a `part` without dimensions, but less than its piece,
+    which has one: so it gets one too, where their dtypes differ."""
+    if isinstance(value, Part) or not isinstance(value, torch.Tensor) or part.dim() or value.dim():
+        return value
+    return value if value.dtype is part.dtype else value.reshape(1)
 
 
 def reshaped(call: Call) -> Any:
@@ -270,7 +282,7 @@ def _aligned_rows(call: Call) -> list[Any]:
         to = row[0] if edits(call.name) else next(parts_in(row), None)
         for column in columns:
             value = full.get(id(column[index]), column[index])
-            column[index] = _beside(value, to) if isinstance(to, Part) else value
+            column[index] = _with_a_say(_beside(value, to), to) if isinstance(to, Part) else value
     aligned = iter(columns)
     given = {id(column) for column in _columns(call)}
     return [next(aligned) if id(arg) in given else arg for arg in call.args]
