@@ -134,7 +134,9 @@ class RankPool:
                 if not answers[rank].ok:
                     failures[rank] = answers[rank].value
                     deadline = min(deadline, time.monotonic() + GRACE)
-        silent = sorted(pending.values())
+        for rank in [rank for rank in pending.values() if not self._workers[rank].process.is_alive()]:
+            failures[rank] = self._died(rank)  # on a busy machine its pipe may still look open
+        silent = sorted(set(pending.values()) - set(failures))
         if failures:
             raise RankError(failures, silent)
         if silent:
@@ -145,9 +147,11 @@ class RankPool:
         try:
             return pickle.loads(pipe.recv_bytes())
         except EOFError:
-            process = self._workers[rank].process
-            process.join(GRACE)
-            return _Answer(False, f"the process died with exit code {process.exitcode}\n")
+            self._workers[rank].process.join(GRACE)
+            return _Answer(False, self._died(rank))
+
+    def _died(self, rank: int) -> str:
+        return f"the process died with exit code {self._workers[rank].process.exitcode}\n"
 
     def _describe(self, silent: list[int], timeout: float) -> str:
         for rank in silent:

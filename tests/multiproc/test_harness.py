@@ -46,6 +46,15 @@ def _exit(rank: int, world: int) -> None:
     os._exit(3)
 
 
+def _die_with_an_heir(rank: int, world: int) -> None:
+    """Rank 1 ends, and a child of its keeps its pipe open for a while."""
+    if rank == 0:
+        raise ValueError("rank 0 had enough")
+    if os.fork() == 0:
+        time.sleep(4)
+    os._exit(3)
+
+
 @pytest.fixture
 def pool():
     others = set(multiprocessing.active_children())
@@ -95,3 +104,6 @@ def test_lives_through_everything(pool: RankPool, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(RankError, match="exit code 3"):
         pool.run(_exit)
     assert pool.run(_sum_of_ranks, 0)[1][1].item() == 1
+
+    with pytest.raises(RankError, match=r"rank 0 had enough(.|\n)*exit code 3"):
+        pool.run(_die_with_an_heir)
