@@ -15,7 +15,7 @@ from retrograde.transport.staged import StagedShards
 from tests.accelerator import device
 from tests.accelerator.matrix import play_late
 from tests.accelerator.ranks import TELLING_MODES
-from tests.accelerator.training import build
+from tests.accelerator.training import build, counted_step
 from tests.harness import Ranks
 from tests.patterns.cells import LIMIT
 from tests.patterns.models import SPECS
@@ -68,23 +68,9 @@ def test_stages(late_ranks: Ranks, stage: int) -> None:
 
 
 def _step(rank: int, world: int, stage: int, clip: bool) -> tuple[dict[str, int], dict[str, int]]:
-    """A step that is like those before it: what made the host wait, and collectives."""
-    where = device.of_rank(rank)
-    model = build("gpt", where)
+    model = build("gpt", device.of_rank(rank))
     rg.shard(model, stage=stage, timeout=20.0)
-    spec = SPECS["gpt"]
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    for step in range(3):
-        x, y = (tensor.pin_memory() for tensor in spec.batch(rank, step))
-        with device.use("lazy"):
-            spec.loss(model(x.to(where, non_blocking=True)), y.to(where, non_blocking=True)).backward()
-            if clip:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            waits, calls = device.synchronisations(), device.collectives()
-    dist.barrier()
-    return waits, {name: tally.count for name, tally in calls.items()}
+    return counted_step(model, rank, clip)
 
 
 @EACH_STAGE

@@ -2,54 +2,35 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import retrograde as rg
 from retrograde.transport.collective import CollectiveTransport
 from retrograde.transport.collective.courtesy import is_absent, spread_absence
-from tests import small
 from tests.accelerator import device
 from tests.accelerator.matrix import play_late
 from tests.accelerator.ranks import TELLING_MODES, alone
 from tests.accelerator.training import build as build_spec
+from tests.accelerator.training import counted_step, on_device
 from tests.harness import Ranks
 from tests.meshes import mesh_of
 from tests.multiproc.replicas import REPLICAS, TIMEOUT, WORLD, MeshTwin
 from tests.patterns.cells import LIMIT
-from tests.patterns.models import SPECS
 from tests.patterns.oracle import expected
 from tests.patterns.rows import CASES
 from tests.patterns.trace import differences
 from tests.reference import Program
-from tests.small import backwards, batch, build
+from tests.small import backwards, build
 from tests.stages import EACH_STAGE, REDUCING_STAGES
 from tests.transport.strays import STRAYS
 
 EXACT = pytest.mark.parametrize("exact", (True, False))
 ROWS = ("11f-replicated-mlp", "11f-replicated_unequal_backwards-mlp", "11f-replicated_changing_units-mlp")
-
-
-@contextlib.contextmanager
-def _on_device(rank: int, mode: str, seed: int) -> Iterator[torch.device]:
-    """Programs of tests/transport/strays.py get their batches on the device, each made once."""
-    where = device.of_rank(rank)
-
-    @functools.cache
-    def moved(of: int, step: int = 0) -> Tensor:
-        return batch(of, step).to(where)
-
-    with mock.patch.object(small, "batch", moved), device.use(mode, seed):
-        yield where
-        dist.barrier()  # a rank that drops its model takes its shards along
 
 
 def _twin(rank: int, world: int, stage: int, exact: bool | None, where: torch.device) -> MeshTwin:
@@ -90,7 +71,7 @@ def _play(twin: MeshTwin, *programs: Program) -> None:
 
 # ---- training
 def _training(rank: int, world: int, stage: int, exact: bool, mode: str, seed: int) -> bool:
-    with _on_device(rank, mode, seed) as where:
+    with on_device(rank, mode, seed) as where:
         twin = _twin(rank, world, stage, exact, where)
         twin.optimize()
         for _ in range(2):
@@ -124,21 +105,9 @@ def test_rows(late_ranks: Ranks, case_id: str) -> None:
 
 # ---- counts
 def _step(rank: int, world: int, stage: int) -> tuple[dict[str, int], dict[str, int]]:
-    """A step that is like those before it: what made the host wait, and collectives."""
-    where = device.of_rank(rank)
-    model = build_spec("gpt", where)
+    model = build_spec("gpt", device.of_rank(rank))
     rg.shard(model, stage=stage, mesh=mesh_of(REPLICAS, world), timeout=TIMEOUT)
-    spec = SPECS["gpt"]
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    for step in range(3):
-        x, y = (tensor.pin_memory() for tensor in spec.batch(rank, step))
-        with device.use("lazy"):
-            spec.loss(model(x.to(where, non_blocking=True)), y.to(where, non_blocking=True)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            waits, calls = device.synchronisations(), device.collectives()
-    dist.barrier()
-    return waits, {name: tally.count for name, tally in calls.items()}
+    return counted_step(model, rank)
 
 
 @EACH_STAGE
@@ -175,7 +144,7 @@ def _with_a_stray(
 ) -> list[bool]:
     """Are replicas equal after each step? One of the steps has a stray, between backwards in which nobody strays."""
     found = []
-    with _on_device(rank, mode, seed) as where:
+    with on_device(rank, mode, seed) as where:
         twin = _twin(rank, world, stage, exact, where)
         twin.optimize()
         if hooked:
@@ -216,7 +185,7 @@ def _one_fewer_on_odd_ranks(model: nn.Module, rank: int) -> None:
 def _fewer_in_each(rank: int, world: int, exact: bool) -> bool:
     """Of each replica a rank does not come to a backward, in which there is nothing to gather: nobody's first call of
     two ends by itself."""
-    with _on_device(rank, "lazy", 0) as where:
+    with on_device(rank, "lazy", 0) as where:
         twin = _twin(rank, world, 2, exact, where)
         twin.optimize()
         for step in range(4):

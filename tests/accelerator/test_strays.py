@@ -3,12 +3,10 @@ follows the order is as before, without messages and without waiting for the dev
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
-from unittest import mock
 
 import pytest
 import torch
@@ -16,34 +14,29 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import retrograde as rg
-from retrograde.transport.connections import Connections
-from retrograde.transport.messages import Message
 from tests import small
 from tests.accelerator import device
 from tests.accelerator.ranks import TELLING_MODES
+from tests.accelerator.training import on_device
 from tests.harness import Ranks
 from tests.multiproc.twin import Twin
 from tests.patterns.cells import LIMIT
 from tests.small import batch, build, loss_of
 from tests.stages import EACH_STAGE, STAGES_WITH_OTHERS
-from tests.transport.strays import ORDERS, STEPS, STRAY_AT, STRAYS, Counted, counts_of, through
+from tests.transport.strays import (
+    ORDERS,
+    STEPS,
+    STRAY_AT,
+    STRAYS,
+    Counted,
+    counting,
+    counts_of,
+    seen_by_a_hook,
+    through,
+)
 
 TIMEOUT = 20.0
 EXACT = pytest.mark.parametrize("exact", (True, False))
-
-
-@contextlib.contextmanager
-def _on_device(rank: int, mode: str, seed: int) -> Iterator[torch.device]:
-    """Programs of tests/transport/strays.py get their batches on the device, each made once."""
-    where = device.of_rank(rank)
-
-    @functools.cache
-    def moved(of: int, step: int = 0) -> Tensor:
-        return batch(of, step).to(where)
-
-    with mock.patch.object(small, "batch", moved), device.use(mode, seed):
-        yield where
-        dist.barrier()  # a rank that drops its model takes its shards along
 
 
 def _made(where: torch.device) -> nn.Module:
@@ -61,14 +54,8 @@ def _with_a_stray(
     rank: int, world: int, stage: int, kind: str, exact: bool, mode: str = "lazy", seed: int = 0
 ) -> list[Seen]:
     messages: Counter[str] = Counter()
-    send = Connections.send
-
-    def sending(self: Connections, dst: int, message: Message, data: Sequence[Tensor] = ()) -> object:
-        messages[type(message).__name__] += 1
-        return send(self, dst, message, data)
-
     found = []
-    with _on_device(rank, mode, seed) as where:
+    with on_device(rank, mode, seed) as where:
         twin = Twin(rank, world, stage, functools.partial(_made, where), exact=exact, timeout=TIMEOUT)
         twin.optimize()
         for step in range(STEPS):
@@ -78,7 +65,7 @@ def _with_a_stray(
             dist.barrier()
             messages.clear()
             device.reset_counters()
-            with mock.patch.object(Connections, "send", sending):
+            with counting(messages):
                 program(twin.model, rank)
                 twin.optimizers[1].step()
                 waits = device.synchronisations()
@@ -114,7 +101,7 @@ def test_a_stray_is_served_in_the_backends_order(late_ranks: Ranks, stage: int, 
 
 
 def _with_others(rank: int, world: int, kind: str) -> None:
-    with _on_device(rank, "lazy", 0) as where:
+    with on_device(rank, "lazy", 0) as where:
         twin = Twin(rank, world, 3, functools.partial(_made, where), exact=False, timeout=TIMEOUT)
         for program in (STRAYS[kind].always, STRAYS[kind].always, STRAYS[kind].once):
             twin.plain_play(program)
@@ -143,7 +130,7 @@ def test_in_every_order(late_ranks: Ranks, kind: str, exact: bool, mode: str, se
 # ---- nobody sees a part of a sum
 def _up_to_a_stray(rank: int, world: int, kind: str, exact: bool) -> Iterator[Twin]:
     """Both models after each of four backwards, of which the last is a stray's."""
-    with _on_device(rank, "lazy", 0) as where:
+    with on_device(rank, "lazy", 0) as where:
         twin = Twin(rank, world, 3, functools.partial(_made, where), exact=exact, timeout=TIMEOUT)
         for program in (*[STRAYS[kind].always] * 3, STRAYS[kind].once):
             twin.plain_play(program)
@@ -183,22 +170,8 @@ def test_what_is_given_out_is_complete(late_ranks: Ranks, kind: str, exact: bool
 
 
 def _hooked(rank: int, world: int, exact: bool) -> list[tuple[Tensor, Tensor]]:
-    """What a hook sees of a gradient that one rank puts and another brings to a call, and what there is after it."""
-    seen: list[Tensor] = []
-    found: list[Tensor] = []
-    with _on_device(rank, "lazy", 0) as where:
-        twin = Twin(rank, world, 3, functools.partial(_made, where), exact=exact, timeout=TIMEOUT)
-        leaf = dict(twin.model.named_parameters())["blocks.2.up.weight"]
-        leaf.register_post_accumulate_grad_hook(lambda leaf: seen.append(leaf.grad.local.clone()))
-        for kind in ("skips a unit", "skips a unit", "takes another order"):
-            program = STRAYS[kind].once if kind == "takes another order" else STRAYS[kind].always
-            program(twin.model, rank)
-            assert leaf.grad is not None
-            found.append(leaf.grad.local.cpu())
-            twin.plain_play(program)
-            twin.check_grads()
-            twin.zero_grad()
-        return list(zip([each.cpu() for each in seen], found, strict=True))
+    with on_device(rank, "lazy", 0) as where:
+        return seen_by_a_hook(Twin(rank, world, 3, functools.partial(_made, where), exact=exact, timeout=TIMEOUT))
 
 
 @EXACT
@@ -209,7 +182,7 @@ def test_hooks_see_complete_sums(late_ranks: Ranks, exact: bool) -> None:
 
 
 def _captured(rank: int, world: int, exact: bool) -> Tensor:
-    with _on_device(rank, "lazy", 0) as where:
+    with on_device(rank, "lazy", 0) as where:
         model = _made(where)
         rg.shard(model, exact=exact, timeout=TIMEOUT)
         for step in range(3):
@@ -233,7 +206,7 @@ def test_autograd_grad_returns_complete_sums(late_ranks: Ranks, exact: bool) -> 
 def _synchronises_alone(rank: int, world: int, exact: bool) -> float:
     """Rank 0 waits for all of its device, where calls are under way to which rank 1 does not come: it waits for rank 0
     in a barrier of the user's."""
-    with _on_device(rank, "lazy", 0) as where:
+    with on_device(rank, "lazy", 0) as where:
         model = _made(where)
         rg.shard(model, exact=exact, timeout=TIMEOUT)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -259,7 +232,7 @@ def test_a_rank_that_waits_for_its_device_alone(late_ranks: Ranks, exact: bool) 
 def _says_it_before_the_step(rank: int, world: int) -> None:
     """Ranks talk between a backward, in which one strays, and the step: a rank that waited for the others at the end of
     its backward would wait for ever."""
-    with _on_device(rank, "lazy", 0) as where:
+    with on_device(rank, "lazy", 0) as where:
         twin = Twin(rank, world, 3, functools.partial(_made, where), timeout=TIMEOUT)
         twin.optimize()
         for step in range(5):
@@ -278,7 +251,7 @@ def test_a_stray_is_not_waited_for_at_the_end_of_a_backward(late_ranks: Ranks) -
 
 def _never_comes(rank: int, world: int, exact: bool) -> str:
     """Rank 1 waits for rank 0 in a barrier, which waits for rank 1 at its step."""
-    with _on_device(rank, "lazy", 0) as where:
+    with on_device(rank, "lazy", 0) as where:
         model = _made(where)
         rg.shard(model, exact=exact, timeout=3.0)
         if rank == 1:

@@ -30,6 +30,18 @@ class MeshTwin(Twin):
         dist.all_gather(everybody, mine)
         assert torch.equal(mine, everybody[(self.rank + 2) % 4])
 
+    def differ(self, name: str, steps: int) -> None:
+        """Steps in which ranks do different things (`DIFFERENT`), each compared with plain torch."""
+        self.optimize()
+        for _ in range(steps):
+            DIFFERENT[name](self.model, self.rank)
+            self.plain_play(DIFFERENT[name])
+            self.step()
+            self.check()
+            self.zero_grad()
+        self.compare_replicas()
+        self.close()
+
 
 def _more_backwards(model: nn.Module, rank: int) -> None:
     """Rank 3 does two more than rank 0, and rank 1 none."""

@@ -106,16 +106,7 @@ def test_no_sync(ranks: Ranks, stage: int) -> None:
 
 # ---- ranks that differ
 def _differing(rank: int, world: int, stage: int, name: str) -> None:
-    twin = MeshTwin(rank, world, stage)
-    twin.optimize()
-    for _ in range(2):
-        DIFFERENT[name](twin.model, rank)
-        twin.plain_play(DIFFERENT[name])
-        twin.step()
-        twin.check()
-        twin.zero_grad()
-    twin.compare_replicas()
-    twin.close()
+    MeshTwin(rank, world, stage).differ(name, steps=2)
 
 
 @pytest.mark.parametrize("name", DIFFERENT)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -252,12 +252,19 @@ def test_stages_hand_on_trees(ranks: Ranks, name: str) -> None:
     assert ranks(3).run(_handed_on, name, timeout=60) == [[], [True, True], [True, True]]
 
 
-def _not_handed_on(rank: int, world: int) -> str:
-    blocks = [Fn(lambda m, x: {"x": m.a(x), "c": Colour.RED}, a=lin()), Fn(lambda m, both: m.a(both["x"]), a=lin())]
+def _refusal(blocks: list[nn.Module]) -> str:
     pipe = rg.Pipeline(blocks, schedule="1f1b", microbatches=2, loss=F.mse_loss)
     with pytest.raises(rg.PipelineError) as caught:
         pipe.step(torch.randn(4, WIDTH), target=torch.randn(4, WIDTH))
     return str(caught.value)
+
+
+def _not_handed_on(rank: int, world: int) -> str:
+    blocks: list[nn.Module] = [
+        Fn(lambda m, x: {"x": m.a(x), "c": Colour.RED}, a=lin()),
+        Fn(lambda m, both: m.a(both["x"]), a=lin()),
+    ]
+    return _refusal(blocks)
 
 
 def test_a_constant_that_cannot_travel_is_one_error_on_all_ranks(ranks: Ranks) -> None:
@@ -273,11 +280,8 @@ def _registered_on_one(rank: int, world: int) -> str:
 
     if rank == 0:
         pytree.register_pytree_node(Late, lambda late: (list(late), None), lambda values, _: Late(values))
-    blocks = [Fn(lambda m, x: Late([m.a(x)]), a=lin()), Fn(lambda m, late: m.a(late[0]), a=lin())]
-    pipe = rg.Pipeline(blocks, schedule="1f1b", microbatches=2, loss=F.mse_loss)
-    with pytest.raises(rg.PipelineError) as caught:
-        pipe.step(torch.randn(4, WIDTH), target=torch.randn(4, WIDTH))
-    return str(caught.value)
+    blocks: list[nn.Module] = [Fn(lambda m, x: Late([m.a(x)]), a=lin()), Fn(lambda m, late: m.a(late[0]), a=lin())]
+    return _refusal(blocks)
 
 
 def test_a_container_that_only_the_sender_knows_is_named(ranks: Ranks) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from retrograde.transport.connections import Connections
+from retrograde.transport.messages import Message
 from tests import small
+from tests.multiproc.twin import Twin
 from tests.reference import Program
 from tests.small import BLOCKS, Small, backwards, loss_of
 
@@ -96,3 +101,32 @@ class Counted(NamedTuple):
 def counts_of(messages: Counter[str], world: int) -> Counted:
     others = world - 1
     return Counted(messages["Ordered"], messages["Meet"] // others, messages["Read"] // others)
+
+
+@contextlib.contextmanager
+def counting(messages: Counter[str]) -> Iterator[None]:
+    """Adds what this rank sends meanwhile, by the kind of message."""
+    send = Connections.send
+
+    def sending(self: Connections, dst: int, message: Message, data: Sequence[Tensor] = ()) -> object:
+        messages[type(message).__name__] += 1
+        return send(self, dst, message, data)
+
+    with mock.patch.object(Connections, "send", sending):
+        yield
+
+
+def seen_by_a_hook(twin: Twin) -> list[tuple[Tensor, Tensor]]:
+    """What a hook sees of a gradient that one rank puts and another brings to a call, and what there is after it."""
+    seen: list[Tensor] = []
+    found: list[Tensor] = []
+    leaf = dict(twin.model.named_parameters())["blocks.2.up.weight"]
+    leaf.register_post_accumulate_grad_hook(lambda leaf: seen.append(leaf.grad.local.clone()))
+    for program in (blocks, blocks, _takes_another_order):
+        program(twin.model, twin.rank)
+        assert leaf.grad is not None
+        found.append(leaf.grad.local.cpu())
+        twin.plain_play(program)
+        twin.check_grads()
+        twin.zero_grad()
+    return list(zip([each.cpu() for each in seen], found, strict=True))

@@ -5,21 +5,19 @@ from __future__ import annotations
 import functools
 import gc
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import retrograde as rg
 from retrograde.transport.collective import CollectiveTransport
 from retrograde.transport.collective.communicator import Communicator, Offer
 from retrograde.transport.collective.courtesy import is_absent, spread_absence
-from retrograde.transport.connections import Connections
-from retrograde.transport.messages import Message
 from tests.harness import Ranks
 from tests.meshes import mesh_of
 from tests.multiproc.replicas import DIFFERENT, REPLICAS, TIMEOUT, WORLD, MeshTwin
@@ -32,7 +30,7 @@ from tests.reference import same
 from tests.small import BLOCKS, backward_that_raises, batch, build, loss_of
 from tests.stages import EACH_STAGE, REDUCING_STAGES
 from tests.transport.delays import delayed
-from tests.transport.strays import STEPS, STRAY_AT, STRAYS, Counted, counts_of
+from tests.transport.strays import STEPS, STRAY_AT, STRAYS, Counted, counting, counts_of
 
 UNITS = BLOCKS + 1  # and the root
 
@@ -134,18 +132,14 @@ class Doors:
         self.messages.clear()
 
     def watched(self) -> Any:
-        issue, send = Communicator.issue, Connections.send
+        issue = Communicator.issue
 
         def issuing(communicator: Communicator, offer: Offer) -> list[dist.Work]:
             members = dist.get_process_group_ranks(communicator._own.group)
             self.calls[f"{type(offer).__name__} of {members}"] += 1
             return issue(communicator, offer)
 
-        def sending(self_: Connections, dst: int, message: Message, data: Sequence[Tensor] = ()) -> object:
-            self.messages[type(message).__name__] += 1
-            return send(self_, dst, message, data)
-
-        return mock.patch.multiple(Communicator, issue=issuing), mock.patch.object(Connections, "send", sending)
+        return mock.patch.multiple(Communicator, issue=issuing), counting(self.messages)
 
 
 def _counted(rank: int, world: int, stage: int) -> tuple[dict[str, int], dict[str, int]]:
@@ -243,16 +237,7 @@ def test_of_absent_parts_there_is_no_sum(dtype: torch.dtype) -> None:
 
 
 def _differing(rank: int, world: int, stage: int, name: str) -> None:
-    twin = ByCollectives(rank, world, stage)
-    twin.optimize()
-    for _ in range(3):
-        DIFFERENT[name](twin.model, rank)
-        twin.plain_play(DIFFERENT[name])
-        twin.step()
-        twin.check()
-        twin.zero_grad()
-    twin.compare_replicas()
-    twin.close()
+    ByCollectives(rank, world, stage).differ(name, steps=3)
 
 
 @pytest.mark.parametrize("name", DIFFERENT)

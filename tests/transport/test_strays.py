@@ -6,7 +6,6 @@ import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -18,8 +17,6 @@ from retrograde.gradients.keys import Keys
 from retrograde.gradients.offers import due_offers, end_of_backward
 from retrograde.transport import Key, Position, Reason, Use
 from retrograde.transport.collective.courtesy import is_absent, present_parts
-from retrograde.transport.connections import Connections
-from retrograde.transport.messages import Message
 from tests.harness import Ranks
 from tests.multiproc.twin import Twin
 from tests.patterns.cells import LIMIT
@@ -29,7 +26,17 @@ from tests.patterns.rows import CASES
 from tests.patterns.trace import differences
 from tests.small import BLOCKS, backward_that_raises, batch, build, loss_of
 from tests.stages import STAGES_WITH_OTHERS
-from tests.transport.strays import ORDERS, STEPS, STRAY_AT, STRAYS, Counted, blocks, counts_of, through
+from tests.transport.strays import (
+    ORDERS,
+    STEPS,
+    STRAY_AT,
+    STRAYS,
+    Counted,
+    counting,
+    counts_of,
+    seen_by_a_hook,
+    through,
+)
 
 # A row of each kind of divergence.
 ROWS = (
@@ -103,12 +110,6 @@ def test_backwards_are_counted_where_they_end_without_a_meeting() -> None:
 def _with_a_stray(rank: int, world: int, stage: int, kind: str) -> list[Counted]:
     """Steps of which one has a stray; each is compared with plain torch. Returns the counts of each step."""
     messages: Counter[str] = Counter()
-    send = Connections.send
-
-    def sending(self: Connections, dst: int, message: Message, data: Sequence[Tensor] = ()) -> object:
-        messages[type(message).__name__] += 1
-        return send(self, dst, message, data)
-
     twin = Twin(rank, world, stage, transport="collective", timeout=20.0)
     twin.optimize()
     found = []
@@ -116,7 +117,7 @@ def _with_a_stray(rank: int, world: int, stage: int, kind: str) -> list[Counted]
         program = STRAYS[kind].once if step == STRAY_AT else STRAYS[kind].always
         dist.barrier()
         messages.clear()
-        with mock.patch.object(Connections, "send", sending):
+        with counting(messages):
             program(twin.model, rank)
             twin.optimizers[1].step()
             dist.barrier()
@@ -185,21 +186,10 @@ def test_others_sit_in_a_barrier_after_a_step(ranks: Ranks, clip: bool) -> None:
 
 # ---- sums that are not complete
 def _hooked(rank: int, world: int) -> list[tuple[Tensor, Tensor]]:
-    """What a hook sees of a gradient that one rank puts and another brings to a call, and what there is after it."""
-    seen: list[Tensor] = []
-    found: list[Tensor] = []
     twin = Twin(rank, world, 3, transport="collective", timeout=20.0)
-    leaf = dict(twin.model.named_parameters())["blocks.2.up.weight"]
-    leaf.register_post_accumulate_grad_hook(lambda leaf: seen.append(leaf.grad.local.clone()))
-    for program in (blocks, blocks, STRAYS["takes another order"].once):
-        program(twin.model, rank)
-        assert leaf.grad is not None
-        found.append(leaf.grad.local.clone())
-        twin.plain_play(program)
-        twin.check_grads()
-        twin.zero_grad()
+    pairs = seen_by_a_hook(twin)
     twin.close()
-    return list(zip(seen, found, strict=True))
+    return pairs
 
 
 def test_hooks_see_complete_sums(ranks: Ranks) -> None:

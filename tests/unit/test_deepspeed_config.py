@@ -31,8 +31,9 @@ from retrograde.integrations.deepspeed.words import (
     markdown,
     missing,
 )
+from tests.unit.marks import between_marks
 
-PAGE = Path(__file__).parents[2] / "docs" / "from_deepspeed.md"
+PAGE = "from_deepspeed.md"
 LEAST = {"train_batch_size": 8}
 
 
@@ -58,9 +59,8 @@ def test_every_key_is_there_once() -> None:
 
 def test_the_table_in_the_docs_is_this_one() -> None:
     """`words.markdown()` and `words.calls_markdown()` print what belongs between the marks."""
-    page = PAGE.read_text(encoding="utf-8")
     for mark, table in (("keys", markdown()), ("calls", calls_markdown())):
-        assert f"<!-- {mark}:begin -->\n{table}\n<!-- {mark}:end -->" in page
+        assert between_marks(PAGE, mark) == f"{table}\n"
 
 
 def test_every_word_of_the_engine_is_in_the_table() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +12,7 @@ from retrograde.cli import main
 from retrograde.pages import edits
 from retrograde.parameters.handlers import HANDLERS
 from retrograde.parameters.routes import Route, row
-
-ROOT = Path(__file__).parents[2]
+from tests.unit.marks import between_marks
 
 ROWS = {
     Route.MEMORY: ("data_ptr", "is_complex", "requires_grad_", "new_zeros", "untyped_storage"),
@@ -85,10 +83,7 @@ def test_every_route_has_a_handler() -> None:
 def test_the_page_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
     """If not: `python -m retrograde routes --markdown` prints what belongs between the marks."""
     assert main(["routes", "--markdown"]) == 0
-    page = (ROOT / "docs" / "design" / "leaves.md").read_text(encoding="utf-8")
-    _, _, rest = page.partition("<!-- routes:begin -->\n")
-    table, _, _ = rest.partition("<!-- routes:end -->")
-    assert table == capsys.readouterr().out
+    assert between_marks("design/leaves.md", "routes") == capsys.readouterr().out
 
 
 def test_one_function_can_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,6 +36,7 @@ from retrograde.torch_internals import (
     wrapping,
 )
 from retrograde.torch_internals.probes import PROBES, FailedProbe, Probe, When, check, describe, expect, find
+from tests.unit.marks import between_marks
 
 ROOT = Path(__file__).parents[2]
 QUICK = [probe for probe in PROBES if probe.when is not When.DOCTOR]
@@ -471,10 +472,7 @@ def test_the_doctor_fails_if_one_does(monkeypatch: pytest.MonkeyPatch, capsys: p
 def test_the_page_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
     """If not: `python -m retrograde doctor --markdown` prints what belongs between the marks."""
     assert main(["doctor", "--markdown"]) == 0
-    page = (ROOT / "docs" / "design" / "internals.md").read_text(encoding="utf-8")
-    _, _, rest = page.partition("<!-- assumptions:begin -->\n")
-    table, _, _ = rest.partition("<!-- assumptions:end -->")
-    assert table == capsys.readouterr().out
+    assert between_marks("design/internals.md", "assumptions") == capsys.readouterr().out
 
 
 def test_the_docstring_is_the_assumption() -> None:

@@ -1,21 +1,20 @@
 """docs/design/walks.md says what a run does: the same hops, in the same order."""
 
 import re
-from pathlib import Path
 
 import pytest
 
+from tests.unit.marks import between_marks
 from tools.walks import OUTSIDE, Hop, Place, Walks, walks
 
-PAGE = Path(__file__).parents[2] / "docs" / "design" / "walks.md"
+PAGE = "design/walks.md"
 PLACE = rf"{OUTSIDE}|`[^`]+` `[^`]+`"
 HOP = re.compile(rf"^\d+\. ({PLACE}) → ({PLACE})\.$", re.MULTILINE)
 
 
-def written(page: str, name: str) -> list[str]:
+def written(name: str) -> list[str]:
     """The hops of one walk, as the page has them."""
-    between = page.partition(f"<!-- {name}:begin -->")[2].partition(f"<!-- {name}:end -->")[0]
-    return [f"{caller} → {called}" for caller, called in HOP.findall(between)]
+    return [f"{caller} → {called}" for caller, called in HOP.findall(between_marks(PAGE, name))]
 
 
 @pytest.fixture(scope="module")
@@ -26,16 +25,13 @@ def traced() -> Walks:
 @pytest.mark.parametrize("name", Walks._fields)
 def test_the_page_has_the_hops_of_a_run(traced: Walks, name: str) -> None:
     hops: list[Hop] = getattr(traced, name)
-    assert written(PAGE.read_text(encoding="utf-8"), name) == [str(hop) for hop in hops]
+    assert written(name) == [str(hop) for hop in hops]
 
 
 @pytest.mark.parametrize("name", Walks._fields)
 def test_every_hop_has_a_sentence(name: str) -> None:
-    between = (
-        PAGE.read_text(encoding="utf-8").partition(f"<!-- {name}:begin -->")[2].partition(f"<!-- {name}:end -->")[0]
-    )
-    items = re.split(r"^\d+\. ", between, flags=re.MULTILINE)[1:]
-    assert len(items) == len(written(PAGE.read_text(encoding="utf-8"), name))
+    items = re.split(r"^\d+\. ", between_marks(PAGE, name), flags=re.MULTILINE)[1:]
+    assert len(items) == len(written(name))
     assert all(len(item.strip().splitlines()) > 1 for item in items)
 
 
