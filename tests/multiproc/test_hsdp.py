@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Callable
@@ -36,7 +37,7 @@ def _training(rank: int, world: int, stage: int, delay: bool) -> dict[str, Any]:
         loss_of(model, batch(rank, step + 10)).backward()
         loss.backward()
 
-    def run() -> None:
+    with delayed(rank, chance=0.2) if delay else contextlib.nullcontext():
         for step in range(2):
             several(step, twin.model, rank)
             twin.plain_play(partial(several, step))
@@ -51,12 +52,6 @@ def _training(rank: int, world: int, stage: int, delay: bool) -> dict[str, Any]:
             twin.check_grads()
             twin.step()
             twin.zero_grad()
-
-    if delay:
-        with delayed(rank, chance=0.2):
-            run()
-    else:
-        run()
     twin.check_weights()
     twin.compare_replicas()
     twin.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 from collections import Counter
@@ -40,21 +41,14 @@ ByCollectives = functools.partial(MeshTwin, transport="collective")
 # ---- exact
 def _training(rank: int, world: int, stage: int, options: dict[str, Any], delay: bool) -> str:
     """Several backwards, a window, steps."""
-
-    def run() -> None:
+    twin = MeshTwin(rank, world, stage, **options)
+    twin.optimize()
+    with delayed(rank, chance=0.2) if delay else contextlib.nullcontext():
         for step in range(3):
             twin.backwards_and_a_window(step)
             twin.check_grads()
             twin.step()
             twin.zero_grad()
-
-    twin = MeshTwin(rank, world, stage, **options)
-    twin.optimize()
-    if delay:
-        with delayed(rank, chance=0.2):
-            run()
-    else:
-        run()
     twin.check_weights()
     twin.compare_replicas()
     twin.close()
