@@ -11,6 +11,8 @@ Rule 1: the operator's result is the gradient of `ANCHOR`, a leaf that stands fo
         and asking what becomes of that leaf tells what kind of backward runs (traced.py).
 Rule 2: the graph has nothing that is about one stage, block or microbatch. It knows a parameter by its key, a number in
         a tensor that is an input of the graph, so that blocks of one kind share a graph.
+Rule 3: two uses of a weight may have the same input and the same output gradient. Of calls that are alike compilers make
+        one, so each call of the operator has an empty tensor of its own: what `torch.empty` makes, they never merge.
 
 Dynamo skips all other code of retrograde (compiling/regions.py), so this module calls only torch.
 """
@@ -78,7 +80,8 @@ class _Tap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, keys = ctx.saved_tensors
-        record = torch.ops.retrograde.record(grad, x, keys, ctx.call, ctx.shape, ctx.numbers)
+        distinct = torch.empty(0)  # Rule 3
+        record = torch.ops.retrograde.record(grad, x, keys, distinct, ctx.call, ctx.shape, ctx.numbers)
         return grad, None, None, record, None, None, None
 
 

@@ -170,7 +170,9 @@ class _Copies:
 _inputs = _Copies()
 
 
-def _record(grad: Tensor, x: Tensor, keys: Tensor, call: str, shape: list[int], numbers: list[int]) -> Tensor:
+def _record(
+    grad: Tensor, x: Tensor, keys: Tensor, distinct: Tensor, call: str, shape: list[int], numbers: list[int]
+) -> Tensor:
     parameters = [whole_of(_parameters[number]) for number in keys.tolist()]
     if fate_of(get_gradient_edge(ANCHOR).node) is Fate.RUNS:
         lower = grad.dtype if grad.dtype != parameters[0].dtype else None
@@ -191,6 +193,8 @@ def _record(grad: Tensor, x: Tensor, keys: Tensor, call: str, shape: list[int], 
 
 _library: Any = torch.library
 _LIBRARY = _library.Library("retrograde", "FRAGMENT")
-_LIBRARY.define("record(Tensor grad, Tensor x, Tensor keys, str call, int[] shape, int[] numbers) -> Tensor")
+_LIBRARY.define(
+    "record(Tensor grad, Tensor x, Tensor keys, Tensor distinct, str call, int[] shape, int[] numbers) -> Tensor"
+)
 _LIBRARY.impl("record", _record, "CompositeExplicitAutograd")
 _library.register_fake("retrograde::record", lambda *given: torch.zeros(1), lib=_LIBRARY)

@@ -1,0 +1,64 @@
+"""Compiled regions under the split backward: every use of a weight counts once, and what cannot wait is left to torch."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.pipeline.halves import Apply, assert_same, leaves, lin, numbers, plain, rand, split, tokens
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Dynamo uses what torch deprecates
+
+
+class Region(NamedTuple):
+    """A module to compile, an input for it, and how many pairs of a microbatch are to wait for W."""
+
+    make: Callable[[], nn.Module]
+    draw: Callable[[], Tensor]
+    waiting: int
+
+
+def rows() -> Tensor:
+    return torch.randn(6, 8)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_graphs() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+def check(region: Region, backend: Any = "aot_eager", **options: Any) -> None:
+    """Gradients of weights and inputs are plain torch's, bit for bit, and as many of them wait as are to."""
+    theirs = region.make()
+    ours = copy.deepcopy(theirs)
+    a, b = leaves(region.draw)
+    grads = [torch.ones_like(theirs(x)) for x in a]
+    wanted = plain(theirs, a, grads)
+    ours.compile(backend=backend, **options)
+    found, waiting = split(ours, b, grads)
+    assert waiting == region.waiting
+    assert_same(theirs, ours)
+    for mine, its in zip(found, wanted, strict=True):
+        assert (mine is None) == (its is None)
+        assert mine is None or torch.equal(mine, its)
+
+
+# One weight, one input and one output gradient: calls that are alike, of which compilers would make one.
+ALIKE = {
+    "linear": Region(lambda: Apply(lambda m, x: m.a(x) + m.a(x), a=lin()), tokens, 2),
+    "matmul": Region(lambda: Apply(lambda m, x: x @ m.w + x @ m.w + x @ m.w, w=rand(8, 5)), tokens, 3),
+    "embedding": Region(lambda: Apply(lambda m, x: m.e(x) + m.e(x), e=nn.Embedding(7, 8)), numbers, 2),
+}
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("name", ALIKE)
+def test_uses_that_are_alike_count_each(name: str, backend: str) -> None:
+    check(ALIKE[name], backend, fullgraph=True)
