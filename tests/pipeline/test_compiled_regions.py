@@ -62,3 +62,21 @@ ALIKE = {
 @pytest.mark.parametrize("name", ALIKE)
 def test_uses_that_are_alike_count_each(name: str, backend: str) -> None:
     check(ALIKE[name], backend, fullgraph=True)
+
+
+# A transform of torch.func differentiates the weight, or runs it for many inputs at once.
+TRANSFORMED = {
+    "grad": Region(lambda: Apply(gradient_of_a_product, a=lin(), b=lin()), tokens, 1),
+    "vmap": Region(
+        lambda: Apply(lambda m, x: torch.vmap(lambda r: F.linear(r, m.a.weight))(m.b(x)), a=lin(), b=lin()), tokens, 1
+    ),
+}
+
+
+def gradient_of_a_product(m: Any, x: Tensor) -> Tensor:
+    return m.b(x) + torch.func.grad(lambda r: F.linear(r, m.a.weight).square().sum())(x)
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_transforms_are_left_to_torch(name: str) -> None:
+    check(TRANSFORMED[name], fullgraph=True)

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from retrograde.compiling.inlined import KEY
-from retrograde.torch_internals import unsafe_view
+from retrograde.torch_internals import transform_depth, unsafe_view
 
 ANCHOR = torch.zeros(1, requires_grad=True)
 Function = Callable[..., Any]
@@ -56,7 +56,8 @@ class RecordingMode(TorchFunctionMode):
             return self.eager(func, args, kwargs)
         if func is Tensor.unflatten:
             func = torch.unflatten  # Dynamo does not see through the method under a mode: it calls `super()`
-        if self.taps and torch.is_grad_enabled():
+        # Inside torch.func a weight is differentiated by its transforms too, and a tap would hide it from them.
+        if self.taps and torch.is_grad_enabled() and not transform_depth():
             if func in _TAPPED:
                 return _TAPPED[func](func, *args, **kwargs)
             if func in self.bodies:
