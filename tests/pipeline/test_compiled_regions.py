@@ -80,3 +80,36 @@ def gradient_of_a_product(m: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_transforms_are_left_to_torch(name: str) -> None:
     check(TRANSFORMED[name], fullgraph=True)
+
+
+def complex_product(m: Any, x: Tensor) -> Tensor:
+    y = F.linear(m.a(x).to(torch.complex64) * (1 + 2j), m.w)
+    return y.real + 2 * y.imag
+
+
+def with_room(m: Any, x: Tensor) -> Tensor:
+    """A product of constants that is written to memory of its own."""
+    made = torch.empty(8, 8)
+    torch.matmul(torch.ones(8, 8), torch.ones(8, 8), out=made)
+    return m.a(x) @ made
+
+
+# What has another gradient than the formulas say, and other ways to make a call that they know.
+CALLS = {
+    "complex": Region(lambda: Apply(complex_product, a=lin(), w=torch.randn(5, 8, dtype=torch.complex64)), rows, 1),
+    "a weight that is a vector": Region(lambda: Apply(lambda m, x: F.linear(m.a(x), m.w), a=lin(), w=rand(8)), rows, 1),
+    "a bias with a row": Region(
+        lambda: Apply(lambda m, x: F.linear(m.a(x), m.w, m.b), a=lin(), w=rand(5, 8), b=rand(1, 5)), rows, 1
+    ),
+    "a bias for each row": Region(
+        lambda: Apply(lambda m, x: F.linear(m.a(x), m.w, m.b), a=lin(), w=rand(5, 8), b=rand(6, 5)), rows, 1
+    ),
+    "mm by keyword": Region(lambda: Apply(lambda m, x: torch.mm(x, mat2=m.w), w=rand(8, 5)), rows, 1),
+    "bmm by keyword": Region(lambda: Apply(lambda m, x: x.bmm(mat2=m.w), w=rand(4, 8, 5)), tokens, 1),
+    "into given memory": Region(lambda: Apply(with_room, a=lin()), rows, 1),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_wait_where_the_formulas_hold(name: str) -> None:
+    check(CALLS[name], fullgraph=True)

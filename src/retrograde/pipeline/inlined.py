@@ -58,7 +58,7 @@ class RecordingMode(TorchFunctionMode):
             func = torch.unflatten  # Dynamo does not see through the method under a mode: it calls `super()`
         # Inside torch.func a weight is differentiated by its transforms too, and a tap would hide it from them.
         if self.taps and torch.is_grad_enabled() and not transform_depth():
-            if func in _TAPPED:
+            if func in _TAPPED and "out" not in kwargs:
                 return _TAPPED[func](func, *args, **kwargs)
             if func in self.bodies:
                 with self:
@@ -87,11 +87,15 @@ class _Tap(torch.autograd.Function):
 
 
 def _is_parameter(tensor: Any) -> bool:
-    return tensor.requires_grad and getattr(tensor, KEY, None) is not None
+    """Is it a trained parameter, of a kind for which the formulas hold? They conjugate nothing."""
+    return tensor.requires_grad and tensor.is_floating_point() and getattr(tensor, KEY, None) is not None
 
 
-def _is_constant_or_parameter(bias: Any) -> bool:
-    return bias is None or not bias.requires_grad or _is_parameter(bias)
+def _is_constant_or_parameter(bias: Any, size: int) -> bool:
+    """May this bias be added to an output of `size` columns or channels? A trained one must be a vector of them."""
+    if bias is None or not bias.requires_grad:
+        return True
+    return _is_parameter(bias) and bias.dim() == 1 and bias.shape[0] == size
 
 
 def _lower(tensor: Any) -> Any:
@@ -115,14 +119,15 @@ def _plain(tensor: Any) -> Any:
 
 
 def _linear(func: Function, input: Any, weight: Any, bias: Any = None) -> Any:
-    if not _is_parameter(weight) or input.dim() < 2 or not _is_constant_or_parameter(bias):
+    known = _is_parameter(weight) and weight.dim() == 2 and input.dim() >= 2
+    if not known or not _is_constant_or_parameter(bias, weight.shape[0]):
         return func(input, weight, bias)
     x = _lower(input)
     return _tap(func(x, weight.detach(), _plain(bias)), x, weight, bias, "linear", [])
 
 
 def _addmm(func: Function, input: Any, mat1: Any, mat2: Any, **scales: Any) -> Any:
-    simple = not scales and input.dim() == 1 and _is_constant_or_parameter(input)
+    simple = not scales and input.dim() == 1 and _is_constant_or_parameter(input, mat2.shape[1])
     if not simple or not _is_parameter(mat2):
         return func(input, mat1, mat2, **scales)
     x = _lower(mat1)
@@ -136,6 +141,10 @@ def _matmul(func: Function, input: Any, other: Any) -> Any:
         return func(input, other)
     x = _lower(input)
     return _tap(func(x, other.detach()), x, other, None, "matmul" if matrices else "bmm", [])
+
+
+def _mm(func: Function, input: Any, mat2: Any, out_dtype: Any = None) -> Any:
+    return _matmul(func, input, mat2) if out_dtype is None else func(input, mat2, out_dtype=out_dtype)
 
 
 def _embedding(
@@ -174,7 +183,7 @@ def _conv(
 ) -> Any:
     dims = weight.dim() - 2
     known = _is_parameter(weight) and input.dim() == weight.dim() and not isinstance(padding, str)
-    if not known or not _is_constant_or_parameter(bias):
+    if not known or not _is_constant_or_parameter(bias, weight.shape[0]):
         return func(input, weight, bias, stride, padding, dilation, groups)
     x = _lower(input)
     numbers = [
@@ -192,12 +201,12 @@ _TAPPED: dict[Any, Function] = {
     F.embedding: _embedding,
     torch.addmm: _addmm,
     torch.matmul: _matmul,
-    torch.mm: _matmul,
-    torch.bmm: _matmul,
+    torch.mm: _mm,
+    torch.bmm: _mm,
     Tensor.matmul: _matmul,
     Tensor.__matmul__: _matmul,
-    Tensor.mm: _matmul,
-    Tensor.bmm: _matmul,
+    Tensor.mm: _mm,
+    Tensor.bmm: _mm,
     torch.conv1d: _conv,
     torch.conv2d: _conv,
     torch.conv3d: _conv,
