@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from retrograde.pipeline.split import SplitBackward
+from retrograde.pipeline.traced import StageParameters
 from tests.pipeline.halves import Apply, assert_same, leaves, lin, numbers, plain, rand, split, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Dynamo uses what torch deprecates
@@ -113,3 +115,21 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_wait_where_the_formulas_hold(name: str) -> None:
     check(CALLS[name], fullgraph=True)
+
+
+def test_uses_of_one_input_share_a_copy() -> None:
+    """Between I and W: the input once, and the gradients of three outputs."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        h = x.tanh()
+        return m.q(h).tanh() + m.k(h).tanh() * m.v(h).tanh()
+
+    ours = Apply(run, q=lin(), k=lin(), v=lin())
+    ours.compile(backend="aot_eager", fullgraph=True)
+    x = tokens().requires_grad_()
+    half = SplitBackward(StageParameters(ours))
+    with half.recording():
+        out = ours(x)
+    half.run_inputs([out], [tokens()])
+    assert half.waiting == 3
+    assert half.waiting_bytes == (1 + 3) * x.nbytes

@@ -156,15 +156,21 @@ class _Copies:
     """Copies of inputs for pairs, as compilers reuse the memory that an operator has read. Uses in a row share one."""
 
     def __init__(self) -> None:
-        self._last: weakref.ref[Tensor] | None = None
+        self._last: weakref.ref[Pair] | None = None
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def pair(self, formulas: GradientFormulas, x: Tensor, grad: Tensor, targets: tuple[Target, ...]) -> Pair:
+        """Make a pair of copies: of the output gradient, and of the input unless the pair before has one."""
         last = None if self._last is None else self._last()
-        if last is not None and last.shape == tensor.shape and last.dtype == tensor.dtype and last.equal(tensor):
-            return last
-        made = tensor.clone()
+        copy = last.x if last is not None and _are_alike(last.x, x) else x.clone()
+        made = Pair.of(formulas, copy, grad.clone(), targets)
         self._last = weakref.ref(made)
         return made
+
+
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    """Have they the same numbers in the same order of memory?"""
+    kind = one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+    return kind and one.stride() == torch.empty_like(other, device="meta").stride() and one.equal(other)
 
 
 _inputs = _Copies()
@@ -178,7 +184,7 @@ def _record(
         lower = grad.dtype if grad.dtype != parameters[0].dtype else None
         targets = tuple(Target(parameter, lower) for parameter in parameters)
         formulas = _FORMULAS[call](_WeightShape.of(shape), numbers)
-        pair = Pair.of(formulas, _inputs.of(x), grad.clone(), targets)
+        pair = _inputs.pair(formulas, x, grad, targets)
         if _queues:
             _queues[-1].defer(pair)
         else:
