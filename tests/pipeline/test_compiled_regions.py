@@ -133,3 +133,29 @@ def test_uses_of_one_input_share_a_copy() -> None:
     half.run_inputs([out], [tokens()])
     assert half.waiting == 3
     assert half.waiting_bytes == (1 + 3) * x.nbytes
+
+
+def broken_loop(m: Any, x: Tensor) -> Tensor:
+    for _ in range(2):
+        x = m.a(x).tanh()
+        torch._dynamo.graph_break()
+        x = m.b(x)
+    return x
+
+
+def broken_once(m: Any, x: Tensor) -> Tensor:
+    x = m.a(x).tanh()
+    torch._dynamo.graph_break()
+    return m.b(x) + m.a(x)
+
+
+BROKEN = {
+    "into two graphs": Region(lambda: Apply(broken_once, a=lin(), b=lin()), tokens, 3),
+    "in a loop, whose frame is skipped": Region(lambda: Apply(broken_loop, a=lin(), b=lin()), tokens, 4),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_graphs_that_break(name: str) -> None:
+    """What Dynamo does not compile runs under the mode, and waits as eager code does."""
+    check(BROKEN[name])

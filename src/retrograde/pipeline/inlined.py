@@ -17,13 +17,14 @@ Rule 3: two uses of a weight may have the same input and the same output gradien
 Dynamo skips all other code of retrograde (compiling/regions.py), so this module calls only torch.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from retrograde.compiling.inlined import KEY
 from retrograde.torch_internals import transform_depth, unsafe_view
@@ -64,6 +65,19 @@ class RecordingMode(TorchFunctionMode):
                 with self:
                     return self.bodies[func](*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def told_to_modes(compute: Function) -> Function:
+    """A function of input, weight and perhaps bias that torch-function modes see, as they see those of torch."""
+
+    @functools.wraps(compute)
+    def told(x: Any, weight: Any, bias: Any = None) -> Any:
+        given = (x, weight) if bias is None else (x, weight, bias)
+        if has_torch_function(given):
+            return handle_torch_function(told, given, *given)
+        return compute(*given)
+
+    return told
 
 
 class _Tap(torch.autograd.Function):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from retrograde.compiling.inlined import KEY, all_code
+from retrograde.compiling.regions import hide
 from retrograde.errors import PipelineError
 from retrograde.parameters import ShardedParameter
 from retrograde.pipeline import inlined
@@ -90,8 +91,10 @@ class StageParameters:
 
 
 def keep_graphs_out() -> None:
-    """Once Dynamo is loaded, tell it to start no graph in code that is only inlined into graphs."""
+    """Once Dynamo is loaded, hide all our code from it, as where a frame is skipped the mode runs in the midst of what
+    it may compile; and tell it to start no graph in code that is only inlined into graphs."""
     if dynamo_is_loaded():
+        hide()
         _keep_graphs_out()
 
 
