@@ -1,7 +1,8 @@
-"""Compiled regions under the split backward: every use of a weight counts once, and what cannot wait is left to torch."""
+"""Compiled regions under the split backward: each use of a weight counts once; what cannot wait is left to torch."""
 
 import copy
 from collections.abc import Callable, Iterator
+from threading import Event, Thread
 from typing import Any, NamedTuple
 
 import pytest
@@ -159,3 +160,40 @@ BROKEN = {
 def test_graphs_that_break(name: str) -> None:
     """What Dynamo does not compile runs under the mode, and waits as eager code does."""
     check(BROKEN[name])
+
+
+def test_ranks_that_are_threads() -> None:
+    """One I begins inside another, in another thread: each has the pairs of its own graph."""
+    model = Apply(lambda m, x: m.a(x).tanh(), a=lin())
+    model.compile(backend="aot_eager", fullgraph=True)
+    split(model, [tokens()], [tokens()])  # compiles
+    parameters = StageParameters(model)
+    halves = [SplitBackward(parameters) for _ in range(2)]
+    outputs = []
+    for half in halves:
+        with half.recording():
+            outputs.append(model(tokens().requires_grad_()))
+    first_in, both_in, first_done = Event(), Event(), Event()
+    waiting: list[list[int]] = []
+
+    def in_first(grad: Tensor) -> None:
+        first_in.set()
+        assert both_in.wait(30)
+
+    def in_second(grad: Tensor) -> None:
+        both_in.set()
+        assert first_done.wait(30)
+        waiting.append([half.waiting for half in halves])
+
+    def first() -> None:
+        halves[0].run_inputs([outputs[0]], [tokens()])
+        first_done.set()
+
+    outputs[0].register_hook(in_first)
+    outputs[1].register_hook(in_second)
+    thread = Thread(target=first)
+    thread.start()
+    assert first_in.wait(30)
+    halves[1].run_inputs([outputs[1]], [tokens()])
+    thread.join()
+    assert [*waiting, [half.waiting for half in halves]] == [[1, 0], [1, 1]]

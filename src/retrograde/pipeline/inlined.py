@@ -11,8 +11,8 @@ Rule 1: the operator's result is the gradient of `ANCHOR`, a leaf that stands fo
         and asking what becomes of that leaf tells what kind of backward runs (traced.py).
 Rule 2: the graph has nothing that is about one stage, block or microbatch. It knows a parameter by its key, a number in
         a tensor that is an input of the graph, so that blocks of one kind share a graph.
-Rule 3: two uses of a weight may have the same input and the same output gradient. Of calls that are alike compilers make
-        one, so each call of the operator has an empty tensor of its own: what `torch.empty` makes, they never merge.
+Rule 3: two uses of a weight may have the same input and the same output gradient. Of calls that are alike compilers
+        make one, so each call of the operator has an empty tensor of its own: `torch.empty` is not merged.
 
 Dynamo skips all other code of retrograde (compiling/regions.py), so this module calls only torch.
 """

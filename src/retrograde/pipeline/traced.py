@@ -8,8 +8,9 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -42,7 +43,33 @@ class Queue(Protocol):
     def defer(self, pair: Pair) -> None: ...
 
 
-_queues: list[Queue] = []  # the queue of the running I is last, after those of I around it
+class _Queues:
+    """The queues of running backwards. Ranks may be threads, each with backwards of its own."""
+
+    def __init__(self) -> None:
+        self._by_thread: dict[int, list[Queue]] = {}  # of each the innermost is last
+
+    @contextmanager
+    def inside(self, queue: Queue) -> Iterator[None]:
+        """Inside, pairs of this thread's graphs go to this queue."""
+        own = self._by_thread.setdefault(get_ident(), [])
+        own.append(queue)
+        try:
+            yield
+        finally:
+            own.pop()
+            if not own:
+                del self._by_thread[get_ident()]
+
+    def of(self, device: torch.device) -> Queue | None:
+        """The innermost queue of this thread; in a thread in which autograd serves a device, the last of all."""
+        own = self._by_thread.get(get_ident())
+        if own is None and device.type != "cpu":
+            own = next(reversed(list(self._by_thread.values())), None)
+        return own[-1] if own else None
+
+
+_queues = _Queues()
 
 
 @dataclass(frozen=True)
@@ -114,14 +141,9 @@ def whole_of(parameter: nn.Parameter) -> Tensor:
     return parameter
 
 
-@contextmanager
-def collecting(queue: Queue) -> Iterator[None]:
+def collecting(queue: Queue) -> AbstractContextManager[None]:
     """Inside, send pairs of graphs to this queue."""
-    _queues.append(queue)
-    try:
-        yield
-    finally:
-        _queues.pop()
+    return _queues.inside(queue)
 
 
 class _WeightShape(NamedTuple):
@@ -188,8 +210,9 @@ def _record(
         targets = tuple(Target(parameter, lower) for parameter in parameters)
         formulas = _FORMULAS[call](_WeightShape.of(shape), numbers)
         pair = _inputs.pair(formulas, x, grad, targets)
-        if _queues:
-            _queues[-1].defer(pair)
+        queue = _queues.of(grad.device)
+        if queue is not None:
+            queue.defer(pair)
         else:
             add_to_gradients([pair])
     elif any(fate_of(get_gradient_edge(parameter).node) is not Fate.SKIPPED for parameter in parameters):
