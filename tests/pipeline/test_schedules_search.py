@@ -1,5 +1,6 @@
 """`auto`: never worse than a named schedule, never over the limit, the true optimum where it can be enumerated."""
 
+import importlib
 import itertools
 
 import pytest
@@ -102,6 +103,19 @@ def test_costs_for_each_stage_fix_the_number_of_stages() -> None:
     assert search(2, 8, costs, tries=0).stages == 4
     with pytest.raises(ScheduleError, match="costs are given for 4 stages; 3 ranks have 3 or 6"):
         search(3, 8, costs)
+
+
+def test_moves_keep_microbatches_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where some backwards of a stage are whole and others are not, as in dualpipe-v."""
+    start = generate("dualpipe-v", 4, 8)
+    module = importlib.import_module("retrograde.pipeline.search")  # the package has a function of this name
+    monkeypatch.setattr(module, "_portfolio", lambda problem: [start])
+    found = search(4, 8, Costs(1.0, 2.0, 0.25, transfer=0.25), tries=20 * FEW)
+    assert found.ranks != start.ranks
+    for kinds in ((ActionKind.F,), (ActionKind.I, ActionKind.B), (ActionKind.W, ActionKind.B)):
+        for stage, home in enumerate(found.placement):
+            order = [a.microbatch for a in found.ranks[home] if a.stage == stage and a.kind in kinds]
+            assert order == list(range(8))
 
 
 def test_every_rank_finds_the_same() -> None:
