@@ -132,7 +132,22 @@ def test_the_least_possible_limit_works() -> None:
     assert max(timeline_of(search(4, 6, limit=1.0, tries=0), Costs()).activations) == 1
 
 
-@pytest.mark.parametrize("bad", [{"forward": -1.0}, {"transfer": -0.1}, {"forward": (1.0,), "input": (1.0, 2.0)}])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(0, 2), (2, 0), (2, -1)])
+def test_nothing_to_schedule_is_refused(ranks: int, microbatches: int) -> None:
+    with pytest.raises(ScheduleError, match=r"^schedule 'auto': (ranks=0|microbatches=(0|-1)) must be at least 1$"):
+        search(ranks, microbatches)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"forward": -1.0},
+        {"transfer": -0.1},
+        {"forward": (1.0,), "input": (1.0, 2.0)},
+        {"weight": float("nan")},
+        {"input": (1.0, float("inf"))},
+    ],
+)
 def test_bad_costs_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ScheduleError, match=r"^Costs: "):
         Costs(**bad)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from retrograde.errors import ScheduleError
 from retrograde.pipeline.dryrun import check
-from retrograde.pipeline.generators import GENERATORS, generate
+from retrograde.pipeline.generators import GENERATORS, check_size, generate
 from retrograde.pipeline.list_scheduling import Greedy, InOrder, Progress, make_schedule
 from retrograde.pipeline.schedule import Action, ActionKind, Schedule
 from retrograde.pipeline.timeline import Costs, Timeline, try_simulate
@@ -79,6 +79,7 @@ def search(
     rank have half of it in each; or costs for each stage, which also say how many stages there are.
     `limit`: activations per rank, in microbatches of that share (1f1b needs `ranks`).
     """
+    check_size("auto", ranks, microbatches)
     problem = Problem(ranks, microbatches, costs or Costs(), math.inf if limit is None else limit)
     if not (problem.allows(1) or problem.allows(2)):
         raise ScheduleError(
