@@ -213,6 +213,13 @@ def test_torchs_file_is_read() -> None:
     check(schedule)
 
 
+@pytest.mark.parametrize("end", ["\n", "\n\n", "\n,,\n", ""])
+def test_lines_without_actions_at_the_end_are_no_ranks(end: str) -> None:
+    schedule = read_csv("0F0,0B0\n,1F0,1B0" + end)
+    check(schedule)
+    assert schedule.placement == (0, 1)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

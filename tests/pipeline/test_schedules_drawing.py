@@ -161,6 +161,13 @@ def test_faults_are_one_message_and_exit_code_2(
     assert said.err.startswith("retrograde: ") and message in said.err and said.out == ""
 
 
+def test_a_file_with_a_rank_that_has_no_stage(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "mine.txt"
+    file.write_text("schedule mine microbatches=1 placement=0,2\nrank 0: 0F0 0B0\nrank 1:\nrank 2: 1F0 1B0\n")
+    assert main(["schedules", "show", str(file)]) == 2
+    assert "placement (0, 2) does not give each of 3 ranks a stage" in capsys.readouterr().err
+
+
 def test_the_module_runs() -> None:
     command = [sys.executable, "-m", "retrograde", "schedules", "show", "1f1b", "--ranks", "2", "--microbatches", "1"]
     done = subprocess.run([*command, "--text"], capture_output=True, text=True, timeout=60, check=True)

@@ -1,5 +1,6 @@
 """`auto`: never worse than a named schedule, never over the limit, the true optimum where it can be enumerated."""
 
+import importlib
 import itertools
 
 import pytest
@@ -104,6 +105,19 @@ def test_costs_for_each_stage_fix_the_number_of_stages() -> None:
         search(3, 8, costs)
 
 
+def test_moves_keep_microbatches_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where some backwards of a stage are whole and others are not, as in dualpipe-v."""
+    start = generate("dualpipe-v", 4, 8)
+    module = importlib.import_module("retrograde.pipeline.search")  # the package has a function of this name
+    monkeypatch.setattr(module, "_portfolio", lambda problem: [start])
+    found = search(4, 8, Costs(1.0, 2.0, 0.25, transfer=0.25), tries=20 * FEW)
+    assert found.ranks != start.ranks
+    for kinds in ((ActionKind.F,), (ActionKind.I, ActionKind.B), (ActionKind.W, ActionKind.B)):
+        for stage, home in enumerate(found.placement):
+            order = [a.microbatch for a in found.ranks[home] if a.stage == stage and a.kind in kinds]
+            assert order == list(range(8))
+
+
 def test_every_rank_finds_the_same() -> None:
     costs = Costs(1.0, 1.25, 0.75, transfer=0.125)
     assert search(3, 6, costs, 2.5, tries=FEW) == search(3, 6, costs, 2.5, tries=FEW)
@@ -118,7 +132,22 @@ def test_the_least_possible_limit_works() -> None:
     assert max(timeline_of(search(4, 6, limit=1.0, tries=0), Costs()).activations) == 1
 
 
-@pytest.mark.parametrize("bad", [{"forward": -1.0}, {"transfer": -0.1}, {"forward": (1.0,), "input": (1.0, 2.0)}])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(0, 2), (2, 0), (2, -1)])
+def test_nothing_to_schedule_is_refused(ranks: int, microbatches: int) -> None:
+    with pytest.raises(ScheduleError, match=r"^schedule 'auto': (ranks=0|microbatches=(0|-1)) must be at least 1$"):
+        search(ranks, microbatches)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"forward": -1.0},
+        {"transfer": -0.1},
+        {"forward": (1.0,), "input": (1.0, 2.0)},
+        {"weight": float("nan")},
+        {"input": (1.0, float("inf"))},
+    ],
+)
 def test_bad_costs_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ScheduleError, match=r"^Costs: "):
         Costs(**bad)

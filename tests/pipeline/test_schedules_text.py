@@ -49,6 +49,12 @@ def test_a_schedule_is_its_text() -> None:
     assert schedule.peer(Action.parse("0SEND_F0")) == 1 and schedule.peer(Action.parse("3SEND_B0")) == 1
 
 
+def test_a_name_of_several_words_is_read_back() -> None:
+    schedule = Schedule.parse(TEXT.replace("mine", "my schedule"))
+    assert schedule.name == "my schedule"
+    assert Schedule.parse(str(schedule)) == schedule
+
+
 def test_comments_and_blank_lines_are_skipped() -> None:
     assert Schedule.parse("# by hand\n\n" + TEXT.replace("rank 1", "\n  # two\nrank 1")) == Schedule.parse(TEXT)
 

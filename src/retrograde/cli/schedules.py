@@ -8,7 +8,7 @@ from rich.table import Table
 
 from retrograde.cli.commands import Commands
 from retrograde.errors import ScheduleError
-from retrograde.pipeline import Costs, Schedule, dry_run, generate, lower, schedule_for
+from retrograde.pipeline import Costs, Schedule, check, dry_run, generate, lower, schedule_for
 from retrograde.pipeline.drawing import show
 from retrograde.pipeline.generators import GENERATORS
 from retrograde.pipeline.svg import svg
@@ -90,7 +90,9 @@ def _show(arguments: argparse.Namespace) -> int:
 def _schedule(arguments: argparse.Namespace) -> Schedule:
     name = arguments.name
     if name not in GENERATORS and name != "auto" and Path(name).is_file():
-        return Schedule.parse(Path(name).read_text(encoding="utf-8"))
+        schedule = Schedule.parse(Path(name).read_text(encoding="utf-8"))
+        check(schedule)
+        return schedule
     if name == "auto" and arguments.stages is not None:
         raise ScheduleError("schedule 'auto' chooses the number of stages itself; give --ranks instead of --stages")
     return schedule_for(name, _ranks(arguments), arguments.microbatches, _costs(arguments), arguments.limit)

@@ -170,7 +170,7 @@ def find(model: nn.Module, units: Sequence[nn.Module]) -> Iterator[nn.Module]:
 
 def mark_regions(model: nn.Module, specs: Sequence[UnitSpec], services: Services) -> None:
     """Make regions of `model`'s modules. It is called again when parameters were added."""
-    _hide()
+    hide()
     before = [module for module in model.modules() if REGION in module.__dict__]
     regions = set(find(model, [*(module for spec in specs for module in spec.modules), *before]))
     for module in model.modules():
@@ -237,7 +237,7 @@ def _boundary(base: Forward, plain: Forward) -> Forward:
 
     @functools.wraps(base)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        _hide()
+        hide()
         region: Region | None = self.__dict__.get(REGION)
         if region is None or (compiled := region.forward) is None:
             return base(self, *args, **kwargs)
@@ -246,7 +246,7 @@ def _boundary(base: Forward, plain: Forward) -> Forward:
     return ending_graphs(_REASON)(forward)
 
 
-def _hide() -> None:
+def hide() -> None:
     """Once Dynamo is loaded, hide files from it (Rule 3). To load it for this would take longer than all the rest."""
     if dynamo_is_loaded():
         _hide_from_dynamo()

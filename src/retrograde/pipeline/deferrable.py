@@ -138,8 +138,8 @@ def _batch_of_products(x: Tensor, weight: Tensor, left: bool) -> DeferrableCall 
     return _cast_call(Broadcast(left, own), x, weight) if fits else None
 
 
-def _mm(input: Any, mat2: Any) -> DeferrableCall | None:
-    return _matmul(input, mat2)
+def _mm(input: Any, mat2: Any, out_dtype: Any = None) -> DeferrableCall | None:
+    return _matmul(input, mat2) if out_dtype is None else None
 
 
 def _grouped(

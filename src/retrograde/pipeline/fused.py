@@ -1,17 +1,16 @@
 """`rg.defer` declares functions of the user whose weight gradient may wait for W, as those of torch's products do."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function
 
 from retrograde.arguments import function
 from retrograde.errors import PipelineError
 from retrograde.pipeline.deferrable import DeferrableCall, lower_precision, register
 from retrograde.pipeline.formulas import GradientFormulas, Linear, ParamGrads, is_column_major
+from retrograde.pipeline.inlined import told_to_modes
 
 InputGrad = Callable[[Tensor, Tensor, Tensor], Tensor]
 WeightGrad = Callable[[Tensor, Tensor], Tensor | tuple[Tensor, Tensor]]
@@ -63,12 +62,7 @@ def defer(
             return Linear(True, is_column_major(weight.t()))
         return UserFormulas(name, input_grad, weight_grad)
 
-    @functools.wraps(compute)
-    def deferred(x: Any, weight: Any, bias: Any = None) -> Any:
-        given = (x, weight) if bias is None else (x, weight, bias)
-        if has_torch_function(given):
-            return handle_torch_function(deferred, given, *given)
-        return compute(*given)
+    deferred = told_to_modes(compute)
 
     def read(x: Any, weight: Any, bias: Any = None) -> DeferrableCall | None:
         if type(x) is not Tensor:

@@ -135,7 +135,12 @@ def generate(name: str, ranks: int, microbatches: int) -> Schedule:
     """Make the schedule of this name; its number of stages is `ranks` times the chunks of its generator."""
     if name not in GENERATORS:
         raise ScheduleError(f"schedule={name!r} is not known; give one of {', '.join(GENERATORS)}")
+    check_size(name, ranks, microbatches)
+    return GENERATORS[name].make(ranks, microbatches)
+
+
+def check_size(name: str, ranks: int, microbatches: int) -> None:
+    """Raise unless there is something to schedule, and somebody to do it."""
     for argument, value in (("ranks", ranks), ("microbatches", microbatches)):
         if value < 1:
             raise ScheduleError(f"schedule '{name}': {argument}={value} must be at least 1")
-    return GENERATORS[name].make(ranks, microbatches)

@@ -11,20 +11,23 @@ Rule 1: the operator's result is the gradient of `ANCHOR`, a leaf that stands fo
         and asking what becomes of that leaf tells what kind of backward runs (traced.py).
 Rule 2: the graph has nothing that is about one stage, block or microbatch. It knows a parameter by its key, a number in
         a tensor that is an input of the graph, so that blocks of one kind share a graph.
+Rule 3: two uses of a weight may have the same input and the same output gradient. Of calls that are alike compilers
+        make one, so each call of the operator has an empty tensor of its own: `torch.empty` is not merged.
 
 Dynamo skips all other code of retrograde (compiling/regions.py), so this module calls only torch.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from retrograde.compiling.inlined import KEY
-from retrograde.torch_internals import unsafe_view
+from retrograde.torch_internals import transform_depth, unsafe_view
 
 ANCHOR = torch.zeros(1, requires_grad=True)
 Function = Callable[..., Any]
@@ -54,13 +57,27 @@ class RecordingMode(TorchFunctionMode):
             return self.eager(func, args, kwargs)
         if func is Tensor.unflatten:
             func = torch.unflatten  # Dynamo does not see through the method under a mode: it calls `super()`
-        if self.taps and torch.is_grad_enabled():
-            if func in _TAPPED:
+        # Inside torch.func a weight is differentiated by its transforms too, and a tap would hide it from them.
+        if self.taps and torch.is_grad_enabled() and not transform_depth():
+            if func in _TAPPED and "out" not in kwargs:
                 return _TAPPED[func](func, *args, **kwargs)
             if func in self.bodies:
                 with self:
                     return self.bodies[func](*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def told_to_modes(compute: Function) -> Function:
+    """A function of input, weight and perhaps bias that torch-function modes see, as they see those of torch."""
+
+    @functools.wraps(compute)
+    def told(x: Any, weight: Any, bias: Any = None) -> Any:
+        given = (x, weight) if bias is None else (x, weight, bias)
+        if has_torch_function(given):
+            return handle_torch_function(told, given, *given)
+        return compute(*given)
+
+    return told
 
 
 class _Tap(torch.autograd.Function):
@@ -78,16 +95,21 @@ class _Tap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, keys = ctx.saved_tensors
-        record = torch.ops.retrograde.record(grad, x, keys, ctx.call, ctx.shape, ctx.numbers)
+        distinct = torch.empty(0)  # Rule 3
+        record = torch.ops.retrograde.record(grad, x, keys, distinct, ctx.call, ctx.shape, ctx.numbers)
         return grad, None, None, record, None, None, None
 
 
 def _is_parameter(tensor: Any) -> bool:
-    return tensor.requires_grad and getattr(tensor, KEY, None) is not None
+    """Is it a trained parameter, of a kind for which the formulas hold? They conjugate nothing."""
+    return tensor.requires_grad and tensor.is_floating_point() and getattr(tensor, KEY, None) is not None
 
 
-def _is_constant_or_parameter(bias: Any) -> bool:
-    return bias is None or not bias.requires_grad or _is_parameter(bias)
+def _is_constant_or_parameter(bias: Any, size: int) -> bool:
+    """May this bias be added to an output of `size` columns or channels? A trained one must be a vector of them."""
+    if bias is None or not bias.requires_grad:
+        return True
+    return _is_parameter(bias) and bias.dim() == 1 and bias.shape[0] == size
 
 
 def _lower(tensor: Any) -> Any:
@@ -111,14 +133,15 @@ def _plain(tensor: Any) -> Any:
 
 
 def _linear(func: Function, input: Any, weight: Any, bias: Any = None) -> Any:
-    if not _is_parameter(weight) or input.dim() < 2 or not _is_constant_or_parameter(bias):
+    known = _is_parameter(weight) and weight.dim() == 2 and input.dim() >= 2
+    if not known or not _is_constant_or_parameter(bias, weight.shape[0]):
         return func(input, weight, bias)
     x = _lower(input)
     return _tap(func(x, weight.detach(), _plain(bias)), x, weight, bias, "linear", [])
 
 
 def _addmm(func: Function, input: Any, mat1: Any, mat2: Any, **scales: Any) -> Any:
-    simple = not scales and input.dim() == 1 and _is_constant_or_parameter(input)
+    simple = not scales and input.dim() == 1 and _is_constant_or_parameter(input, mat2.shape[1])
     if not simple or not _is_parameter(mat2):
         return func(input, mat1, mat2, **scales)
     x = _lower(mat1)
@@ -132,6 +155,10 @@ def _matmul(func: Function, input: Any, other: Any) -> Any:
         return func(input, other)
     x = _lower(input)
     return _tap(func(x, other.detach()), x, other, None, "matmul" if matrices else "bmm", [])
+
+
+def _mm(func: Function, input: Any, mat2: Any, out_dtype: Any = None) -> Any:
+    return _matmul(func, input, mat2) if out_dtype is None else func(input, mat2, out_dtype=out_dtype)
 
 
 def _embedding(
@@ -170,7 +197,7 @@ def _conv(
 ) -> Any:
     dims = weight.dim() - 2
     known = _is_parameter(weight) and input.dim() == weight.dim() and not isinstance(padding, str)
-    if not known or not _is_constant_or_parameter(bias):
+    if not known or not _is_constant_or_parameter(bias, weight.shape[0]):
         return func(input, weight, bias, stride, padding, dilation, groups)
     x = _lower(input)
     numbers = [
@@ -188,12 +215,12 @@ _TAPPED: dict[Any, Function] = {
     F.embedding: _embedding,
     torch.addmm: _addmm,
     torch.matmul: _matmul,
-    torch.mm: _matmul,
-    torch.bmm: _matmul,
+    torch.mm: _mm,
+    torch.bmm: _mm,
     Tensor.matmul: _matmul,
     Tensor.__matmul__: _matmul,
-    Tensor.mm: _matmul,
-    Tensor.bmm: _matmul,
+    Tensor.mm: _mm,
+    Tensor.bmm: _mm,
     torch.conv1d: _conv,
     torch.conv2d: _conv,
     torch.conv3d: _conv,

@@ -19,7 +19,7 @@ from retrograde.pipeline.targets import SharedCast, Target
 from retrograde.torch_internals import storage_id, storage_users, version_of
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class Pair:
     """What W reads of one deferrable call: its input and its output's gradient."""
 

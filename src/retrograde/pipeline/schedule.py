@@ -165,7 +165,7 @@ class Schedule:
         return Schedule(header[1], int(header[2]), placement, ranks)
 
 
-_HEADER = re.compile(r"schedule (\S+) microbatches=(\d+) placement=(\d+(?:,\d+)*)")
+_HEADER = re.compile(r"schedule (\S|\S.*\S) microbatches=(\d+) placement=(\d+(?:,\d+)*)")
 _RANK = re.compile(r"\s*rank (\d+):")
 
 

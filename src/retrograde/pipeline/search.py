@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from retrograde.errors import ScheduleError
 from retrograde.pipeline.dryrun import check
-from retrograde.pipeline.generators import GENERATORS, generate
+from retrograde.pipeline.generators import GENERATORS, check_size, generate
 from retrograde.pipeline.list_scheduling import Greedy, InOrder, Progress, make_schedule
 from retrograde.pipeline.schedule import Action, ActionKind, Schedule
 from retrograde.pipeline.timeline import Costs, Timeline, try_simulate
@@ -24,6 +24,12 @@ ACTIONS_TRIED = 600_000  # simulated actions while schedules are improved: a few
 MOVES = 2_000  # the most moves from one start; small cases are settled long before
 STARTS = 3  # how many schedules of the portfolio are improved
 REACH = 6  # how far a move carries an action
+KEEPS = {  # the kinds of another microbatch that an action must not pass, since B is I and W
+    ActionKind.F: (ActionKind.F,),
+    ActionKind.I: (ActionKind.I, ActionKind.B),
+    ActionKind.W: (ActionKind.W, ActionKind.B),
+    ActionKind.B: (ActionKind.I, ActionKind.W, ActionKind.B),
+}
 SLOPES = (0, 1 / 6, 1 / 3, 1 / 2, 2 / 3, 5 / 6, 1, 4 / 3, 3 / 2, 2, 4)
 URGENCIES = (
     (ActionKind.I, ActionKind.F, ActionKind.W),
@@ -73,6 +79,7 @@ def search(
     rank have half of it in each; or costs for each stage, which also say how many stages there are.
     `limit`: activations per rank, in microbatches of that share (1f1b needs `ranks`).
     """
+    check_size("auto", ranks, microbatches)
     problem = Problem(ranks, microbatches, costs or Costs(), math.inf if limit is None else limit)
     if not (problem.allows(1) or problem.allows(2)):
         raise ScheduleError(
@@ -178,14 +185,14 @@ def _improve(problem: Problem, best: Candidate, tries: int) -> Candidate:
 
 
 def _moved(schedule: Schedule, moves: random.Random) -> Schedule | None:
-    """Move one action; None if it would pass the same kind of action of another microbatch of its stage."""
+    """Move one action; None if microbatches would no longer go through its stage in order."""
     ranks: list[list[Action]] = [list(actions) for actions in schedule.ranks]
     actions = ranks[moves.randrange(len(ranks))]
     source = moves.randrange(len(actions))
     target = max(0, min(len(actions) - 1, source + moves.choice((-1, 1)) * moves.randint(1, REACH)))
     action = actions.pop(source)
     overtaken = actions[min(source, target) : max(source, target)]
-    if any(other.kind is action.kind and other.stage == action.stage for other in overtaken):
+    if any(other.kind in KEEPS[action.kind] and other.stage == action.stage for other in overtaken):
         return None
     actions.insert(target, action)
     return schedule.with_ranks(ranks)

@@ -12,6 +12,7 @@ end of W; between I and W it counts `Costs.pending`. Divided by the stages per r
 microbatch through a rank's whole share of the model, in which 1F1B needs p on rank 0.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -38,6 +39,8 @@ class Costs:
             costs = value if isinstance(value, tuple) else (value,)
             if any(cost < 0 for cost in costs):
                 raise ScheduleError(f"Costs: {name}={value!r} is negative")
+            if not all(map(math.isfinite, costs)):
+                raise ScheduleError(f"Costs: {name}={value!r} is not finite")
         counts = self._counts()
         if len(counts) > 1:
             raise ScheduleError(f"Costs: they are given for {sorted(counts)} stages; give as many for F, I and W")

@@ -24,6 +24,8 @@ _COMPUTE = frozenset({ActionKind.F, ActionKind.I, ActionKind.W, ActionKind.B})
 def read_csv(text: str, name: str = "csv") -> Schedule:
     """Read a schedule in torch's CSV. The placement follows from the rows in which the actions of each stage are."""
     ranks = [list(_actions(row, rank)) for rank, row in enumerate(csv.reader(io.StringIO(text)))]
+    while ranks and not ranks[-1]:
+        ranks.pop()  # an empty line at the end is no rank
     homes: dict[int, int] = {}
     for rank, actions in enumerate(ranks):
         for action in actions:

@@ -8,8 +8,9 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from retrograde.compiling.inlined import KEY, all_code
+from retrograde.compiling.regions import hide
 from retrograde.errors import PipelineError
 from retrograde.parameters import ShardedParameter
 from retrograde.pipeline import inlined
@@ -41,7 +43,33 @@ class Queue(Protocol):
     def defer(self, pair: Pair) -> None: ...
 
 
-_queues: list[Queue] = []  # the queue of the running I is last, after those of I around it
+class _Queues:
+    """The queues of running backwards. Ranks may be threads, each with backwards of its own."""
+
+    def __init__(self) -> None:
+        self._by_thread: dict[int, list[Queue]] = {}  # of each the innermost is last
+
+    @contextmanager
+    def inside(self, queue: Queue) -> Iterator[None]:
+        """Inside, pairs of this thread's graphs go to this queue."""
+        own = self._by_thread.setdefault(get_ident(), [])
+        own.append(queue)
+        try:
+            yield
+        finally:
+            own.pop()
+            if not own:
+                del self._by_thread[get_ident()]
+
+    def of(self, device: torch.device) -> Queue | None:
+        """The innermost queue of this thread; in a thread in which autograd serves a device, the last of all."""
+        own = self._by_thread.get(get_ident())
+        if own is None and device.type != "cpu":
+            own = next(reversed(list(self._by_thread.values())), None)
+        return own[-1] if own else None
+
+
+_queues = _Queues()
 
 
 @dataclass(frozen=True)
@@ -90,8 +118,10 @@ class StageParameters:
 
 
 def keep_graphs_out() -> None:
-    """Once Dynamo is loaded, tell it to start no graph in code that is only inlined into graphs."""
+    """Once Dynamo is loaded, hide all our code from it, as where a frame is skipped the mode runs in the midst of what
+    it may compile; and tell it to start no graph in code that is only inlined into graphs."""
     if dynamo_is_loaded():
+        hide()
         _keep_graphs_out()
 
 
@@ -111,14 +141,9 @@ def whole_of(parameter: nn.Parameter) -> Tensor:
     return parameter
 
 
-@contextmanager
-def collecting(queue: Queue) -> Iterator[None]:
+def collecting(queue: Queue) -> AbstractContextManager[None]:
     """Inside, send pairs of graphs to this queue."""
-    _queues.append(queue)
-    try:
-        yield
-    finally:
-        _queues.pop()
+    return _queues.inside(queue)
 
 
 class _WeightShape(NamedTuple):
@@ -156,29 +181,38 @@ class _Copies:
     """Copies of inputs for pairs, as compilers reuse the memory that an operator has read. Uses in a row share one."""
 
     def __init__(self) -> None:
-        self._last: weakref.ref[Tensor] | None = None
+        self._last: weakref.ref[Pair] | None = None
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def pair(self, formulas: GradientFormulas, x: Tensor, grad: Tensor, targets: tuple[Target, ...]) -> Pair:
+        """Make a pair of copies: of the output gradient, and of the input unless the pair before has one."""
         last = None if self._last is None else self._last()
-        if last is not None and last.shape == tensor.shape and last.dtype == tensor.dtype and last.equal(tensor):
-            return last
-        made = tensor.clone()
+        copy = last.x if last is not None and _are_alike(last.x, x) else x.clone()
+        made = Pair.of(formulas, copy, grad.clone(), targets)
         self._last = weakref.ref(made)
         return made
+
+
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    """Have they the same numbers in the same order of memory?"""
+    kind = one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+    return kind and one.stride() == torch.empty_like(other, device="meta").stride() and one.equal(other)
 
 
 _inputs = _Copies()
 
 
-def _record(grad: Tensor, x: Tensor, keys: Tensor, call: str, shape: list[int], numbers: list[int]) -> Tensor:
+def _record(
+    grad: Tensor, x: Tensor, keys: Tensor, distinct: Tensor, call: str, shape: list[int], numbers: list[int]
+) -> Tensor:
     parameters = [whole_of(_parameters[number]) for number in keys.tolist()]
     if fate_of(get_gradient_edge(ANCHOR).node) is Fate.RUNS:
         lower = grad.dtype if grad.dtype != parameters[0].dtype else None
         targets = tuple(Target(parameter, lower) for parameter in parameters)
         formulas = _FORMULAS[call](_WeightShape.of(shape), numbers)
-        pair = Pair.of(formulas, _inputs.of(x), grad.clone(), targets)
-        if _queues:
-            _queues[-1].defer(pair)
+        pair = _inputs.pair(formulas, x, grad, targets)
+        queue = _queues.of(grad.device)
+        if queue is not None:
+            queue.defer(pair)
         else:
             add_to_gradients([pair])
     elif any(fate_of(get_gradient_edge(parameter).node) is not Fate.SKIPPED for parameter in parameters):
@@ -191,6 +225,8 @@ def _record(grad: Tensor, x: Tensor, keys: Tensor, call: str, shape: list[int], 
 
 _library: Any = torch.library
 _LIBRARY = _library.Library("retrograde", "FRAGMENT")
-_LIBRARY.define("record(Tensor grad, Tensor x, Tensor keys, str call, int[] shape, int[] numbers) -> Tensor")
+_LIBRARY.define(
+    "record(Tensor grad, Tensor x, Tensor keys, Tensor distinct, str call, int[] shape, int[] numbers) -> Tensor"
+)
 _LIBRARY.impl("record", _record, "CompositeExplicitAutograd")
 _library.register_fake("retrograde::record", lambda *given: torch.zeros(1), lib=_LIBRARY)

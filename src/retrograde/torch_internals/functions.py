@@ -16,7 +16,8 @@ grouped_mm: Callable[..., torch.Tensor] = find("torch:_grouped_mm")
 
 def body_of(function: Any) -> Callable[..., Any]:
     """A Python function of torch without its first check, whether a mode or a class of tensors handles it."""
-    names = {**function.__globals__, "has_torch_function": lambda tensors: False}
+    # It is asked about a tuple of tensors, and is to say no: none is callable. A function of ours would end a graph.
+    names = {**function.__globals__, "has_torch_function": callable}
     made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     made.__kwdefaults__ = function.__kwdefaults__
     return made

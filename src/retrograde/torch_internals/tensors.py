@@ -327,6 +327,8 @@ _outside: Callable[[], AbstractContextManager[Any]] = find(
     "torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack"
 )
 _HERE = contextlib.nullcontext()
+transform_depth: Callable[[], int] = find("torch._C._functorch:get_dynamic_layer_stack_depth")
+"""How many transforms of torch.func are active. Dynamo knows the answer while it traces."""
 
 
 def in_transform() -> bool:
@@ -343,16 +345,19 @@ def outside_transforms() -> AbstractContextManager[Any]:
     "transforms of torch.func",
     "in_transform",
     "outside_transforms",
-    needed_for="torch.func.grad, vmap and functional_call over a sharded model",
+    "transform_depth",
+    needed_for="torch.func.grad, vmap and functional_call over a sharded model, or in a pipeline's stage",
     otherwise="a page that is made inside a transform is lost when the transform ends",
 )
 def _transforms_can_be_left() -> None:
-    """Assumes: torch says whether a transform is active, and can set them all aside for a while."""
+    """Assumes: torch says whether a transform is active and how many are, and can set them all aside for a while."""
     seen: list[bool] = []
+    depths = [transform_depth()]
     plain = tiny()
 
     def transformed(row: torch.Tensor) -> torch.Tensor:
         seen.append(in_transform())
+        depths.append(transform_depth())
         with outside_transforms():
             seen.append(in_transform())
             made = plain + 1
@@ -362,3 +367,4 @@ def _transforms_can_be_left() -> None:
     expect(in_transform(), False, "whether a transform is active where none is")
     torch.func.vmap(transformed)(tiny())
     expect(seen, [True, False, False], "whether one is active inside, set aside, and in what was made then,")
+    expect(depths, [0, 1], "how many are active outside and inside")
