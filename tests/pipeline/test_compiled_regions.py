@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from retrograde.pipeline.split import SplitBackward
 from retrograde.pipeline.traced import StageParameters
@@ -109,6 +110,7 @@ CALLS = {
     ),
     "mm by keyword": Region(lambda: Apply(lambda m, x: torch.mm(x, mat2=m.w), w=rand(8, 5)), rows, 1),
     "bmm by keyword": Region(lambda: Apply(lambda m, x: x.bmm(mat2=m.w), w=rand(4, 8, 5)), tokens, 1),
+    "addmm as a method": Region(lambda: Apply(lambda m, x: m.b.addmm(x, m.w), w=rand(8, 5), b=rand(5)), rows, 1),
     "into given memory": Region(lambda: Apply(with_room, a=lin()), rows, 1),
 }
 
@@ -116,6 +118,36 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_wait_where_the_formulas_hold(name: str) -> None:
     check(CALLS[name], fullgraph=True)
+
+
+def within_a_checkpoint(m: Any, x: Tensor) -> Tensor:
+    return checkpoint(lambda x: m.b(F.gelu(m.a(x))), x, use_reentrant=False)
+
+
+def test_a_checkpoint_inside_is_left_to_torch() -> None:
+    check(Region(lambda: Apply(within_a_checkpoint, a=lin(), b=lin()), tokens, 0), fullgraph=True)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_checkpoint_around_a_region_waits(backend: str, reentrant: bool) -> None:
+    """All that waits without it, computed as the same compiler computes it."""
+
+    def around(m: Any, x: Tensor) -> Tensor:
+        return checkpoint(m.inner, x, use_reentrant=reentrant)
+
+    linears = {name: lin(bias=False) for name in "ab"}  # a graph adds up a bias in an order of its own
+    theirs = Apply(around, inner=Apply(lambda m, x: m.b(F.gelu(m.a(x))), **linears))
+    ours = copy.deepcopy(theirs)
+    for model in (theirs, ours):
+        model.inner.compile(backend=backend, fullgraph=True)
+    a, b = leaves(tokens)
+    grads = [tokens() for _ in a]
+    wanted = plain(theirs, a, grads)
+    found, waiting = split(ours, b, grads)
+    assert waiting == 2
+    assert_same(theirs, ours)
+    assert all(torch.equal(mine, its) for mine, its in zip(found, wanted, strict=True))
 
 
 def test_uses_of_one_input_share_a_copy() -> None:

@@ -139,6 +139,13 @@ COMPILED: dict[str, tuple[Function, Callable[[], Tensor], Tensor]] = {
         rand(2, 4, 3),
     ),
     "padding by name": (lambda m, x: F.conv2d(x, m.w, padding="same"), image, rand(6, 4, 3, 3)),
+    "a convolution of one image": (lambda m, x: F.conv2d(x[0], m.w), image, rand(6, 4, 3, 3)),
+    "batches of several dimensions": (lambda m, x: x.unflatten(-1, (2, 4)) @ m.w, tokens, rand(4, 6, 4, 3)),
+    "within a checkpoint": (
+        lambda m, x: checkpoint(lambda x: x @ m.w, x, use_reentrant=False),
+        tokens,
+        rand(8, 5),
+    ),
     "a function given to rg.defer": (lambda m, x: deferred(x, m.w), tokens, rand(5, 8)),
 }
 

@@ -132,6 +132,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], int]] = {
     "bmm left": (lambda: Apply(lambda m, x: m.w.bmm(x), w=rand(4, 3, 6)), tokens, 1),
     "mm by keyword": (lambda: Apply(lambda m, x: torch.mm(x, mat2=m.w), w=rand(8, 5)), lambda: rand(5, 8), 1),
     "addmm": (lambda: Apply(lambda m, x: torch.addmm(m.b, x, m.w), w=rand(8, 5), b=rand(5)), lambda: rand(5, 8), 1),
+    "addmm, the method": (
+        lambda: Apply(lambda m, x: m.b.addmm(x, m.w), w=rand(8, 5), b=rand(5)),
+        lambda: rand(5, 8),
+        1,
+    ),
     "addmm scaled is torch's": (
         lambda: Apply(lambda m, x: torch.addmm(m.b, x, m.w, alpha=2.0), w=rand(8, 5), b=rand(5)),
         lambda: rand(5, 8),

@@ -228,6 +228,7 @@ _RECOGNISED: dict[Callable[..., Any], Callable[..., DeferrableCall | None]] = {
     Tensor.__matmul__: _matmul,
     Tensor.mm: _mm,
     Tensor.bmm: _mm,
+    Tensor.addmm: _addmm,
     torch.conv1d: _conv,
     torch.conv2d: _conv,
     torch.conv3d: _conv,
